@@ -1,0 +1,133 @@
+"""What a backend fills in, and how one is chosen.
+
+A backend is a module with a folder of its own. It knows nothing of losses, cotangents' origins, masks, chunk loops,
+differentiation or sharding: the modes in `modes/` bring rows block by block and take statistics or gradients back.
+"""
+
+import importlib
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import jax
+
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.statistics import Partial
+
+Implementation = Literal["xla", "reference"]
+Mode = Literal["recompute", "in_forward"]
+
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+
+class Plan(NamedTuple):
+    """Block sizes of a call; static.
+
+    Attributes:
+        rows: rows a block of the chunk loop holds.
+        columns: vocabulary columns of a tile.
+        scratch_bytes: what the blocks take at their largest, beside inputs, outputs and accumulators.
+    """
+
+    rows: int
+    columns: int
+    scratch_bytes: int
+
+
+class Accumulators(NamedTuple):
+    """Gradients under way, in the accumulator dtype; None where not wanted.
+
+    Attributes:
+        weight: the weight's shape.
+        bias: `[V']`.
+    """
+
+    weight: jax.Array | None
+    bias: jax.Array | None
+
+
+class Residual(NamedTuple):
+    """What the backward reads of each row beside the coefficients, `[n]` each; None where no term needs it."""
+
+    lse: jax.Array | None
+    argmax: jax.Array | None
+
+
+class Backend(Protocol):
+    """The functions of a backend. `hidden [n, H]` and `labels [n]` (int32, -1: no target; or None) are one block."""
+
+    name: str
+
+    def refusal(self, spec: HeadSpec) -> str | None:
+        """Why this backend cannot serve such a head, as the end of a sentence; None where it can."""
+
+    def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        """The fewest bytes `plan` can work with."""
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        """Block sizes for the plain forward (`mode=None`) or for a backward mode, within `scratch_bytes ≥ minimum_scratch`."""
+
+    def statistics(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> Partial:
+        """Partial statistics over the whole vocabulary; nothing of size n·V is stored."""
+
+    def dlogits_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        tile_index: jax.Array,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        """For the recompute mode: recomputes one tile of logits and returns its share of the gradients.
+
+        Returns `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the
+        accumulator dtype, before the scale and the normalisation; None where not wanted.
+        """
+
+    def stash(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> tuple[Partial, Any]:
+        """For the in-forward mode: statistics of one block, and whatever `stash_products` needs of its logits."""
+
+    def stash_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        factor: jax.Array,
+        stash: Any,
+        accumulators: Accumulators,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, Accumulators]:
+        """Gradients of one block from its stash.
+
+        Returns `dlogits·weight [n, H]` and the accumulators with `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits`
+        added, before the scale; `factor []` undoes the coefficients' normalisation.
+        """
+
+
+def load(name: str) -> Backend:
+    """The backend called `name`, imported on first use."""
+    return importlib.import_module(f"pallas_ce.{name}").BACKEND
+
+
+def choose(implementation: str | None, spec: HeadSpec) -> tuple[str, str]:
+    """The implementation's name, and why it was chosen.
+
+    Raises:
+        ValueError: the named implementation is unknown or cannot serve this head.
+    """
+    if implementation is None:
+        return "xla", "the tiled XLA implementation serves every platform"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
+    if implementation != "reference" and (reason := load(implementation).refusal(spec)):
+        raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
+    return implementation, "asked for by name"

@@ -1,0 +1,63 @@
+"""How the streamed operations behave under `vmap`: one rule for all of them.
+
+Rows are independent given the head, so a batch that shares the head is just more rows: it folds into them, and the
+weight is streamed once for all examples. Where the head itself is batched, or a gradient of the head is wanted for
+each example, the operation maps over the batch, one example's scratch at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+RowsOperation = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def over_rows(operation: RowsOperation) -> RowsOperation:
+    """Gives `operation` its `vmap` rule.
+
+    Args:
+        operation: `(by_row, shared) -> (by_row, shared)` on pytrees: leaves of the former are `[N, ...]`.
+    """
+
+    @custom_vmap
+    def batched(by_row: Any, shared: Any) -> tuple[Any, Any]:
+        return operation(by_row, shared)
+
+    @batched.def_vmap
+    def rule(size: int, in_batched: Any, by_row: Any, shared: Any) -> tuple[Any, Any]:
+        rows_batched, shared_batched = in_batched
+        per_example = jax.eval_shape(operation, *_example((by_row, shared), in_batched))
+        if any(jax.tree.leaves(shared_batched)) or jax.tree.leaves(per_example[1]):
+            out = _map(batched, (by_row, shared), in_batched)
+        else:
+            out = _fold(batched, size, by_row, rows_batched, shared)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return batched
+
+
+def _example(tree: Any, is_batched: Any) -> Any:
+    return jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), tree, is_batched)
+
+
+def _fold(operation: RowsOperation, size: int, by_row: Any, rows_batched: Any, shared: Any) -> tuple[Any, Any]:
+    def flat(x: jax.Array, is_batched: bool) -> jax.Array:
+        x = x if is_batched else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)))
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    out, nothing = operation(jax.tree.map(flat, by_row, rows_batched), shared)
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), nothing
+
+
+def _map(operation: RowsOperation, arguments: tuple[Any, Any], is_batched: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(is_batched)
+
+    def one(batched: list[jax.Array]) -> tuple[Any, Any]:
+        example = iter(batched)
+        return operation(*structure.unflatten([next(example) if b else x for x, b in zip(leaves, flags, strict=True)]))
+
+    return lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])

@@ -1,0 +1,158 @@
+"""How rows and vocabulary are cut into blocks: the ragged-edge rule and the skipped-row rule, in one place.
+
+The last of several blocks starts early, so that every block has the same size and no operand is padded or copied; the
+part that an earlier block covered is marked not live, contributes nothing and is left alone when results are written.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
+    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: int = 0) -> jax.Array:
+    return update if buffer.shape == update.shape else lax.dynamic_update_slice_in_dim(buffer, update, start, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """`total` columns in tiles of `size`."""
+
+    total: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.total:
+            raise ValueError(f"size={self.size} must lie between 1 and total={self.total}")
+
+    @property
+    def count(self) -> int:
+        return -(-self.total // self.size)
+
+    def tile(self, index: jax.Array | int) -> "Tile":
+        start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
+        columns = start + jnp.arange(self.size, dtype=jnp.int32)
+        live = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
+        return Tile(start, self.size, columns, live)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile: its first column, its columns' ids `[size]`, and which of them are its own (None: all)."""
+
+    start: jax.Array
+    size: int
+    columns: jax.Array
+    live: jax.Array | None
+
+    def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        return _slice(x, self.start, self.size, axis)
+
+    def put(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        return _update(buffer, values, self.start, axis)
+
+    def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        """Adds in `buffer`'s dtype. Values of columns that are not live must be 0."""
+        return self.put(buffer, self.take(buffer, axis) + values.astype(buffer.dtype), axis)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which of N rows count, as the order in which they are visited.
+
+    Attributes:
+        order: `[N]` int32, the counted rows first, ascending; None where all rows count.
+        count: `[]` int32, how many count; None where all do.
+        mask: `[N]` bool, which count; None where all do.
+    """
+
+    order: jax.Array | None
+    count: jax.Array | None
+    mask: jax.Array | None
+
+    @classmethod
+    def counted(cls, mask: jax.Array | None) -> "Rows":
+        """From a mask `[N]`; None means that all rows count."""
+        if mask is None:
+            return cls(None, None, None)
+        n = mask.shape[0]
+        if n == 0:
+            return cls(None, None, None)
+        count = jnp.sum(mask, dtype=jnp.int32)
+        # Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
+        order = jnp.nonzero(mask, size=n, fill_value=0)[0].astype(jnp.int32)
+        return cls(order[jnp.minimum(jnp.arange(n), jnp.maximum(count - 1, 0))], count, mask)
+
+    def visit(self, x: jax.Array) -> jax.Array:
+        """`x [N, ...]` in visiting order; places behind the last counted row repeat it."""
+        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds")
+
+    def select(self, visited: jax.Array) -> jax.Array:
+        """`visited [N]` with 0 behind the last counted row."""
+        return visited if self.count is None else jnp.where(jnp.arange(visited.shape[0]) < self.count, visited, 0)
+
+    def in_row_order(self, visited: jax.Array) -> jax.Array:
+        """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""
+        if self.mask is None:
+            return visited
+        place = jnp.maximum(jnp.cumsum(self.mask, dtype=jnp.int32) - 1, 0)
+        by_row = visited.at[place].get(mode="promise_in_bounds")
+        return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, 0)
+
+    def blocks(self, total: int, size: int) -> "RowBlocks":
+        return RowBlocks(self, Tiles(total, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlocks:
+    """The counted rows in blocks; the number of blocks depends on how many count, so that ignored rows cost nothing."""
+
+    rows: Rows
+    tiles: Tiles
+
+    def for_each(self, body, init):  # type: ignore[no-untyped-def]
+        """`init` carried through `body(block, carry)` over all blocks."""
+        trips = self.tiles.count if self.rows.count is None else -(-self.rows.count // self.tiles.size)
+        if isinstance(trips, int) and trips == 1:
+            return body(self.block(0), init)
+        return lax.fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
+
+    def block(self, index: jax.Array | int) -> "RowBlock":
+        tile = self.tiles.tile(index)
+        if self.rows.order is None:
+            return RowBlock(tile, None, tile.live)
+        assert self.rows.count is not None
+        live = tile.columns < self.rows.count
+        return RowBlock(tile, tile.take(self.rows.order), live if tile.live is None else live & tile.live)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlock:
+    """One block of rows: `take` reads their values, `put` writes results back where they are live."""
+
+    tile: Tile
+    index: jax.Array | None  # [size] row ids, or None for consecutive rows
+    live: jax.Array | None  # [size], or None: all
+
+    def take(self, x: jax.Array) -> jax.Array:
+        return self.tile.take(x) if self.index is None else x.at[self.index].get(mode="promise_in_bounds")
+
+    def put(self, buffer: jax.Array, values: jax.Array) -> jax.Array:
+        values = values.astype(buffer.dtype)
+        if self.index is not None:
+            outside = buffer.shape[0]
+            index = self.index if self.live is None else jnp.where(self.live, self.index, outside)
+            return buffer.at[index].set(values, mode="drop")
+        return self.tile.put(buffer, self.select(values, self.tile.take(buffer)))
+
+    def select(self, values: jax.Array, otherwise: jax.Array | float) -> jax.Array:
+        """`values [size, ...]` where live, else `otherwise`."""
+        if self.live is None:
+            return values
+        return jnp.where(self.live.reshape(-1, *[1] * (values.ndim - 1)), values, otherwise)

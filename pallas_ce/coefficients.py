@@ -1,0 +1,151 @@
+"""From the cotangents of row statistics to the gradient of the logits: one formula for every loss.
+
+For a row `z` of logits with label `t`, `p = softmax(z)`, differentiating each statistic (DESIGN.md §2) gives
+
+    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax]
+
+    A = g_lse - g_entropy·entropy - 2·g_ssq·sum_sq_probs        D = g_target_logit
+    B = -g_entropy                                              E = g_mean_logit
+    C = 2·g_ssq                                                 F = g_max_logit
+
+with per-row numbers only. In `log p_j = z_j - lse` it is invariant to a common shift of the logits; written in `z_j`
+it would cancel. Logits are `z = softcap(scale·(hidden·weight + bias))`; `Coefficients` stop at the capped logits,
+`dlogits` also applies the cap's derivative `1 - (z/c)²`, and the scale is applied in float32 at the end.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Coefficients(NamedTuple):
+    """Per-row numbers `[n]` of the formula above; None for a term that is absent, whose work is not done."""
+
+    prob: jax.Array | None = None  # A
+    prob_log_prob: jax.Array | None = None  # B
+    prob_sq: jax.Array | None = None  # C
+    target: jax.Array | None = None  # D
+    logit_weights: jax.Array | None = None  # E
+    argmax: jax.Array | None = None  # F
+
+    @property
+    def need_probabilities(self) -> bool:
+        """Whether `p`, hence the row's lse, appears at all."""
+        return self.prob is not None
+
+
+def saved_statistics(names: frozenset[str]) -> frozenset[str]:
+    """The statistics that `from_cotangents` and `dlogits` read when those in `names` are differentiated."""
+    saved = names & {"entropy", "sum_sq_probs"}
+    if names & {"lse", "entropy", "sum_sq_probs"}:
+        saved |= {"lse"}
+    if "max_logit" in names:
+        saved |= {"argmax"}
+    return frozenset(saved)
+
+
+def from_cotangents(cotangents: dict[str, jax.Array], statistics: dict[str, jax.Array]) -> Coefficients:
+    """Coefficients from the statistics' cotangents `[n]` (absent where zero) and the saved statistics `[n]`."""
+    g_lse, g_entropy, g_ssq = (cotangents.get(name) for name in ("lse", "entropy", "sum_sq_probs"))
+    prob = g_lse
+    prob_log_prob = prob_sq = None
+    if g_entropy is not None:
+        prob_log_prob = -g_entropy
+        prob = _plus(prob, -g_entropy * statistics["entropy"])
+    if g_ssq is not None:
+        prob_sq = 2 * g_ssq
+        prob = _plus(prob, -2 * g_ssq * statistics["sum_sq_probs"])
+    return Coefficients(
+        prob,
+        prob_log_prob,
+        prob_sq,
+        cotangents.get("target_logit"),
+        cotangents.get("mean_logit"),
+        cotangents.get("max_logit"),
+    )
+
+
+def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    return b if a is None else a + b
+
+
+def select(coefficients: Coefficients, live: jax.Array) -> Coefficients:
+    """Exactly 0 in the rows where `live [n]` is False: selected, because 0·nan is not 0."""
+    return jax.tree.map(lambda c: jnp.where(live, c, 0.0), coefficients)
+
+
+# Normalised coefficients bound the entries of dlogits by 2**13: inside float16 (65504), with the most room below.
+_TARGET_EXPONENT = 13
+
+
+def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) -> tuple[Coefficients, jax.Array]:
+    """Divides by a power of two so that dlogits use the operand dtype's range; returns that power too.
+
+    A mean over N tokens has coefficients of 1/N and entries of p/N, which underflow in float16 from N = 1e4 on. A power
+    of two costs no accuracy, and the product is multiplied back in float32. The bound uses `p ≤ 1`, `-p·log p ≤ 1/e`.
+    """
+    bounds = [abs(c) for c in (coefficients.prob, coefficients.prob_sq, coefficients.target, coefficients.argmax)
+              if c is not None]  # fmt: skip
+    if coefficients.prob_log_prob is not None:
+        bounds.append(0.37 * abs(coefficients.prob_log_prob))
+    if coefficients.logit_weights is not None:
+        bounds.append(abs(coefficients.logit_weights) * logit_weights_max)
+    bound = jnp.max(sum(bounds[1:], bounds[0]), initial=0.0)
+    usable = (bound > 0) & jnp.isfinite(bound)
+    _, exponent = jnp.frexp(jnp.where(usable, bound, 1.0))
+    # Kept within the exponents whose powers are normal float32 numbers, in both directions.
+    shift = jnp.clip(exponent - _TARGET_EXPONENT, -120, 120)
+    one = jnp.ones((), bound.dtype)
+    return jax.tree.map(lambda c: c * jnp.ldexp(one, -shift), coefficients), jnp.ldexp(one, shift)
+
+
+def dlogits(
+    coefficients: Coefficients,
+    logits: jax.Array,
+    lse: jax.Array | None,
+    columns: jax.Array,
+    live: jax.Array | None,
+    labels: jax.Array | None,
+    argmax: jax.Array | None,
+    logit_weights: jax.Array | None,
+    softcap: float | None,
+) -> jax.Array:
+    """The gradient `[n, c]` with respect to `scale·(hidden·weight + bias)` of one tile, in the logits' dtype.
+
+    Args:
+        coefficients: of the rows, each `[n]`.
+        logits: capped logits `[n, c]`.
+        lse: `[n]`; needed where `coefficients.need_probabilities`.
+        columns: `[c]` int32 vocabulary ids.
+        live: `[c]` bool, False for columns that belong to another tile; None where all are live.
+        labels: `[n]` int32, -1 for no target.
+        argmax: `[n]` int32.
+        logit_weights: `[c]`, u.
+        softcap: the cap c, or None.
+    """
+    terms = []
+    if coefficients.prob is not None:
+        assert lse is not None
+        # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
+        log_p = logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        p = jnp.exp(log_p)
+        inner = coefficients.prob[:, None]
+        if coefficients.prob_log_prob is not None:
+            inner = inner + coefficients.prob_log_prob[:, None] * jnp.where(p > 0, log_p, 0.0)
+        if coefficients.prob_sq is not None:
+            inner = inner + coefficients.prob_sq[:, None] * p
+        terms.append(p * inner)
+    if coefficients.target is not None:
+        assert labels is not None
+        terms.append(jnp.where(columns[None, :] == labels[:, None], coefficients.target[:, None], 0.0))
+    if coefficients.logit_weights is not None:
+        assert logit_weights is not None
+        terms.append(coefficients.logit_weights[:, None] * logit_weights[None, :])
+    if coefficients.argmax is not None:
+        assert argmax is not None
+        terms.append(jnp.where(columns[None, :] == argmax[:, None], coefficients.argmax[:, None], 0.0))
+    total = sum(terms[1:], terms[0])
+    if softcap is not None:
+        total = total * (1.0 - jnp.square(logits / softcap))
+    return total if live is None else jnp.where(live, total, 0.0)

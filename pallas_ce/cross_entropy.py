@@ -1,0 +1,258 @@
+"""`linear_cross_entropy`: the loss of a language model's head."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce import arguments, evaluate, inputs, settings
+from pallas_ce import labels as label_rule
+from pallas_ce.backends import Implementation
+from pallas_ce.blocks import Rows
+from pallas_ce.head import HeadSpec
+from pallas_ce.losses import CrossEntropy, Metrics, Reduction, safe_inverse
+from pallas_ce.settings import Settings
+
+
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    token_weights: Any | None = None,
+    class_weights: Any | None = None,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    dtype: Any | None = None,
+    backward: str = "auto",
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    validate_labels: bool = False,
+    return_metrics: bool = False,
+) -> Any:
+    r"""Cross entropy of `logits = softcap(logit_scale · (hidden·weight + bias))` with `labels`, without storing logits.
+
+    For a row z with label t, token weight w, class weights c (1 each by default), smoothing α and z-loss factor β:
+
+        loss = w·[ (1-α)·c_t·(lse - z_t) + α/V·Σ_v c_v·(lse - z_v) ]  +  w·β·lse²,     lse = log Σ_v exp z_v
+
+    which is PyTorch's `cross_entropy` where the options are its. The mean divides the first part by `Σ w·c_t` and the
+    z part by `Σ w`, over the tokens that count; a given `normalizer` replaces both.
+
+    Args:
+        hidden: `[..., H]` bfloat16, float16, float32 or float64; any leading shape, zero tokens included.
+        weight: `[V', H]` (`vocab_axis=0`: tied embeddings, PyTorch) or `[H, V']` (`vocab_axis=1`: Flax Dense kernels).
+            Float32 master weights with `dtype=bfloat16` are cast inside; their gradient is the float32 accumulator.
+        labels: `[...]`, any integer dtype. Labels outside `[0, vocab_size)` count as ignored.
+        bias: `[V']`.
+        vocab_axis: the weight's vocabulary axis.
+        vocab_size: V; entries of the weight from there on are padding: no probability, zero gradient. Default V'.
+        ignore_index: tokens with this label have loss 0 and gradient 0, and their work is skipped; it may lie inside
+            the vocabulary.
+        token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
+        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
+        label_smoothing: α in [0, 1]; may be traced. The number 0 leaves the term out.
+        z_loss: β; may be traced. The number 0 leaves the term out.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        logit_scale: scalar, may be traced and differentiated.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
+        dtype: compute dtype of the products' operands; by default the inputs' common one.
+        backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
+            "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
+        implementation: "xla", "reference" (materialised logits), or None to choose by platform.
+        scratch_bytes: bound on scratch memory; 512 MiB by default, never more than float32 logits would take (but at
+            least 1 MiB).
+        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
+            `ignore_index`. Reads the labels' values, so only outside jit.
+        return_metrics: return `(loss, Metrics)`.
+
+    Returns:
+        The loss, float32 (float64 for float64): `[]`, or `[...]` for "none"; 0.0 when no token counts. With
+        `return_metrics`, the pair `(loss, Metrics)`.
+
+    Raises:
+        ValueError: shapes or values that do not fit, "in_forward" with `reduction="none"`, a named implementation that
+            cannot serve, a budget too small for one row.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_cross_entropy
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 5, 8))      # [batch, time, H]
+        >>> weight = jax.random.normal(jax.random.key(1), (100, 8))       # [V, H]
+        >>> labels = jnp.array([[1, 2, 3, 4, -100], [5, 6, -100, -100, -100]])
+        >>> loss, (d_hidden, d_weight) = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(hidden, weight, labels)
+        >>> d_hidden.shape, d_weight.shape
+        ((2, 5, 8), (100, 8))
+        >>> loss, metrics = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4, return_metrics=True)
+        >>> int(metrics.num_tokens)
+        6
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
+        (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
+    """
+    arguments.check_reduction(reduction, normalizer, backward)
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        None,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+    )
+    leading = arrays.hidden.shape[:-1]
+    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    arguments.scalar("z_loss", z_loss)
+    if normalizer is not None:
+        arguments.scalar("normalizer", normalizer)
+    if class_weights is not None:
+        class_weights = jnp.asarray(class_weights)
+        arguments.check_by_column("class_weights", class_weights, spec.vocab_size)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
+    options = _Options(
+        inputs.read_by_row("token_weights", token_weights, leading),
+        class_weights,
+        None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
+        None if arguments.is_known(z_loss, 0.0) else z_loss,
+        normalizer,
+    )
+    labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
+    loss, metrics = _linear_cross_entropy(static, arrays, labels, options)
+    return (loss, metrics) if return_metrics else loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    reduction: str
+    ignore_index: int | None
+    return_metrics: bool
+    how: Settings
+    spec: HeadSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Optional arrays of a call; None where a term is absent."""
+
+    token_weights: Any | None
+    class_weights: Any | None
+    label_smoothing: Any | None
+    z_loss: Any | None
+    normalizer: Any | None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_cross_entropy(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options
+) -> tuple[jax.Array, Metrics | None]:
+    spec, leading = static.spec, arrays.hidden.shape[:-1]
+    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+    mask = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
+    loss, by_row, shared = _row_loss(static, options, ids, mask)
+    if loss.smoothing and options.class_weights is not None:
+        arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)
+    hidden, head = inputs.flatten(arrays, spec)
+    extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
+    if static.reduction == "none":
+        values, found = evaluate.row_losses(
+            static.how, loss.names | extra, loss, hidden, head, ids, mask, (by_row, shared | _unnormalised(spec))
+        )
+        value = values.reshape(leading)
+    else:
+        value, found = evaluate.total_loss(
+            static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
+        )
+    if not static.return_metrics:
+        return value, None
+    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(loss, found, ids, mask, (by_row, shared)))
+
+
+def _row_loss(
+    static: _Static, options: _Options, ids: jax.Array, mask: jax.Array
+) -> tuple[CrossEntropy, dict[str, jax.Array], dict[str, jax.Array]]:
+    """The row loss, its inputs by row `[N]`, and those all rows share, the normalisers' inverses included."""
+    wide = static.spec.accumulator
+    loss = CrossEntropy(
+        smoothing=options.label_smoothing is not None,
+        z_loss=options.z_loss is not None,
+        class_weights=options.class_weights is not None,
+        token_weights=options.token_weights is not None,
+    )
+    by_row: dict[str, jax.Array] = {}
+    shared: dict[str, jax.Array] = {}
+    weight = jnp.ones(ids.shape, wide)
+    if options.token_weights is not None:
+        weight = by_row["token_weight"] = options.token_weights.reshape(-1).astype(wide)
+    z_normalizer = jnp.sum(jnp.where(mask, weight, 0))
+    normalizer = z_normalizer
+    if options.class_weights is not None:
+        class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
+        by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
+        shared["mean_class_weight"] = jnp.mean(class_weights)
+        normalizer = jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0))
+    if options.label_smoothing is not None:
+        shared["smoothing"] = jnp.asarray(options.label_smoothing, wide)
+    if options.z_loss is not None:
+        shared["z_loss"] = jnp.asarray(options.z_loss, wide)
+    if options.normalizer is not None:
+        normalizer = z_normalizer = jnp.asarray(options.normalizer, wide)
+    if static.reduction == "sum":
+        shared |= _unnormalised(static.spec)
+    else:
+        shared["inverse_normalizer"] = safe_inverse(normalizer)
+        shared["inverse_z_normalizer"] = safe_inverse(z_normalizer)
+    return loss, by_row, shared
+
+
+def _unnormalised(spec: HeadSpec) -> dict[str, jax.Array]:
+    one = jnp.ones((), spec.accumulator)
+    return {"inverse_normalizer": one, "inverse_z_normalizer": one}
+
+
+def _metrics(
+    loss: CrossEntropy,
+    found: dict[str, jax.Array],
+    ids: jax.Array,
+    mask: jax.Array,
+    given: tuple[dict[str, jax.Array], dict[str, jax.Array]],
+) -> Metrics:
+    by_row, shared = given
+    rows = Rows.counted(mask)
+    visited = jax.tree.map(rows.visit, found)
+    cross_entropy, z_part = loss.parts(visited, (jax.tree.map(rows.visit, by_row), shared))
+    count = jnp.sum(mask, dtype=jnp.int32)
+    inverse_count = safe_inverse(count.astype(cross_entropy.dtype))
+    return Metrics(
+        cross_entropy=jnp.sum(rows.select(cross_entropy)) * shared["inverse_normalizer"],
+        z_loss=jnp.zeros((), cross_entropy.dtype)
+        if z_part is None
+        else jnp.sum(rows.select(z_part)) * shared["inverse_z_normalizer"],
+        num_tokens=count,
+        accuracy=jnp.sum(mask & (found["argmax"] == ids)) * inverse_count,
+        mean_lse=jnp.sum(found["lse"]) * inverse_count,
+    )

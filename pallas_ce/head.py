@@ -1,0 +1,140 @@
+"""The projection head as data: which arrays it has, and the static facts that shape a kernel."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSpec:
+    """Static facts of a head; hashable, so that they key compilation caches.
+
+    Attributes:
+        hidden_size: H.
+        weight_rows: vocabulary entries the weight holds, padding included.
+        vocab_size: V, the entries that exist; those from V on are padding.
+        vocab_axis: the weight's vocabulary axis: 0 for `[V, H]`, 1 for `[H, V]`.
+        dtype: compute dtype, that of the operands of every product.
+        softcap: the cap c of `c·tanh(x/c)`, or None.
+    """
+
+    hidden_size: int
+    weight_rows: int
+    vocab_size: int
+    vocab_axis: int
+    dtype: np.dtype
+    softcap: float | None
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype of products, statistics and losses: float32, or float64 for float64."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        """float32 operands keep float32 accuracy on devices whose default is TF32 or bfloat16 passes."""
+        return jax.lax.Precision.HIGHEST if self.dtype == np.float32 else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`.
+
+    Attributes:
+        weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype.
+        bias: `[V']` or None.
+        logit_scale: `[]` in the accumulator dtype, or None for 1.
+        logit_weights: `[V]` in the accumulator dtype, the u of `mean_logit`; None for 1/V. A constant.
+        spec: the static facts.
+    """
+
+    weight: jax.Array
+    bias: jax.Array | None
+    logit_scale: jax.Array | None
+    logit_weights: jax.Array | None
+    spec: HeadSpec = dataclasses.field(metadata={"static": True})
+
+    def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+        """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands, wide result."""
+        spec = self.spec
+        return jax.lax.dot_general(
+            a.astype(spec.dtype),
+            b.astype(spec.dtype),
+            (((contract[0],), (contract[1],)), ((), ())),
+            precision=spec.precision,
+            preferred_element_type=spec.accumulator,
+        )
+
+    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Capped logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
+        spec = self.spec
+        z = self.matmul(hidden, weight, (1, 1 - spec.vocab_axis))
+        if bias is not None:
+            z = z + bias.astype(spec.accumulator)
+        if self.logit_scale is not None:
+            z = z * self.logit_scale
+        if spec.softcap is not None:
+            z = spec.softcap * jnp.tanh(z / spec.softcap)
+        return z
+
+    def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
+        """u of `size` columns from `start` on, `[size]`."""
+        if self.logit_weights is None:
+            return jnp.full((size,), 1.0 / self.spec.vocab_size, self.spec.accumulator)
+        return jax.lax.dynamic_slice_in_dim(self.logit_weights, start, size)
+
+    @property
+    def largest_logit_weight(self) -> jax.Array | float:
+        """max |u|."""
+        return 1.0 / self.spec.vocab_size if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which inputs are differentiated; the others' products, buffers and collectives are skipped. Static."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    logit_scale: bool = False
+
+    def __bool__(self) -> bool:
+        return self.hidden or self.weight or self.bias or self.logit_scale
+
+    @property
+    def hidden_product(self) -> bool:
+        """The scale's gradient comes from the hidden one's (see `scale_gradient`), so either needs that product."""
+        return self.hidden or self.logit_scale
+
+    @property
+    def bias_sum(self) -> bool:
+        """Likewise for the sum of dlogits over the rows."""
+        return self.bias or self.logit_scale
+
+    @property
+    def products(self) -> int:
+        """Matrix products beside the logits' own."""
+        return int(self.hidden_product) + int(self.weight)
+
+
+def scale_gradient(
+    hidden: jax.Array, unscaled_hidden: jax.Array, bias: jax.Array | None, unscaled_bias: jax.Array | None
+) -> jax.Array:
+    """dL/dscale from the gradients before their multiplication by the scale: no pass over the logits.
+
+    With `x = scale·y`, `y = hidden·weight + bias` is linear in (hidden, bias) together, so
+    `Σ_ij dL/dx_ij · y_ij = <hidden, dL/dx·weight> + <bias, Σ_i dL/dx_i>`.
+    """
+    total = jnp.sum(hidden.astype(unscaled_hidden.dtype) * unscaled_hidden)
+    if bias is not None and unscaled_bias is not None:
+        finite = jnp.isfinite(bias)  # the logit of a -inf bias has gradient 0, and 0·(-inf) = 0
+        total += jnp.sum(jnp.where(finite, bias, 0).astype(unscaled_bias.dtype) * unscaled_bias)
+    return total
+
+
+def as_array(value: Any, dtype: np.dtype) -> jax.Array:
+    return jnp.asarray(value, dtype)

@@ -1,0 +1,83 @@
+"""From public arguments to rows and a head: what the three public functions share."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce import arguments
+from pallas_ce import labels as label_rule
+from pallas_ce.head import Head, HeadSpec
+
+
+class HeadArrays(NamedTuple):
+    """The head's arrays as the caller gave them; `logit_scale` is None where it is the number 1."""
+
+    hidden: jax.Array
+    weight: jax.Array
+    bias: jax.Array | None
+    logit_scale: jax.Array | None
+    logit_weights: jax.Array | None
+
+
+def read_head(
+    hidden: Any,
+    weight: Any,
+    bias: Any | None,
+    logit_scale: Any,
+    logit_weights: Any | None,
+    *,
+    vocab_axis: int,
+    vocab_size: int | None,
+    logit_softcap: float | None,
+    dtype: Any | None,
+) -> tuple[HeadArrays, HeadSpec]:
+    """Checked arrays and static facts."""
+    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    bias = None if bias is None else jnp.asarray(bias)
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    arguments.scalar("logit_scale", logit_scale)
+    scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
+    if logit_weights is not None:
+        logit_weights = jnp.asarray(logit_weights)
+        arguments.check_by_column("logit_weights", logit_weights, spec.vocab_size)
+    return HeadArrays(hidden, weight, bias, scale, logit_weights), spec
+
+
+def read_labels(
+    labels: Any, leading: tuple[int, ...], spec: HeadSpec, ignore_index: int | None, validate: bool
+) -> jax.Array:
+    """Checked labels; with `validate`, their values too."""
+    labels = jnp.asarray(labels)
+    arguments.check_labels(labels, leading)
+    if validate:
+        label_rule.check(labels, ignore_index, spec.vocab_size)
+    return labels
+
+
+def read_by_row(name: str, array: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
+    """A checked array with one entry for each token, or None."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    arguments.check_by_row(name, array, leading)
+    return array
+
+
+def tokens(leading: tuple[int, ...]) -> int:
+    return math.prod(leading)
+
+
+def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
+    """`hidden [N, H]` and the head, inside jit."""
+    wide = spec.accumulator
+    u = arrays.logit_weights
+    head = Head(
+        arrays.weight,
+        arrays.bias,
+        None if arrays.logit_scale is None else arrays.logit_scale.astype(wide),
+        None if u is None else jax.lax.stop_gradient(u.astype(wide)),
+        spec,
+    )
+    return arrays.hidden.reshape(-1, spec.hidden_size), head

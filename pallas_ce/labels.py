@@ -1,0 +1,53 @@
+"""The label rule: which tokens count, and what stands in for the labels of those that do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NO_TARGET = -1
+
+
+def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
+    """int32 labels; whatever lies outside `[0, vocab_size)` becomes `NO_TARGET`.
+
+    Compared in a dtype that holds both sides: int8 labels meet vocabularies beyond 127, uint32 labels values beyond
+    2³¹, which must not wrap around into the vocabulary.
+    """
+    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
+        wide = labels.astype(jnp.promote_types(labels.dtype, jnp.uint32))
+        inside = wide < np.array(vocab_size, wide.dtype)
+    else:
+        wide = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        inside = (wide >= 0) & (wide < np.array(vocab_size, wide.dtype))
+    return jnp.where(inside, wide, 0).astype(jnp.int32) + jnp.where(inside, 0, NO_TARGET)
+
+
+def counted(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> jax.Array:
+    """Bool, the shape of `labels`: in the vocabulary and not `ignore_index` (which may itself be a vocabulary entry)."""
+    ids = canonical(labels, vocab_size)
+    inside = ids != NO_TARGET
+    return inside if ignore_index is None else inside & (ids != ignore_index)
+
+
+def check(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> None:
+    """Raises ValueError naming the first label that is neither `ignore_index` nor in the vocabulary.
+
+    Raises:
+        TypeError: `labels` is being traced, so that its values cannot be read.
+    """
+    if isinstance(labels, jax.core.Tracer):
+        raise TypeError(
+            "validate_labels=True reads the labels' values, which are not known while JAX traces the call: "
+            "validate them outside jit, grad and vmap, or pass validate_labels=False, "
+            "where labels outside the vocabulary count as ignored"
+        )
+    values = np.asarray(labels)
+    bad = (values < 0) | (values >= vocab_size)
+    if ignore_index is not None:
+        bad &= values != ignore_index
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"labels{list(where)}={int(values[where])} is neither in [0, vocab_size={vocab_size}) "
+            f"nor ignore_index={ignore_index}"
+        )

@@ -1,0 +1,251 @@
+"""`linear_loss`: any row-wise function of the statistics, reduced, in either backward mode."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from pallas_ce import arguments, evaluate, inputs, settings
+from pallas_ce import labels as label_rule
+from pallas_ce.backends import Implementation
+from pallas_ce.head import HeadSpec
+from pallas_ce.losses import Reduction, safe_inverse, zero_safe_product
+from pallas_ce.settings import Settings
+from pallas_ce.statistics import STATISTICS, RowStatistics, from_primitives, primitive_names
+
+RowLoss = Callable[..., jax.Array]
+
+
+def linear_loss(
+    row_loss: RowLoss,
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    *row_inputs: Any,
+    reduction: Reduction = "mean",
+    backward: str = "auto",
+    ignore_index: int | None = -100,
+    row_mask: Any | None = None,
+    token_weights: Any | None = None,
+    normalizer: Any | None = None,
+    logit_weights: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    validate_labels: bool = False,
+) -> jax.Array:
+    r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
+
+    `loss = Σ_i w_i·row_loss_i / normalizer` over the rows that count. Which statistics the loss reads is found by
+    tracing it; the others are not computed. It is a static argument: pass the same function object each time, not a new
+    lambda, and it is traced once for each set of shapes.
+
+    Args:
+        row_loss: `(statistics, *row_inputs) -> [n]`, where `statistics` is a `RowStatistics` of `[n]` arrays and the
+            row inputs are `[n, ...]`. It must treat each row by itself: it sees them in blocks and in any order, and
+            only those that count. Differentiable values it needs must come as row inputs, not from its closure.
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`.
+        labels: `[...]` integers, or None for losses without a target.
+        *row_inputs: `[..., *K]` with `hidden`'s leading shape (advantages, old log-probabilities, …), or scalars shared
+            by all rows. Differentiable where floating.
+        reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
+        backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
+        ignore_index: rows with this label do not count; nor do rows whose label lies outside the vocabulary. None: no
+            label is special.
+        row_mask: `[...]` bool; rows where it is False do not count.
+        token_weights: w `[...]`, differentiable.
+        normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
+        logit_weights: `[V]`, u of `mean_logit`.
+        bias: `[V']`.
+        vocab_axis: see `linear_row_statistics`, as for all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        dtype: compute dtype.
+        implementation: "xla", "reference" or None.
+        scratch_bytes: bound on scratch memory.
+        validate_labels: raise on labels outside the vocabulary; only outside jit.
+
+    Returns:
+        Array: `[]`, or `[...]` for "none"; float32 (float64 for float64). 0.0 when no row counts.
+
+    Raises:
+        ValueError: shapes or names that do not fit, `row_loss` returning another shape than its rows', in_forward with
+            `reduction="none"`, a budget too small for one row.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_loss
+        >>> def focal(statistics, gamma):
+        ...     log_p = statistics.log_prob
+        ...     return -((1 - jnp.exp(log_p)) ** gamma) * log_p
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((4, 3))
+        >>> print(linear_loss(focal, hidden, weight, jnp.array([0, 3]), 2.0))
+        0.7797906
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
+    """
+    arguments.check_reduction(reduction, normalizer, backward)
+    if not callable(row_loss):
+        raise TypeError(f"row_loss={row_loss!r} must be a function (statistics, *row_inputs) -> [n]")
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        logit_weights,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+    )
+    leading = arrays.hidden.shape[:-1]
+    if labels is not None:
+        labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
+    by_row, shared, is_shared = _split(row_inputs, leading)
+    if normalizer is not None:
+        arguments.scalar("normalizer", normalizer)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    static = _Static(row_loss, is_shared, reduction, ignore_index, choice.settings, spec)
+    return _linear_loss(
+        static,
+        arrays,
+        labels,
+        by_row,
+        shared,
+        inputs.read_by_row("row_mask", row_mask, leading),
+        inputs.read_by_row("token_weights", token_weights, leading),
+        normalizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    row_loss: RowLoss
+    is_shared: tuple[bool, ...]
+    reduction: str
+    ignore_index: int | None
+    how: Settings
+    spec: HeadSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowTotal:
+    """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
+
+    row_loss: RowLoss
+    names: tuple[str, ...]
+    is_shared: tuple[bool, ...]
+    dtype: Any
+
+    def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
+        (by_row, token_weights), (shared, inverse_normalizer) = given
+        values = self.row_loss(from_primitives(primitives, self.names), *_join(by_row, shared, self.is_shared))
+        values = values.astype(self.dtype)
+        if token_weights is not None:
+            values = zero_safe_product(token_weights, values)
+        return values * inverse_normalizer
+
+
+def _split(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> tuple[list[Any], list[Any], tuple[bool, ...]]:
+    by_row, shared, is_shared = [], [], []
+    for position, value in enumerate(row_inputs):
+        value = jnp.asarray(value)
+        if value.shape[: len(leading)] == leading:
+            by_row.append(value)
+        elif value.ndim == 0:
+            shared.append(value)
+        else:
+            raise ValueError(
+                f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
+                f"leading shape {leading}"
+            )
+        is_shared.append(value.shape[: len(leading)] != leading)
+    return by_row, shared, tuple(is_shared)
+
+
+def _join(by_row: Any, shared: Any, is_shared: tuple[bool, ...]) -> list[Any]:
+    rows, scalars = iter(by_row), iter(shared)
+    return [next(scalars if flag else rows) for flag in is_shared]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_loss(
+    static: _Static,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    by_row: list[jax.Array],
+    shared: list[jax.Array],
+    row_mask: jax.Array | None,
+    token_weights: jax.Array | None,
+    normalizer: Any | None,
+) -> jax.Array:
+    spec, leading = static.spec, arrays.hidden.shape[:-1]
+    wide = spec.accumulator
+    hidden, head = inputs.flatten(arrays, spec)
+    n = hidden.shape[0]
+    mask = None if row_mask is None else row_mask.reshape(-1).astype(bool)
+    ids = None
+    if labels is not None:
+        ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+        if static.ignore_index is not None:
+            counted = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
+            mask = counted if mask is None else mask & counted
+    weights = None if token_weights is None else token_weights.reshape(-1).astype(wide)
+    by_row = [x.reshape(n, *x.shape[len(leading) :]) for x in by_row]
+
+    inverse = jnp.ones((), wide)
+    if static.reduction == "mean":
+        each = jnp.ones(n, wide) if weights is None else weights
+        default = jnp.sum(each if mask is None else jnp.where(mask, each, 0))
+        inverse = safe_inverse(default if normalizer is None else jnp.asarray(normalizer, wide))
+
+    names = _statistics_read(static.row_loss, spec, ids is not None, _join(by_row, shared, static.is_shared), n)
+    row_total = _RowTotal(static.row_loss, names, static.is_shared, wide)
+    problem = (hidden, head, ids, mask, ((by_row, weights), (shared, inverse)))
+    if static.reduction == "none":
+        values, _ = evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)
+        return values.reshape(leading)
+    total, _ = evaluate.total_loss(static.how, primitive_names(names), frozenset(), row_total, *problem)
+    return total
+
+
+def _statistics_read(
+    row_loss: RowLoss, spec: HeadSpec, has_labels: bool, row_inputs: list[jax.Array], tokens: int
+) -> tuple[str, ...]:
+    """Names of the statistics that `row_loss`'s result depends on, from its trace."""
+    names = [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
+    example = RowStatistics(
+        **{name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else spec.accumulator) for name in names}
+    )
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
+    traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
+    shape = getattr(out, "shape", None)
+    if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
+        described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"
+        raise ValueError(f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]")
+    live = {v for v in traced.jaxpr.outvars if isinstance(v, jex.Var)}
+    for equation in reversed(traced.jaxpr.eqns):
+        if live.intersection(equation.outvars):
+            live.update(v for v in equation.invars if isinstance(v, jex.Var))
+    return tuple(name for name, v in zip(names, traced.jaxpr.invars, strict=False) if v in live)

@@ -1,0 +1,91 @@
+"""Losses as small differentiable functions of row statistics, and the reductions they share."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Metrics(NamedTuple):
+    """Scalars that describe one call of `linear_cross_entropy`; none carries a gradient.
+
+    Attributes:
+        cross_entropy: the loss without its z part, reduced as the loss is (as a mean for `reduction="none"`).
+        z_loss: the z part, reduced likewise; 0 without one.
+        num_tokens: int32, how many tokens count.
+        accuracy: the share of counted tokens whose largest logit is their label's; 0 where none counts.
+        mean_lse: the mean log-sum-exp of the counted tokens; 0 where none counts.
+    """
+
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    num_tokens: jax.Array
+    accuracy: jax.Array
+    mean_lse: jax.Array
+
+
+def zero_safe_product(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """`weight·value` with 0·(±inf) = 0, in the value and in both derivatives; the derivative in `weight` stays `value`."""
+    return weight * jnp.where((weight == 0) & ~jnp.isfinite(value), 0.0, value)
+
+
+def safe_inverse(x: jax.Array) -> jax.Array:
+    """1/x, and 0 with derivative 0 where x is 0: a mean over nothing is 0."""
+    return jnp.where(x == 0, 0.0, 1.0 / jnp.where(x == 0, 1.0, x))
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """Cross entropy of one row with every option, as a function of its statistics. Static and hashable.
+
+    With c the class weights (all 1 without), α the smoothing, β the z-loss factor, w the token's weight:
+
+        cross entropy   w·[ (1-α)·c_t·(lse - z_t) + α·(c̄·lse - Σ_v (c_v/V)·z_v) ],   c̄ = Σ_v c_v / V
+        z part          w·β·lse²
+
+    The smoothing term is `α/V·Σ_v c_v·(lse - z_v)`, PyTorch's rule; its sum over the vocabulary is `mean_logit` with
+    `u = c/V`.
+
+    Attributes:
+        smoothing: whether α is there.
+        z_loss: whether β is.
+        class_weights: whether c is.
+        token_weights: whether w is.
+    """
+
+    smoothing: bool
+    z_loss: bool
+    class_weights: bool
+    token_weights: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The statistics it reads."""
+        return frozenset({"lse", "target_logit"} | ({"mean_logit"} if self.smoothing else set()))
+
+    def parts(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> tuple[jax.Array, jax.Array | None]:
+        """Cross entropy and z part `[n]`, weighted but not normalised."""
+        by_row, shared = inputs
+        lse = statistics["lse"]
+        loss = lse - statistics["target_logit"]
+        if self.class_weights:
+            loss = zero_safe_product(by_row["class_weight"], loss)
+        if self.smoothing:
+            mean_class_weight = shared["mean_class_weight"] if self.class_weights else jnp.ones((), lse.dtype)
+            spread = zero_safe_product(mean_class_weight, lse) - statistics["mean_logit"]
+            loss = zero_safe_product(1.0 - shared["smoothing"], loss) + zero_safe_product(shared["smoothing"], spread)
+        z_part = zero_safe_product(shared["z_loss"], lse * lse) if self.z_loss else None
+        if self.token_weights:
+            loss = zero_safe_product(by_row["token_weight"], loss)
+            z_part = None if z_part is None else zero_safe_product(by_row["token_weight"], z_part)
+        return loss, z_part
+
+    def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> jax.Array:
+        """Each row's share `[n]` of the reduced loss."""
+        shared = inputs[1]
+        loss, z_part = self.parts(statistics, inputs)
+        loss = loss * shared["inverse_normalizer"]
+        return loss if z_part is None else loss + z_part * shared["inverse_z_normalizer"]

@@ -1,0 +1,51 @@
+"""The plain forward over all rows, shared by both modes: row blocks in, statistics out, nothing else kept."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.batching import over_rows
+from pallas_ce.blocks import RowBlock, Rows
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.settings import Settings
+from pallas_ce.statistics import finalise
+
+Statistics = dict[str, jax.Array]
+
+
+def empty_statistics(names: frozenset[str], tokens: int, spec: HeadSpec) -> Statistics:
+    """Zeros `[N]` for each statistic: what ignored rows keep."""
+    return {name: jnp.zeros(tokens, jnp.int32 if name == "argmax" else spec.accumulator) for name in sorted(names)}
+
+
+def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
+    """`block.put` for each of `buffers`."""
+    return {name: block.put(buffer, values[name]) for name, buffer in buffers.items()}
+
+
+def forward_statistics(
+    settings: Settings,
+    names: frozenset[str],
+    hidden: jax.Array,
+    head: Head,
+    labels: jax.Array | None,
+    mask: jax.Array | None,
+) -> Statistics:
+    """Primitive statistics `[N]` of the rows that count, 0 in the others."""
+
+    def operation(by_row: Any, head: Head) -> tuple[Statistics, None]:
+        hidden, labels, mask = by_row
+        tokens = hidden.shape[0]
+        plan = settings.plan(head.spec, tokens, None)
+
+        def body(block: RowBlock, found: Statistics) -> Statistics:
+            block_labels = None if labels is None else block.take(labels)
+            partial = settings.backend.statistics(head, block.take(hidden), block_labels, names, plan)
+            return put_all(block, found, finalise(partial, names))
+
+        empty = empty_statistics(names, tokens, head.spec)
+        return Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, empty), None
+
+    with jax.named_scope("pallas_ce.forward"):
+        return over_rows(operation)((hidden, labels, mask), head)[0]

@@ -1,0 +1,40 @@
+"""The specification: materialised logits and JAX's own differentiation. For tests, small inputs and any derivative."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.head import Head
+
+
+def row_statistics(
+    names: frozenset[str], hidden: jax.Array, head: Head, labels: jax.Array | None, mask: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
+    spec = head.spec
+    weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
+    bias = None if head.bias is None else head.bias[: spec.vocab_size]
+    z = head.logits(hidden, weight, bias)
+
+    # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
+    # replaced before the logarithm is differentiated, since 0·nan is not 0.
+    any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
+    lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
+    log_p = z - lse[:, None]
+    p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
+    u = head.tile_logit_weights(0, spec.vocab_size)
+
+    values = {
+        "lse": jnp.where(any_finite[:, 0], lse, -jnp.inf),
+        "mean_logit": jnp.where(u != 0, jnp.where(u != 0, z, 0.0) * u, 0.0).sum(axis=1),
+        "entropy": -(p * jnp.where(p > 0, log_p, 0.0)).sum(axis=1),
+        "sum_sq_probs": (p * p).sum(axis=1),
+        "argmax": jnp.argmax(z, axis=1).astype(jnp.int32),
+    }
+    values["max_logit"] = jnp.take_along_axis(z, values["argmax"][:, None], axis=1)[:, 0]
+    if labels is not None:
+        inside = labels >= 0
+        target = jnp.take_along_axis(z, jnp.where(inside, labels, 0)[:, None], axis=1)[:, 0]
+        values["target_logit"] = jnp.where(inside, target, 0.0)
+    if mask is not None:
+        values = {name: jnp.where(mask, value, 0) for name, value in values.items()}
+    return {name: values[name] for name in names}

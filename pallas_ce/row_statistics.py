@@ -1,0 +1,121 @@
+"""`linear_row_statistics`: the statistics themselves, for any loss written on top of them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_ce import arguments, evaluate, inputs, settings
+from pallas_ce import labels as label_rule
+from pallas_ce.backends import Implementation
+from pallas_ce.head import HeadSpec
+from pallas_ce.settings import Settings
+from pallas_ce.statistics import RowStatistics, from_primitives, primitive_names
+
+
+def linear_row_statistics(
+    hidden: Any,
+    weight: Any,
+    labels: Any | None = None,
+    *,
+    statistics: Sequence[str] = ("lse", "target_logit"),
+    row_mask: Any | None = None,
+    logit_weights: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+) -> RowStatistics:
+    r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+
+    Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, with any cotangents: a loss
+    written in plain JAX on top of the statistics trains. The backward recomputes tiles of the logits (`2·N·H·V`
+    operations) beside its two products; the forward keeps O(N) numbers.
+
+    Args:
+        hidden: `[..., H]` bfloat16, float16, float32 or float64; N rows in all, zero rows included.
+        weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. Never copied or transposed.
+        labels: `[...]`, any integer dtype; needed for `target_logit` and `log_prob`. No label is special here: one
+            outside `[0, vocab_size)` has `target_logit` 0.
+        statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
+        row_mask: `[...]` bool; rows where it is False hold 0, have gradients of exactly 0, and their work is skipped.
+        logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
+        bias: `[V']`.
+        vocab_axis: the weight's vocabulary axis.
+        vocab_size: V; entries of the weight from there on are padding: no statistics, zero gradients. Default V'.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        logit_scale: scalar, may be traced and differentiated.
+        dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
+            accumulate in float32 (float64 for float64).
+        implementation: "xla", "reference", or None to choose by platform.
+        scratch_bytes: bound on the memory of tiles; 512 MiB by default, never more than the logits would take (but at
+            least 1 MiB).
+
+    Returns:
+        RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for.
+
+    Raises:
+        ValueError: shapes that do not fit, unknown names, a budget too small for one row.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_row_statistics
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((4, 3))
+        >>> found = linear_row_statistics(hidden, weight, jnp.array([0, 3]), statistics=("log_prob", "entropy"))
+        >>> print(found.log_prob, found.entropy)
+        [-1.3862944 -1.3862944] [1.3862944 1.3862944]
+        >>> def entropy_bonus(hidden):
+        ...     return linear_row_statistics(hidden, weight, statistics=("entropy",)).entropy.sum()
+        >>> jax.grad(entropy_bonus)(hidden).shape
+        (2, 3)
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
+    """
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        logit_weights,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+    )
+    leading = arrays.hidden.shape[:-1]
+    if labels is not None:
+        labels = inputs.read_labels(labels, leading, spec, None, False)
+    names = arguments.check_statistics(statistics, labels)
+    row_mask = inputs.read_by_row("row_mask", row_mask, leading)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        scalar_loss=False,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    return _row_statistics((choice.settings, spec, names), arrays, labels, row_mask)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _row_statistics(
+    static: tuple[Settings, HeadSpec, tuple[str, ...]],
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+) -> RowStatistics:
+    how, spec, names = static
+    leading = arrays.hidden.shape[:-1]
+    hidden, head = inputs.flatten(arrays, spec)
+    ids = None if labels is None else label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+    mask = None if row_mask is None else row_mask.reshape(-1).astype(bool)
+    found = evaluate.statistics(how, primitive_names(names), hidden, head, ids, mask)
+    return jax.tree.map(lambda x: x.reshape(leading), from_primitives(found, names))

@@ -1,0 +1,197 @@
+"""Streaming over vocabulary tiles with `lax.scan`. It is also the readable description of the algorithm.
+
+One tile is a plain matrix product and a few reductions over `[rows, columns]`; XLA fuses the elementwise work. The
+forward keeps one tile of logits at a time. The in-forward mode keeps the logits of one block of rows in a scratch
+`[tiles, rows, columns]` of accumulator dtype, so that its second pass over the vocabulary needs no third product.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends import Accumulators, Mode, Plan, Residual
+from pallas_ce.blocks import Tile, Tiles
+from pallas_ce.coefficients import Coefficients, dlogits
+from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.statistics import Partial, merge, partial_of_tile
+
+# Rows of a block, and elements of a tile (16 MiB of float32), when memory does not ask for less. Larger tiles gain
+# nothing on a CPU; smaller ones make the products inefficient.
+_ROWS = 1024
+_TILE_ELEMENTS = 2**22
+_FEW_ROWS = 128
+
+
+class XlaBackend:
+    """See `pallas_ce.backends.Backend`."""
+
+    name = "xla"
+
+    def refusal(self, spec: HeadSpec) -> str | None:
+        return None
+
+    def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        return _scratch(spec, mode, 1, 1)
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        rows = min(tokens, _ROWS)
+        if mode == "in_forward":
+            # A quarter of the tokens at most: a quarter of the logits' memory, and still few passes over the weight.
+            rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
+        columns = min(spec.vocab_size, max(1, _TILE_ELEMENTS // rows))
+        while _scratch(spec, mode, rows, columns) > scratch_bytes:
+            if rows > 1 and (rows >= columns or 2 * _scratch(spec, mode, rows, 1) > scratch_bytes):
+                rows = -(-rows // 2)
+            else:
+                columns = -(-columns // 2)
+        return Plan(rows, columns, _scratch(spec, mode, rows, columns))
+
+    def statistics(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> Partial:
+        def step(tile: Tile) -> Partial:
+            return _partial(head, tile, _tile_logits(head, hidden, tile), labels, names)
+
+        tiles = _tiles(head, plan)
+        first = step(tiles.tile(0))
+        return lax.fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
+
+    def dlogits_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        tile_index: jax.Array,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        tile = _tiles(head, plan).tile(tile_index)
+        logits = _tile_logits(head, hidden, tile)
+        return _products(head, hidden, labels, residual, coefficients, tile, logits, wanted)
+
+    def stash(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> tuple[Partial, jax.Array]:
+        tiles = _tiles(head, plan)
+
+        def step(tile: Tile) -> tuple[Partial, jax.Array]:
+            logits = _tile_logits(head, hidden, tile)
+            return _partial(head, tile, logits, labels, names), logits
+
+        def body(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
+            done, kept = carry
+            partial, logits = step(tiles.tile(i))
+            return merge(done, partial), lax.dynamic_update_index_in_dim(kept, logits, i, 0)
+
+        partial, logits = step(tiles.tile(0))
+        kept = jnp.zeros((tiles.count, *logits.shape), logits.dtype)
+        kept = lax.dynamic_update_index_in_dim(kept, logits, 0, 0)
+        return lax.fori_loop(1, tiles.count, body, (partial, kept))
+
+    def stash_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        factor: jax.Array,
+        stash: jax.Array,
+        accumulators: Accumulators,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, Accumulators]:
+        tiles = _tiles(head, plan)
+
+        def body(i: jax.Array, carry: _Sums) -> _Sums:
+            tile = tiles.tile(i)
+            logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
+            for_hidden, for_weight, for_bias = _products(
+                head, hidden, labels, residual, coefficients, tile, logits, wanted
+            )
+            sums, weight, bias = carry
+            if sums is not None:
+                sums = sums + for_hidden
+            if weight is not None:
+                weight = tile.add(weight, factor * for_weight, head.spec.vocab_axis)
+            if bias is not None:
+                bias = tile.add(bias, factor * for_bias)
+            return _Sums(sums, weight, bias)
+
+        zeros = jnp.zeros(hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
+        sums = lax.fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
+        return sums.hidden, Accumulators(sums.weight, sums.bias)
+
+
+def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
+    """Bytes of blocks of `rows` and tiles of `columns`.
+
+    A tile lives as logits, as their exponentials or dlogits, and as the products' operand; blocks of hidden states and
+    of the weight live as operands and, in a backward, as products and as sums.
+    """
+    wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
+    kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
+    copies = 2 * wide + narrow
+    return kept + copies * rows * columns + (copies if mode else narrow) * (rows + columns) * spec.hidden_size
+
+
+class _Sums(NamedTuple):
+    hidden: jax.Array | None
+    weight: jax.Array | None
+    bias: jax.Array | None
+
+
+def _tiles(head: Head, plan: Plan) -> Tiles:
+    return Tiles(head.spec.vocab_size, plan.columns)
+
+
+def _tile_logits(head: Head, hidden: jax.Array, tile: Tile) -> jax.Array:
+    bias = None if head.bias is None else tile.take(head.bias)
+    return head.logits(hidden, tile.take(head.weight, head.spec.vocab_axis), bias)
+
+
+def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
+    weights = head.tile_logit_weights(tile.start, tile.size) if "mean_logit" in names else None
+    return partial_of_tile(logits, tile.columns, tile.live, labels, weights, names)
+
+
+def _products(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    residual: Residual,
+    coefficients: Coefficients,
+    tile: Tile,
+    logits: jax.Array,
+    wanted: Wanted,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The three products of one tile; dlogits are rounded to the compute dtype, as the operands they are.
+
+    Left in float32 they would pull both backward products into float32: the commonest performance bug of this field.
+    """
+    axis = head.spec.vocab_axis
+    weights = head.tile_logit_weights(tile.start, tile.size) if coefficients.logit_weights is not None else None
+    gradient = dlogits(
+        coefficients,
+        logits,
+        residual.lse,
+        tile.columns,
+        tile.live,
+        labels,
+        residual.argmax,
+        weights,
+        head.spec.softcap,
+    )
+    rounded = gradient.astype(head.spec.dtype)
+    for_hidden = for_weight = for_bias = None
+    if wanted.hidden_product:
+        for_hidden = head.matmul(rounded, tile.take(head.weight, axis), (1, axis))
+    if wanted.weight:
+        for_weight = head.matmul(rounded, hidden, (0, 0)) if axis == 0 else head.matmul(hidden, rounded, (0, 0))
+    if wanted.bias_sum:
+        for_bias = gradient.sum(axis=0)
+    return for_hidden, for_weight, for_bias
