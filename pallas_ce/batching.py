@@ -28,19 +28,20 @@ def over_rows(operation: RowsOperation) -> RowsOperation:
 
     @batched.def_vmap
     def rule(size: int, in_batched: Any, by_row: Any, shared: Any) -> tuple[Any, Any]:
-        rows_batched, shared_batched = in_batched
-        per_example = jax.eval_shape(operation, *_example((by_row, shared), in_batched))
-        if any(jax.tree.leaves(shared_batched)) or jax.tree.leaves(per_example[1]):
-            out = _map(batched, (by_row, shared), in_batched)
+        arguments = (by_row, shared)
+        is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
+        per_example = jax.eval_shape(operation, *jax.tree.map(_one_example, arguments, is_batched))
+        if any(jax.tree.leaves(is_batched[1])) or jax.tree.leaves(per_example[1]):
+            out = _map(batched, arguments, is_batched)
         else:
-            out = _fold(batched, size, by_row, rows_batched, shared)
+            out = _fold(batched, size, by_row, is_batched[0], shared)
         return out, jax.tree.map(lambda _: True, out)
 
     return batched
 
 
-def _example(tree: Any, is_batched: Any) -> Any:
-    return jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), tree, is_batched)
+def _one_example(x: jax.Array, is_batched: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:] if is_batched else x.shape, x.dtype)
 
 
 def _fold(operation: RowsOperation, size: int, by_row: Any, rows_batched: Any, shared: Any) -> tuple[Any, Any]:

@@ -240,6 +240,12 @@ def _statistics_read(
     )
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
     traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
+    for constant in traced.consts:
+        if isinstance(constant, jax.core.Tracer):
+            raise ValueError(
+                f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "
+                "be lost; pass it to linear_loss as a row input (scalars are shared by all rows)"
+            )
     shape = getattr(out, "shape", None)
     if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
         described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"

@@ -63,14 +63,36 @@ class Gradients(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a forward leaves for the backward: the inputs themselves, and `kept`."""
+    """What a forward leaves for the backward: the inputs themselves, and `kept`.
+
+    JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
+    neither the structure nor static fields may depend on that set; shapes may. `flags` is empty or of size one, and its
+    shape says what is wanted; `kept` holds `absent()` arrays in place of None.
+
+    The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
+    for each step of a scan.
+    """
 
     hidden: jax.Array
     head: Head
     labels: jax.Array | None
     mask: jax.Array | None
     kept: Any
-    wanted: Wanted = dataclasses.field(metadata={"static": True})
+    flags: jax.Array
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(*map(bool, self.flags.shape))
+
+
+def flags_of(wanted: Wanted) -> jax.Array:
+    """An array whose shape holds `wanted`."""
+    return jnp.zeros([int(flag) for flag in dataclasses.astuple(wanted)], jnp.int8)
+
+
+def absent() -> jax.Array:
+    """Stands for None among residuals."""
+    return jnp.zeros(0, jnp.int8)
 
 
 def finish(

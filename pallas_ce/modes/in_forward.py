@@ -23,8 +23,10 @@ from pallas_ce.head import Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
     Saved,
+    absent,
     finish,
     first_order_only,
+    flags_of,
     input_cotangents,
     is_zero,
     values_of,
@@ -76,12 +78,20 @@ def statistics_and_handle(
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
     """
     found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    return found, jnp.zeros((), head.spec.accumulator)
+    return found, _dependent_zero(found, head)
+
+
+def _dependent_zero(found: Statistics, head: Head) -> jax.Array:
+    """0 that JAX sees to depend on the statistics: under vmap every example has a handle of its own."""
+    zero = jnp.zeros((), head.spec.accumulator)
+    return sum((jnp.sum(jnp.where(x != x, zero, zero)) for x in found.values()), zero)
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read else Wanted()
-    hidden, head, labels, mask, inputs = first_order_only(values_of(primals))
+    values = values_of(primals)
+    hidden, head, labels, mask, inputs = first_order_only(values)
+    hidden_sum, sums = None, Accumulators(None, None)
     if wanted:
         with jax.named_scope("pallas_ce.in_forward"):
             operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
@@ -89,22 +99,22 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
             (found, hidden_sum), sums = operation(by_row, (head, inputs[1]))
     else:
         found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-        hidden_sum, sums = None, Accumulators(None, None)
-    saved = Saved(hidden, head, labels, mask, (hidden_sum, sums, inputs), wanted)
-    return (found, jnp.zeros((), head.spec.accumulator)), saved
+    kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
+    return (found, _dependent_zero(found, head)), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    hidden_sum, sums, inputs = saved.kept
-    upstream, head = cotangents[1], saved.head
+    del call
+    kept, inputs = saved.kept
+    upstream, head, wanted = cotangents[1], saved.head, saved.wanted
     gradients = Gradients()
-    if saved.wanted and not is_zero(upstream):
-        hidden_sum, sums, upstream = first_order_only((hidden_sum, sums, upstream))
-        d_hidden, d_bias, d_scale = finish(saved.hidden, head, saved.wanted, hidden_sum, sums.bias, upstream)
+    if wanted and not is_zero(upstream):
+        (hidden_sum, weight_sum, bias_sum), upstream = first_order_only((kept, upstream))
+        d_hidden, d_bias, d_scale = finish(saved.hidden, head, wanted, hidden_sum, bias_sum, upstream)
         d_weight = None
-        if saved.wanted.weight:
+        if wanted.weight:
             scale = upstream if head.logit_scale is None else upstream * head.logit_scale
-            d_weight = (scale * sums.weight).astype(head.weight.dtype)
+            d_weight = (scale * weight_sum).astype(head.weight.dtype)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
     return *input_cotangents(saved, gradients), zero_cotangent(inputs)
 

@@ -22,6 +22,7 @@ from pallas_ce.modes.differentiation import (
     Saved,
     finish,
     first_order_only,
+    flags_of,
     input_cotangents,
     is_zero,
     values_of,
@@ -45,24 +46,25 @@ def row_statistics(
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
-    wanted = wanted_inputs(*primals[:2])
-    hidden, head, labels, mask = first_order_only(values_of(primals))
+    values = values_of(primals)
     saved_names = coef.saved_statistics(names)
-    found = forward_statistics(settings, names | saved_names, hidden, head, labels, mask)
+    found = forward_statistics(settings, names | saved_names, *first_order_only(values))
     kept = {name: found[name] for name in saved_names}
-    return {name: found[name] for name in names}, Saved(hidden, head, labels, mask, kept, wanted)
+    saved = Saved(*values, kept, flags_of(wanted_inputs(*primals[:2])))
+    return {name: found[name] for name in names}, saved
 
 
 def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangents: dict[str, Any]) -> tuple[Any, ...]:
+    del names
     given = {name: g for name, g in cotangents.items() if name != "argmax" and not is_zero(g)}
-    saved, given = first_order_only((saved, given))
     gradients = Gradients()
     if given and saved.wanted:
-        coefficients = coef.from_cotangents(given, saved.kept)
+        used, given = first_order_only((saved, given))
+        coefficients = coef.from_cotangents(given, used.kept)
         with jax.named_scope("pallas_ce.recompute"):
             operation = over_rows(functools.partial(_gradients, settings, saved.wanted))
-            by_row = (saved.hidden, saved.labels, saved.mask, saved.kept, coefficients)
-            d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, saved.head)
+            by_row = (used.hidden, used.labels, used.mask, used.kept, coefficients)
+            d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, used.head)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
     return input_cotangents(saved, gradients)
 

@@ -17,10 +17,10 @@ from pallas_ce.coefficients import Coefficients, dlogits
 from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
-# Rows of a block, and elements of a tile (16 MiB of float32), when memory does not ask for less. Larger tiles gain
+# Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
 # nothing on a CPU; smaller ones make the products inefficient.
 _ROWS = 1024
-_TILE_ELEMENTS = 2**22
+_TILE_ELEMENTS = 2**21
 _FEW_ROWS = 128
 
 
@@ -38,8 +38,8 @@ class XlaBackend:
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         rows = min(tokens, _ROWS)
         if mode == "in_forward":
-            # A quarter of the tokens at most: a quarter of the logits' memory, and still few passes over the weight.
-            rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
+            # An eighth of the tokens: an eighth of the logits' memory, and still few passes over the weight.
+            rows = min(rows, max(_FEW_ROWS, -(-tokens // 8)))
         columns = min(spec.vocab_size, max(1, _TILE_ELEMENTS // rows))
         while _scratch(spec, mode, rows, columns) > scratch_bytes:
             if rows > 1 and (rows >= columns or 2 * _scratch(spec, mode, rows, 1) > scratch_bytes):

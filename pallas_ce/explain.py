@@ -1,0 +1,190 @@
+"""`explain`: what a call will do, before it is made."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_ce import arguments, inputs, settings
+from pallas_ce.backends import Implementation
+from pallas_ce.head import HeadSpec, Wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call is carried out. `print` it for a summary.
+
+    Attributes:
+        implementation: the backend's name.
+        implementation_reason: why that one.
+        backward: the backward mode, or None without differentiation or for "reference".
+        backward_reason: why that one.
+        gemms: matrix products of `2·N·H·V` operations in forward and backward together.
+        rows: rows of a block; None for "reference".
+        columns: vocabulary columns of a tile; None for "reference".
+        scratch_bytes: memory of blocks and tiles at their largest.
+        accumulator_bytes: float32 sums that live beside the gradients while these are made, or from the forward to the
+            backward.
+        gradient_bytes: the gradients returned.
+        peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
+        logits_bytes: what float32 logits would take, for comparison.
+    """
+
+    implementation: str
+    implementation_reason: str
+    backward: str | None
+    backward_reason: str
+    gemms: int
+    rows: int | None
+    columns: int | None
+    scratch_bytes: int
+    accumulator_bytes: int
+    gradient_bytes: int
+    peak_bytes: int
+    logits_bytes: int
+
+    def __str__(self) -> str:
+        tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
+        return "\n".join(
+            [
+                f"implementation  {self.implementation}: {self.implementation_reason}",
+                f"backward        {self.backward or 'none'}: {self.backward_reason}",
+                f"products        {self.gemms} (2·N·H·V operations each)",
+                f"tiles           {tiles}",
+                f"scratch         {_mib(self.scratch_bytes)}",
+                f"accumulators    {_mib(self.accumulator_bytes)}",
+                f"gradients       {_mib(self.gradient_bytes)}",
+                f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
+            ]
+        )
+
+
+def explain(
+    hidden: Any,
+    weight: Any,
+    *,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    reduction: str = "mean",
+    dtype: Any | None = None,
+    backward: str = "auto",
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    differentiate: Sequence[str] = ("hidden", "weight", "bias", "logit_scale"),
+) -> Explanation:
+    """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
+
+    Args:
+        hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape and dtype are read, nothing is computed.
+        weight: `[V', H]` or `[H, V']`, likewise.
+        bias: `[V']`, likewise, or None.
+        vocab_axis: as in `linear_cross_entropy`, like all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
+        dtype: compute dtype.
+        backward: "auto", "recompute" or "in_forward".
+        implementation: "xla", "reference" or None.
+        scratch_bytes: bound on scratch memory.
+        differentiate: which of "hidden", "weight", "bias", "logit_scale" are differentiated; () describes evaluation.
+
+    Returns:
+        Explanation: see there.
+
+    Raises:
+        ValueError: as the call itself would.
+        TypeError: likewise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import explain
+        >>> hidden = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+        >>> weight = jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16)
+        >>> told = explain(hidden, weight, implementation="xla")
+        >>> told.backward, told.gemms, told.peak_bytes < told.logits_bytes
+        ('in_forward', 3, True)
+        >>> explain(hidden, weight, reduction="none").gemms
+        4
+    """
+    arguments.check_reduction(reduction, None, backward)
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    unknown = set(differentiate) - {"hidden", "weight", "bias", "logit_scale"}
+    if unknown:
+        raise ValueError(
+            f"differentiate names {sorted(unknown)}; choose from 'hidden', 'weight', 'bias', 'logit_scale'"
+        )
+    wanted = Wanted(
+        hidden="hidden" in differentiate,
+        weight="weight" in differentiate,
+        bias="bias" in differentiate and bias is not None,
+        logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
+    )
+    tokens = inputs.tokens(hidden.shape[:-1])
+    choice = settings.choose(
+        spec,
+        tokens,
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    logits = tokens * spec.vocab_size * spec.accumulator.itemsize
+    gradients = _gradient_bytes(hidden, weight, bias, wanted)
+    if choice.settings.mode is None:
+        # Logits, probabilities and their gradient, as plain differentiation keeps them.
+        return Explanation(
+            choice.settings.implementation,
+            choice.implementation_reason,
+            None,
+            choice.mode_reason,
+            1 + wanted.products,
+            None,
+            None,
+            (3 if wanted else 2) * logits,
+            0,
+            gradients,
+            (3 if wanted else 2) * logits + gradients,
+            logits,
+        )
+    mode = choice.settings.mode if wanted else None
+    plan = choice.settings.plan(spec, max(tokens, 1), mode)
+    accumulators = _accumulator_bytes(spec, tokens, mode, wanted)
+    by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
+    return Explanation(
+        choice.settings.implementation,
+        choice.implementation_reason,
+        mode,
+        choice.mode_reason if wanted else "nothing is differentiated",
+        1 + wanted.products + (1 if mode == "recompute" else 0),
+        plan.rows,
+        plan.columns,
+        plan.scratch_bytes,
+        accumulators,
+        gradients,
+        plan.scratch_bytes + accumulators + gradients + by_row,
+        logits,
+    )
+
+
+def _gradient_bytes(hidden: Any, weight: Any, bias: Any | None, wanted: Wanted) -> int:
+    flags = ((hidden, wanted.hidden), (weight, wanted.weight), (bias, wanted.bias))
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x, flag in flags if flag)
+
+
+def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wanted) -> int:
+    """DESIGN.md §3: in_forward sums both gradients in the accumulator dtype, recompute only hidden's and bias's."""
+    if mode is None:
+        return 0
+    elements = tokens * spec.hidden_size * wanted.hidden_product + spec.weight_rows * wanted.bias_sum
+    if mode == "in_forward":
+        elements += spec.weight_rows * spec.hidden_size * wanted.weight
+    return elements * spec.accumulator.itemsize
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,146 @@
+"""Static facts of a kernel launch: tile shapes, the problem's sizes, and how the work is cut into windows.
+
+The unit of work is a *(row block, window)* pair: one block of rows of the hidden states against one contiguous range of
+vocabulary tiles. Its running statistics never leave the chip; only its result is written. Few rows with many windows
+fill the chip as well as many rows with few windows do.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import numpy as np
+
+COMPUTE_WARPGROUPS = 2
+
+# Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
+SHARED_MEMORY_BYTES = 232448
+
+# Partial statistics are the forward's only temporary memory; windows stop growing when they would take more than this.
+PARTIALS_BYTES = 12 * 2**20
+
+_MOST_WINDOWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Shape and schedule of a kernel; what a tuner varies.
+
+    Attributes:
+        rows: rows of hidden states that one compute warpgroup owns, a multiple of 64; two are stacked in a tile.
+        columns: vocabulary entries of a tile.
+        depth: hidden elements of one pipeline stage.
+        stages: pipeline stages in shared memory.
+        cluster: which tile the two thread blocks of a cluster share by multicast: "columns" when they work on the same
+            vocabulary tile and different rows, "rows" for the reverse, None for clusters of one.
+        in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
+        row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
+        windows: windows the vocabulary is cut into; None to choose.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    stages: int = 4
+    cluster: Literal["rows", "columns"] | None = "rows"
+    in_flight: int = 0
+    row_group: int = 8
+    windows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows % 64:
+            raise ValueError(f"rows={self.rows} must be a multiple of 64, the rows of one wgmma instruction")
+        if self.columns % 64 or not 64 <= self.columns <= 256:
+            raise ValueError(f"columns={self.columns} must be 64, 128, 192 or 256")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+        if self.in_flight not in (0, 1):
+            raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a thread block's tile."""
+        return COMPUTE_WARPGROUPS * self.rows
+
+    @property
+    def cluster_size(self) -> int:
+        return 1 if self.cluster is None else 2
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a work item: a cluster's."""
+        return self.tile_rows * (2 if self.cluster == "columns" else 1)
+
+    @property
+    def block_columns(self) -> int:
+        """Vocabulary entries that a cluster works on at once."""
+        return self.columns * (2 if self.cluster == "rows" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the tiles of a problem are handed out; see `schedule`.
+
+    Attributes:
+        row_blocks: work items along the rows.
+        column_blocks: steps of a cluster along the whole vocabulary.
+        windows: work items along the vocabulary.
+        clusters: how many work at once.
+    """
+
+    row_blocks: int
+    column_blocks: int
+    windows: int
+    clusters: int
+
+    @property
+    def items(self) -> int:
+        return self.row_blocks * self.windows
+
+
+def schedule(config: Config, rows: int, vocab_size: int, processors: int, bytes_per_row: int) -> Schedule:
+    """The schedule of `rows` × `vocab_size` logits on so many processors.
+
+    Args:
+        config: tile shapes; its `windows` if given.
+        rows: N.
+        vocab_size: V.
+        processors: streaming multiprocessors of the device.
+        bytes_per_row: bytes of partial statistics of one row and window; 0 if a window leaves none.
+    """
+    row_blocks = -(-rows // config.block_rows)
+    column_blocks = -(-vocab_size // config.block_columns)
+    clusters = max(1, processors // config.cluster_size)
+    if config.windows is not None:
+        windows = min(config.windows, column_blocks)
+    else:
+        slots = 2 if config.cluster == "rows" else 1
+        row_bytes = slots * bytes_per_row * row_blocks * config.block_rows
+        most = _MOST_WINDOWS if row_bytes == 0 else min(_MOST_WINDOWS, max(1, PARTIALS_BYTES // row_bytes))
+        windows = choose_windows(row_blocks, column_blocks, clusters, most)
+    return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
+
+
+@functools.cache
+def choose_windows(row_blocks: int, column_blocks: int, clusters: int, most: int) -> int:
+    """The number of windows up to `most` that lets all clusters finish soonest; the fewest among equals.
+
+    Clusters take items in turn, so the time is that of the busiest cluster. Starting and finishing a window costs about
+    a twentieth of a tile; that keeps windows from becoming shorter than they need to be.
+    """
+    best, best_time = 1, float("inf")
+    for windows in range(1, min(most, column_blocks) + 1):
+        bounds = np.arange(windows + 1) * column_blocks // windows
+        time = busiest(np.diff(bounds) + 0.05, row_blocks, clusters)
+        if time < best_time * 0.999:
+            best, best_time = windows, time
+    return best
+
+
+def busiest(window_times: np.ndarray, row_blocks: int, clusters: int) -> float:
+    """Work of the busiest cluster; `window_times [windows]` in tiles. Row groups are ignored: they only permute."""
+    times = np.repeat(window_times, row_blocks)
+    rounds = -(-times.size // clusters)
+    padded = np.zeros(rounds * clusters)
+    padded[: times.size] = times
+    return float(padded.reshape(rounds, clusters).sum(axis=0).max())

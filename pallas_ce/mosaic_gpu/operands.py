@@ -1,0 +1,139 @@
+"""From a head and a block of rows to what a kernel takes: aligned matrices and padded vectors.
+
+TMA wants rows of 16-byte multiples; the tiled layout of wgmma asks for a little more: a matrix's rows in eights, its
+row length in sixteens (32 bytes). Hidden states are padded where need be, which costs little. The weight is not:
+
+* `[V, H]`: the kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
+* Where H (or V of a `[H, V]` weight) is not a multiple of 16 no view can help: one padded copy (`weight_copied`).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.mosaic_gpu import gemm
+from pallas_ce.mosaic_gpu.config import Config, Schedule, schedule
+from pallas_ce.mosaic_gpu.epilogues import LogitSpec
+
+ROW_MULTIPLE = 8
+LENGTH_MULTIPLE = 16
+
+
+def weight_copied(spec: HeadSpec) -> bool:
+    """Whether the kernels need a padded copy of the weight."""
+    length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
+    return length % LENGTH_MULTIPLE != 0 or (spec.vocab_axis == 1 and spec.hidden_size % LENGTH_MULTIPLE != 0)
+
+
+def covered(spec: HeadSpec) -> int:
+    """How many of the V vocabulary entries the kernels work on; the rest is the tail."""
+    if spec.vocab_axis == 1 or weight_copied(spec):
+        return spec.vocab_size
+    return min(spec.vocab_size, spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
+    """`x` padded at the end of each axis to `sizes`."""
+    if x.shape == sizes:
+        return x
+    return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def weight_of(head: Head) -> jax.Array:
+    """The weight in the compute dtype, of a shape the kernels can read."""
+    spec = head.spec
+    weight = head.weight.astype(spec.dtype)
+    width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    if spec.vocab_axis == 1:
+        return pad(weight, (width, round_up(spec.weight_rows, LENGTH_MULTIPLE)))
+    if weight_copied(spec):
+        return pad(weight, (round_up(spec.weight_rows, ROW_MULTIPLE), width))
+    rows = spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE
+    return weight if rows == spec.weight_rows else weight[:rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One kernel call's operands.
+
+    Attributes:
+        problem: static sizes.
+        schedule: how the tiles are handed out.
+        logits: how products become logits.
+        hidden: `[N', H']`, padded.
+        weight: aligned.
+        inputs: vectors by name: "labels" by row, "bias" and "logit_weights" by column, "scale" `[1]`.
+        rows: N.
+    """
+
+    problem: gemm.Problem
+    schedule: Schedule
+    logits: LogitSpec
+    hidden: jax.Array
+    weight: jax.Array
+    inputs: dict[str, jax.Array]
+    config: Config
+    rows: int
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the schedule's blocks: what vectors by row are padded to."""
+        return self.schedule.row_blocks * self.config.block_rows
+
+    @property
+    def padded_columns(self) -> int:
+        return self.schedule.column_blocks * self.config.block_columns
+
+    def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
+        """A vector by row, padded."""
+        return pad(x, (self.padded_rows,), value)
+
+
+def operands(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    weighted_mean: bool,
+    config: Config,
+    bytes_per_row: int,
+) -> Operands:
+    """Operands for `hidden [N, H]`; `weighted_mean` says whether the kernel reads a given u."""
+    spec = head.spec
+    columns = covered(spec)
+    rows = hidden.shape[0]
+    plan = schedule(config, rows, columns, gemm.processors(), bytes_per_row)
+    padded = plan.column_blocks * config.block_columns
+    logits = LogitSpec(
+        columns=columns,
+        ragged=padded > columns,
+        bias=head.bias is not None,
+        scale=head.logit_scale is not None,
+        softcap=spec.softcap,
+        uniform_weight=1.0 / spec.vocab_size,
+    )
+    inputs: dict[str, jax.Array] = {}
+    if labels is not None:
+        inputs["labels"] = pad(labels, (plan.row_blocks * config.block_rows,), -1)
+    if head.bias is not None:
+        inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
+    if head.logit_scale is not None:
+        inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
+    if weighted_mean and head.logit_weights is not None:
+        inputs["logit_weights"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
+    width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    return Operands(
+        problem=gemm.Problem(width, spec.vocab_axis, spec.dtype),
+        schedule=plan,
+        logits=logits,
+        hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), width)),
+        weight=weight_of(head),
+        inputs=inputs,
+        config=config,
+        rows=rows,
+    )
