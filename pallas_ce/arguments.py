@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,14 @@ import numpy as np
 
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics import STATISTICS
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """`value` as a JAX array."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} is a {type(value).__name__} that JAX cannot read as an array: {error}") from error
 
 
 def head_spec(
@@ -22,7 +31,7 @@ def head_spec(
     logit_softcap: float | None,
 ) -> HeadSpec:
     """The static facts of a head, from arrays or anything with `shape` and `dtype`."""
-    if vocab_axis not in (0, 1):
+    if not _is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
     if hidden.ndim < 1:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
@@ -44,18 +53,26 @@ def head_spec(
         raise ValueError(f"bias has shape {bias.shape}; it must be ({rows},), one entry for each of the weight's")
     if vocab_size is None:
         vocab_size = rows
-    elif not isinstance(vocab_size, int | np.integer) or not 1 <= vocab_size <= rows:
+    elif not _is_int(vocab_size) or not 1 <= vocab_size <= rows:
         raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the weight's {rows} entries")
     return HeadSpec(
-        width, rows, int(vocab_size), vocab_axis, _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
+        width, rows, int(vocab_size), int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
     )
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
-    chosen = jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
+    supported = "supported are bfloat16, float16, float32 and float64"
+    which = f"dtype={dtype!r}" if dtype is not None else f"hidden {hidden.dtype} with weight {weight.dtype}"
+    try:
+        chosen = jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError) as error:  # no such dtype, or 8-bit floats, which promote to nothing
+        raise TypeError(f"{which} names no compute dtype; {supported}") from error
     if chosen not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        which = f"dtype={dtype!r}" if dtype is not None else f"hidden {hidden.dtype} with weight {weight.dtype}"
-        raise TypeError(f"{which} asks for computing in {chosen}; supported are bfloat16, float16, float32 and float64")
+        raise TypeError(f"{which} asks for computing in {chosen}; {supported}")
     if chosen == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype=float64 needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True)")
     return np.dtype(chosen)
@@ -66,32 +83,63 @@ def _cap(logit_softcap: float | None) -> float | None:
         return None
     if isinstance(logit_softcap, jax.core.Tracer):
         raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
-    cap = float(logit_softcap)
+    try:
+        cap = float(logit_softcap)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"logit_softcap={logit_softcap!r} must be a finite number above 0, or None for no cap")
     return cap
 
 
 def check_labels(labels: Any, leading: tuple[int, ...]) -> None:
+    """Integers (not bool), one for each token."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
     if labels.shape != leading:
         raise ValueError(f"labels have shape {labels.shape}; hidden's leading shape {leading} is needed")
 
 
-def check_by_row(name: str, array: Any, leading: tuple[int, ...]) -> None:
-    if array.shape != leading:
-        raise ValueError(f"{name} has shape {array.shape}; hidden's leading shape {leading} is needed")
+def ignored(ignore_index: Any) -> int | None:
+    """`ignore_index` as an int or None."""
+    if ignore_index is None:
+        return None
+    if not _is_int(ignore_index):
+        raise TypeError(f"ignore_index={ignore_index!r} must be a Python int, or None where no label is special")
+    return int(ignore_index)
 
 
-def check_by_column(name: str, array: Any, vocab_size: int) -> None:
-    if array.shape != (vocab_size,):
+def by_row(name: str, value: Any, leading: tuple[int, ...]) -> jax.Array:
+    """`value` as an array with one entry for each token."""
+    values = array(name, value)
+    if values.shape != leading:
+        raise ValueError(f"{name} has shape {values.shape}; hidden's leading shape {leading} is needed")
+    return values
+
+
+def row_mask(value: Any, leading: tuple[int, ...]) -> jax.Array:
+    """`value` as booleans, one for each token.
+
+    Only booleans: an integer or floating array is as likely to hold weights or labels as a mask.
+    """
+    mask = by_row("row_mask", value, leading)
+    if mask.dtype != jnp.bool:
+        raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
+    return mask
+
+
+def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:
+    """`value` as an array with one entry for each vocabulary entry."""
+    values = array(name, value)
+    if values.shape != (vocab_size,):
         raise ValueError(
-            f"{name} has shape {array.shape}; it must be ({vocab_size},), one entry for each of vocab_size"
+            f"{name} has shape {values.shape}; it must be ({vocab_size},), one entry for each of vocab_size"
         )
+    return values
 
 
 def check_reduction(reduction: str, normalizer: Any, backward: str) -> None:
+    """Known names, and a reduction, normalizer and backward mode that go together."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is unknown; choose from 'mean', 'sum', 'none'")
     if backward not in ("auto", "recompute", "in_forward"):
@@ -107,8 +155,10 @@ def check_reduction(reduction: str, normalizer: Any, backward: str) -> None:
 
 def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> None:
     """Checks a scalar that may be an array or traced; its range only for plain numbers, which costs no transfer."""
-    if jnp.ndim(value) != 0:
-        raise ValueError(f"{name} has shape {jnp.shape(value)}; it must be a scalar")
+    is_number = isinstance(value, int | float)
+    shape = () if is_number else value.shape if hasattr(value, "shape") else array(name, value).shape
+    if shape != ():
+        raise ValueError(f"{name} has shape {shape}; it must be a scalar")
     if isinstance(value, int | float | np.number) and not low <= float(value) <= high:
         bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else "a finite number"
         raise ValueError(f"{name}={value!r} must be {bounds}")
@@ -119,10 +169,26 @@ def is_known(value: Any, constant: float) -> bool:
     return isinstance(value, int | float | np.number) and float(value) == constant
 
 
+def check_scratch_bytes(scratch_bytes: Any | None) -> int | None:
+    """`scratch_bytes` as a positive int or None."""
+    if scratch_bytes is None:
+        return None
+    if not _is_int(scratch_bytes) or scratch_bytes < 1:
+        raise ValueError(f"scratch_bytes={scratch_bytes!r} must be a positive int, or None for the default")
+    return int(scratch_bytes)
+
+
+def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:
+    """`names` without repetitions; a string is refused, since it would be taken letter by letter."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        example = names if isinstance(names, str) else "…"
+        raise TypeError(f"{argument}={names!r} must be a sequence of names, such as ({example!r},)")
+    return tuple(dict.fromkeys(names))
+
+
 def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise TypeError(f"statistics={names!r} must be a sequence of names, such as ({names!r},)")
-    names = tuple(dict.fromkeys(names))
+    """`statistics` as a tuple of known names that can be had."""
+    names = sequence_of_names("statistics", names)
     if not names:
         raise ValueError(f"statistics is empty; choose from {STATISTICS}")
     for name in names:

@@ -15,6 +15,7 @@ from pallas_ce.statistics import Partial
 
 Implementation = Literal["xla", "reference"]
 Mode = Literal["recompute", "in_forward"]
+Backward = Literal["auto", "recompute", "in_forward"]
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
@@ -64,7 +65,10 @@ class Backend(Protocol):
         """The fewest bytes `plan` can work with."""
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
-        """Block sizes for the plain forward (`mode=None`) or for a backward mode, within `scratch_bytes ≥ minimum_scratch`."""
+        """Block sizes for the plain forward (`mode=None`) or for a backward mode.
+
+        They fit within `scratch_bytes`, which is at least `minimum_scratch`.
+        """
 
     def statistics(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
@@ -84,8 +88,8 @@ class Backend(Protocol):
     ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
         """For the recompute mode: recomputes one tile of logits and returns its share of the gradients.
 
-        Returns `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the
-        accumulator dtype, before the scale and the normalisation; None where not wanted.
+        Returns `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in
+        the accumulator dtype, before the scale and the normalisation; None where not wanted.
         """
 
     def stash(

@@ -59,6 +59,7 @@ def _map(operation: RowsOperation, arguments: tuple[Any, Any], is_batched: Any) 
 
     def one(batched: list[jax.Array]) -> tuple[Any, Any]:
         example = iter(batched)
-        return operation(*structure.unflatten([next(example) if b else x for x, b in zip(leaves, flags, strict=True)]))
+        chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
+        return operation(*jax.tree.unflatten(structure, chosen))
 
     return lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])

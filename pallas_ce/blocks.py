@@ -5,6 +5,7 @@ part that an earlier block covered is marked not live, contributes nothing and i
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,11 @@ class Tiles:
 
     @property
     def count(self) -> int:
+        """How many tiles there are."""
         return -(-self.total // self.size)
 
     def tile(self, index: jax.Array | int) -> "Tile":
+        """The tile of that index; the index may be traced."""
         start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
         columns = start + jnp.arange(self.size, dtype=jnp.int32)
         live = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
@@ -51,9 +54,11 @@ class Tile:
     live: jax.Array | None
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """The tile's part of `x` along `axis`, columns that are not live included."""
         return _slice(x, self.start, self.size, axis)
 
     def put(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        """`buffer` with the tile's part replaced, columns that are not live included."""
         return _update(buffer, values, self.start, axis)
 
     def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
@@ -106,6 +111,7 @@ class Rows:
         return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, 0)
 
     def blocks(self, total: int, size: int) -> "RowBlocks":
+        """The counted ones of `total` rows, in blocks of `size`."""
         return RowBlocks(self, Tiles(total, size))
 
 
@@ -116,7 +122,7 @@ class RowBlocks:
     rows: Rows
     tiles: Tiles
 
-    def for_each(self, body, init):  # type: ignore[no-untyped-def]
+    def for_each[Carry](self, body: Callable[["RowBlock", Carry], Carry], init: Carry) -> Carry:
         """`init` carried through `body(block, carry)` over all blocks."""
         trips = self.tiles.count if self.rows.count is None else -(-self.rows.count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
@@ -124,6 +130,7 @@ class RowBlocks:
         return lax.fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
 
     def block(self, index: jax.Array | int) -> "RowBlock":
+        """The block of that index; the index may be traced."""
         tile = self.tiles.tile(index)
         if self.rows.order is None:
             return RowBlock(tile, None, tile.live)
@@ -141,9 +148,11 @@ class RowBlock:
     live: jax.Array | None  # [size], or None: all
 
     def take(self, x: jax.Array) -> jax.Array:
+        """The block's rows `[size, ...]` of `x [N, ...]`, rows that are not live included."""
         return self.tile.take(x) if self.index is None else x.at[self.index].get(mode="promise_in_bounds")
 
     def put(self, buffer: jax.Array, values: jax.Array) -> jax.Array:
+        """`buffer [N, ...]` with the live rows replaced by `values [size, ...]`, in `buffer`'s dtype."""
         values = values.astype(buffer.dtype)
         if self.index is not None:
             outside = buffer.shape[0]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
-from pallas_ce.backends import Implementation
+from pallas_ce.backends import Backward, Implementation
 from pallas_ce.blocks import Rows
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import CrossEntropy, Metrics, Reduction, safe_inverse
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     normalizer: Any | None = None,
     dtype: Any | None = None,
-    backward: str = "auto",
+    backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     validate_labels: bool = False,
@@ -93,7 +93,8 @@ def linear_cross_entropy(
         >>> hidden = jax.random.normal(jax.random.key(0), (2, 5, 8))      # [batch, time, H]
         >>> weight = jax.random.normal(jax.random.key(1), (100, 8))       # [V, H]
         >>> labels = jnp.array([[1, 2, 3, 4, -100], [5, 6, -100, -100, -100]])
-        >>> loss, (d_hidden, d_weight) = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(hidden, weight, labels)
+        >>> loss_and_gradients = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))
+        >>> loss, (d_hidden, d_weight) = loss_and_gradients(hidden, weight, labels)
         >>> d_hidden.shape, d_weight.shape
         ((2, 5, 8), (100, 8))
         >>> loss, metrics = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4, return_metrics=True)
@@ -105,6 +106,7 @@ def linear_cross_entropy(
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
     arguments.check_reduction(reduction, normalizer, backward)
+    ignore_index = arguments.ignored(ignore_index)
     arrays, spec = inputs.read_head(
         hidden,
         weight,
@@ -122,8 +124,7 @@ def linear_cross_entropy(
     if normalizer is not None:
         arguments.scalar("normalizer", normalizer)
     if class_weights is not None:
-        class_weights = jnp.asarray(class_weights)
-        arguments.check_by_column("class_weights", class_weights, spec.vocab_size)
+        class_weights = arguments.by_column("class_weights", class_weights, spec.vocab_size)
     choice = settings.choose(
         spec,
         inputs.tokens(leading),

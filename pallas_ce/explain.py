@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments, inputs, settings
-from pallas_ce.backends import Implementation
+from pallas_ce.backends import Backward, Implementation
 from pallas_ce.head import HeadSpec, Wanted
+from pallas_ce.losses import Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +71,9 @@ def explain(
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
     logit_scale: Any = 1.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     dtype: Any | None = None,
-    backward: str = "auto",
+    backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     differentiate: Sequence[str] = ("hidden", "weight", "bias", "logit_scale"),
@@ -112,8 +114,11 @@ def explain(
         4
     """
     arguments.check_reduction(reduction, None, backward)
+    arguments.scalar("logit_scale", logit_scale)
+    hidden, weight = _described("hidden", hidden), _described("weight", weight)
+    bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
-    unknown = set(differentiate) - {"hidden", "weight", "bias", "logit_scale"}
+    unknown = set(arguments.sequence_of_names("differentiate", differentiate)) - {"hidden", "weight", "bias", "logit_scale"}
     if unknown:
         raise ValueError(
             f"differentiate names {sorted(unknown)}; choose from 'hidden', 'weight', 'bias', 'logit_scale'"
@@ -171,9 +176,16 @@ def explain(
     )
 
 
+def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype as the call itself would see them: without the 64-bit mode, float64 arrays become float32."""
+    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
+    return jax.ShapeDtypeStruct(given.shape, jax.dtypes.canonicalize_dtype(given.dtype))
+
+
 def _gradient_bytes(hidden: Any, weight: Any, bias: Any | None, wanted: Wanted) -> int:
     flags = ((hidden, wanted.hidden), (weight, wanted.weight), (bias, wanted.bias))
-    return sum(x.size * jnp.dtype(x.dtype).itemsize for x, flag in flags if flag)
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x, flag in flags if flag and x is not None)
 
 
 def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wanted) -> int:

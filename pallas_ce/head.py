@@ -1,7 +1,6 @@
 """The projection head as data: which arrays it has, and the static facts that shape a kernel."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +70,17 @@ class Head:
 
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Capped logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
-        spec = self.spec
-        z = self.matmul(hidden, weight, (1, 1 - spec.vocab_axis))
+        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias)
+
+    def cap(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Capped logits from `hidden·weight [n, c]`: bias, scale, soft cap."""
+        z = products
         if bias is not None:
-            z = z + bias.astype(spec.accumulator)
+            z = z + bias.astype(z.dtype)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        if spec.softcap is not None:
-            z = spec.softcap * jnp.tanh(z / spec.softcap)
+        if self.spec.softcap is not None:
+            z = self.spec.softcap * jnp.tanh(z / self.spec.softcap)
         return z
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
@@ -134,7 +136,3 @@ def scale_gradient(
         finite = jnp.isfinite(bias)  # the logit of a -inf bias has gradient 0, and 0·(-inf) = 0
         total += jnp.sum(jnp.where(finite, bias, 0).astype(unscaled_bias.dtype) * unscaled_bias)
     return total
-
-
-def as_array(value: Any, dtype: np.dtype) -> jax.Array:
-    return jnp.asarray(value, dtype)

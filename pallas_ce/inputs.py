@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce import arguments
 from pallas_ce import labels as label_rule
@@ -34,14 +35,13 @@ def read_head(
     dtype: Any | None,
 ) -> tuple[HeadArrays, HeadSpec]:
     """Checked arrays and static facts."""
-    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
-    bias = None if bias is None else jnp.asarray(bias)
+    hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
+    bias = None if bias is None else arguments.array("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
     arguments.scalar("logit_scale", logit_scale)
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
-        logit_weights = jnp.asarray(logit_weights)
-        arguments.check_by_column("logit_weights", logit_weights, spec.vocab_size)
+        logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
     return HeadArrays(hidden, weight, bias, scale, logit_weights), spec
 
 
@@ -49,23 +49,26 @@ def read_labels(
     labels: Any, leading: tuple[int, ...], spec: HeadSpec, ignore_index: int | None, validate: bool
 ) -> jax.Array:
     """Checked labels; with `validate`, their values too."""
-    labels = jnp.asarray(labels)
+    if not isinstance(labels, np.ndarray):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
+        labels = arguments.array("labels", labels)
     arguments.check_labels(labels, leading)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
-    return labels
+    return label_rule.as_array(labels)
 
 
 def read_by_row(name: str, array: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
     """A checked array with one entry for each token, or None."""
-    if array is None:
-        return None
-    array = jnp.asarray(array)
-    arguments.check_by_row(name, array, leading)
-    return array
+    return None if array is None else arguments.by_row(name, array, leading)
+
+
+def read_row_mask(mask: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
+    """A checked mask, or None."""
+    return None if mask is None else arguments.row_mask(mask, leading)
 
 
 def tokens(leading: tuple[int, ...]) -> int:
+    """N."""
     return math.prod(leading)
 
 

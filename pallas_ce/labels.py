@@ -7,6 +7,14 @@ import numpy as np
 NO_TARGET = -1
 
 
+def as_array(labels: np.ndarray | jax.Array) -> jax.Array:
+    """Labels as JAX holds them, without wrapping around: host labels beyond 32 bits become `NO_TARGET`."""
+    if isinstance(labels, np.ndarray) and labels.dtype.itemsize > 4:
+        limits = np.iinfo(np.int32)
+        labels = np.where((labels >= limits.min) & (labels <= limits.max), labels, NO_TARGET).astype(np.int32)
+    return jnp.asarray(labels)
+
+
 def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
     """int32 labels; whatever lies outside `[0, vocab_size)` becomes `NO_TARGET`.
 
@@ -23,13 +31,13 @@ def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def counted(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> jax.Array:
-    """Bool, the shape of `labels`: in the vocabulary and not `ignore_index` (which may itself be a vocabulary entry)."""
+    """Bool, the shape of `labels`: in the vocabulary and not `ignore_index`, which may itself be a vocabulary entry."""
     ids = canonical(labels, vocab_size)
     inside = ids != NO_TARGET
-    return inside if ignore_index is None else inside & (ids != ignore_index)
+    return inside & (ids != ignore_index) if ignore_index is not None and 0 <= ignore_index < vocab_size else inside
 
 
-def check(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> None:
+def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int) -> None:
     """Raises ValueError naming the first label that is neither `ignore_index` nor in the vocabulary.
 
     Raises:
@@ -38,7 +46,7 @@ def check(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> None:
     if isinstance(labels, jax.core.Tracer):
         raise TypeError(
             "validate_labels=True reads the labels' values, which are not known while JAX traces the call: "
-            "validate them outside jit, grad and vmap, or pass validate_labels=False, "
+            "validate them outside jit, vmap and scan, or pass validate_labels=False, "
             "where labels outside the vocabulary count as ignored"
         )
     values = np.asarray(labels)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
-from pallas_ce.backends import Implementation
+from pallas_ce.backends import Backward, Implementation
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.settings import Settings
@@ -27,7 +27,7 @@ def linear_loss(
     labels: Any | None,
     *row_inputs: Any,
     reduction: Reduction = "mean",
-    backward: str = "auto",
+    backward: Backward = "auto",
     ignore_index: int | None = -100,
     row_mask: Any | None = None,
     token_weights: Any | None = None,
@@ -60,8 +60,8 @@ def linear_loss(
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
         backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
-        ignore_index: rows with this label do not count; nor do rows whose label lies outside the vocabulary. None: no
-            label is special.
+        ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
+            vocabulary never count.
         row_mask: `[...]` bool; rows where it is False do not count.
         token_weights: w `[...]`, differentiable.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
@@ -99,8 +99,9 @@ def linear_loss(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
     """
     arguments.check_reduction(reduction, normalizer, backward)
-    if not callable(row_loss):
-        raise TypeError(f"row_loss={row_loss!r} must be a function (statistics, *row_inputs) -> [n]")
+    ignore_index = arguments.ignored(ignore_index)
+    if not callable(row_loss) or not isinstance(row_loss, Hashable):
+        raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
     arrays, spec = inputs.read_head(
         hidden,
         weight,
@@ -133,7 +134,7 @@ def linear_loss(
         labels,
         by_row,
         shared,
-        inputs.read_by_row("row_mask", row_mask, leading),
+        inputs.read_row_mask(row_mask, leading),
         inputs.read_by_row("token_weights", token_weights, leading),
         normalizer,
     )
@@ -170,7 +171,7 @@ class _RowTotal:
 def _split(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> tuple[list[Any], list[Any], tuple[bool, ...]]:
     by_row, shared, is_shared = [], [], []
     for position, value in enumerate(row_inputs):
-        value = jnp.asarray(value)
+        value = arguments.array(f"row_inputs[{position}]", value)
         if value.shape[: len(leading)] == leading:
             by_row.append(value)
         elif value.ndim == 0:
@@ -204,13 +205,12 @@ def _linear_loss(
     wide = spec.accumulator
     hidden, head = inputs.flatten(arrays, spec)
     n = hidden.shape[0]
-    mask = None if row_mask is None else row_mask.reshape(-1).astype(bool)
+    mask = None if row_mask is None else row_mask.reshape(-1)
     ids = None
     if labels is not None:
         ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-        if static.ignore_index is not None:
-            counted = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
-            mask = counted if mask is None else mask & counted
+        counted = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
+        mask = counted if mask is None else mask & counted
     weights = None if token_weights is None else token_weights.reshape(-1).astype(wide)
     by_row = [x.reshape(n, *x.shape[len(leading) :]) for x in by_row]
 
@@ -235,9 +235,10 @@ def _statistics_read(
 ) -> tuple[str, ...]:
     """Names of the statistics that `row_loss`'s result depends on, from its trace."""
     names = [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
-    example = RowStatistics(
-        **{name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else spec.accumulator) for name in names}
-    )
+    fields: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else spec.accumulator) for name in names
+    }
+    example = RowStatistics(**fields)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
     traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
     for constant in traced.consts:

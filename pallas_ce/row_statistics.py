@@ -94,7 +94,7 @@ def linear_row_statistics(
     if labels is not None:
         labels = inputs.read_labels(labels, leading, spec, None, False)
     names = arguments.check_statistics(statistics, labels)
-    row_mask = inputs.read_by_row("row_mask", row_mask, leading)
+    mask = inputs.read_row_mask(row_mask, leading)
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
@@ -102,7 +102,7 @@ def linear_row_statistics(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
-    return _row_statistics((choice.settings, spec, names), arrays, labels, row_mask)
+    return _row_statistics((choice.settings, spec, names), arrays, labels, mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -116,6 +116,6 @@ def _row_statistics(
     leading = arrays.hidden.shape[:-1]
     hidden, head = inputs.flatten(arrays, spec)
     ids = None if labels is None else label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    mask = None if row_mask is None else row_mask.reshape(-1).astype(bool)
+    mask = None if row_mask is None else row_mask.reshape(-1)
     found = evaluate.statistics(how, primitive_names(names), hidden, head, ids, mask)
     return jax.tree.map(lambda x: x.reshape(leading), from_primitives(found, names))

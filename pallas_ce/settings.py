@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from pallas_ce import backends
-from pallas_ce.backends import Backend, Mode, Plan
+from pallas_ce import arguments, backends
+from pallas_ce.backends import Backend, Backward, Mode, Plan
 from pallas_ce.head import HeadSpec
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
@@ -32,6 +32,7 @@ class Settings:
 
     @property
     def backend(self) -> Backend:
+        """The backend itself; not for "reference", which is none."""
         return backends.load(self.implementation)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> Plan:
@@ -65,7 +66,7 @@ def choose(
     tokens: int,
     *,
     scalar_loss: bool,
-    backward: str = "auto",
+    backward: Backward = "auto",
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
 ) -> Choice:
@@ -74,6 +75,7 @@ def choose(
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
+    scratch_bytes = arguments.check_scratch_bytes(scratch_bytes)
     name, reason = backends.choose(implementation, spec)
     if name == "reference":
         if backward != "auto":
@@ -82,10 +84,6 @@ def choose(
                 "materialised logits; leave backward='auto'"
             )
         return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
-    if scratch_bytes is not None and (
-        isinstance(scratch_bytes, bool) or not isinstance(scratch_bytes, int) or scratch_bytes < 1
-    ):
-        raise ValueError(f"scratch_bytes={scratch_bytes!r} must be a positive int, or None for the default")
     tokens = max(tokens, 1)
     undecided = Settings(name, None, scratch_bytes)
     mode, mode_reason = _mode(undecided, spec, tokens, scalar_loss, backward)
@@ -94,7 +92,7 @@ def choose(
     return Choice(dataclasses.replace(undecided, mode=mode), reason, mode_reason)
 
 
-def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: str) -> tuple[Mode, str]:
+def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
     if backward == "in_forward":
         return "in_forward", "asked for by name"
     if backward == "recompute":

@@ -32,7 +32,7 @@ def first_order_only(tree: Any) -> Any:
     return _barrier(tree)
 
 
-def wanted_inputs(hidden: Any, head: Head) -> Wanted:
+def wanted_inputs(hidden: Any, head: Any) -> Wanted:
     """Reads off `custom_vjp`'s primals (with `symbolic_zeros=True`) which inputs are differentiated."""
     return Wanted(
         hidden=hidden.perturbed,
@@ -48,7 +48,12 @@ def values_of(tree: Any) -> Any:
 
 
 def is_zero(cotangent: Any) -> bool:
+    """Whether JAX says that nothing depends on this output."""
     return isinstance(cotangent, SymbolicZero)
+
+
+# The arrays of `custom_vjp`'s primals: hidden, head, labels, mask.
+Inputs = tuple[jax.Array, Head, jax.Array | None, jax.Array | None]
 
 
 class Gradients(NamedTuple):
@@ -82,6 +87,7 @@ class Saved:
 
     @property
     def wanted(self) -> Wanted:
+        """Which inputs are differentiated, read off the flags' shape."""
         return Wanted(*map(bool, self.flags.shape))
 
 
@@ -119,7 +125,8 @@ def finish(
         assert hidden_sum is not None
         d_hidden = (scale * hidden_sum).astype(hidden.dtype)
     if wanted.bias:
-        assert bias_sum is not None and head.bias is not None
+        assert bias_sum is not None
+        assert head.bias is not None
         d_bias = (scale * bias_sum).astype(head.bias.dtype)
     if wanted.logit_scale:
         assert hidden_sum is not None

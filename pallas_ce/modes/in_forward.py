@@ -1,8 +1,8 @@
 """Mode *in_forward* (the paper's Algorithms 3 and 4): gradients are made in the forward, where the logits already are.
 
 For a scalar reduction of a row-wise loss the cotangent of every row's statistics is known as soon as the row's
-statistics are: it is the derivative of that row's loss, times one upstream scalar for all rows. So the forward goes over
-blocks of rows; of each it computes statistics, the loss's derivatives, dlogits and both gradient products, and the
+statistics are: it is the derivative of that row's loss, times one upstream scalar for all rows. So the forward goes
+over blocks of rows; of each it computes statistics, the loss's derivatives, dlogits and both gradient products, and the
 backward only multiplies by the upstream scalar. Three products (6·N·H·V operations) instead of four, for one scratch of
 `[rows, V]` and gradients that live from the forward to the backward.
 """
@@ -22,6 +22,7 @@ from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
+    Inputs,
     Saved,
     absent,
     finish,
@@ -66,8 +67,8 @@ def statistics_and_handle(
 ) -> tuple[Statistics, jax.Array]:
     """Statistics `[N]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
-    `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss: that
-    of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
+    `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss:
+    that of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
 
     Args:
         call: the static facts.
@@ -78,18 +79,23 @@ def statistics_and_handle(
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
     """
     found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    return found, _dependent_zero(found, head)
+    return _with_handle(found, inputs, head)
 
 
-def _dependent_zero(found: Statistics, head: Head) -> jax.Array:
-    """0 that JAX sees to depend on the statistics: under vmap every example has a handle of its own."""
-    zero = jnp.zeros((), head.spec.accumulator)
-    return sum((jnp.sum(jnp.where(x != x, zero, zero)) for x in found.values()), zero)
+def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics, jax.Array]:
+    """Statistics and handle, made to depend on each other and on `inputs`.
+
+    Under vmap each example then has a handle of its own, and this function and its forward rule, which also reads
+    `inputs`, agree on which outputs are batched, as JAX requires.
+    """
+    firsts = (leaf.ravel()[:1] for leaf in jax.tree.leaves((found, inputs)))
+    zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
+    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, zero.astype(head.spec.accumulator)
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read else Wanted()
-    values = values_of(primals)
+    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
     hidden, head, labels, mask, inputs = first_order_only(values)
     hidden_sum, sums = None, Accumulators(None, None)
     if wanted:
@@ -100,7 +106,7 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
     else:
         found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    return (found, _dependent_zero(found, head)), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    return _with_handle(found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:

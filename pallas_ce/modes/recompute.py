@@ -19,6 +19,7 @@ from pallas_ce.blocks import RowBlock, Rows, Tiles
 from pallas_ce.head import Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
+    Inputs,
     Saved,
     finish,
     first_order_only,
@@ -46,7 +47,7 @@ def row_statistics(
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
-    values = values_of(primals)
+    values: Inputs = values_of(primals)
     saved_names = coef.saved_statistics(names)
     found = forward_statistics(settings, names | saved_names, *first_order_only(values))
     kept = {name: found[name] for name in saved_names}
@@ -97,7 +98,7 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
             block_coefficients = jax.tree.map(block.take, coefficients)
             if block.live is not None:
                 block_coefficients = coef.select(block_coefficients, block.live)
-            parts = settings.backend.dlogits_products(
+            for_hidden, for_weight, for_bias = settings.backend.dlogits_products(
                 head,
                 block.take(hidden),
                 None if labels is None else block.take(labels),
@@ -109,9 +110,9 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
             )
             # The hidden gradient is kept in visiting order: consecutive writes, put in place once at the end.
             return (
-                None if sums[0] is None else block.tile.add(sums[0], parts[0]),
-                None if sums[1] is None else sums[1] + parts[1],
-                None if sums[2] is None else sums[2] + parts[2],
+                None if for_hidden is None else block.tile.add(sums[0], for_hidden),
+                None if for_weight is None else sums[1] + for_weight,
+                None if for_bias is None else sums[2] + for_bias,
             )
 
         zeros = (
@@ -121,9 +122,9 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
         hidden_sum, tile_weight, tile_bias = blocks.for_each(block_body, (hidden_sum, *zeros))
         # Added, not set: the last tile overlaps its neighbour, with exact zeros there.
         tile = tiles.tile(i)
-        if wanted.weight:
+        if tile_weight is not None:
             d_weight = tile.add(d_weight, scale * tile_weight, spec.vocab_axis)
-        if wanted.bias_sum:
+        if tile_bias is not None:
             bias_sum = tile.add(bias_sum, tile_bias)
         return hidden_sum, d_weight, bias_sum
 

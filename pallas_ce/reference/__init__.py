@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.head import Head
+from pallas_ce.head import Head, HeadSpec
 
 
 def row_statistics(
@@ -13,7 +13,10 @@ def row_statistics(
     spec = head.spec
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
-    z = head.logits(hidden, weight, bias)
+    z = jnp.tensordot(
+        _operand(hidden, spec), _operand(weight, spec), axes=(1, 1 - spec.vocab_axis), precision=jax.lax.Precision.HIGHEST
+    )
+    z = head.cap(z, bias)
 
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
@@ -38,3 +41,9 @@ def row_statistics(
     if mask is not None:
         values = {name: jnp.where(mask, value, 0) for name, value in values.items()}
     return {name: values[name] for name in names}
+
+
+def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
+    """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is not rounded but for `x`'s own dtype."""
+    wide = x.astype(spec.accumulator)
+    return wide + jax.lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)

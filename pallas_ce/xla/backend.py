@@ -30,12 +30,15 @@ class XlaBackend:
     name = "xla"
 
     def refusal(self, spec: HeadSpec) -> str | None:
+        """Never: plain JAX serves every head."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        """The scratch of one row and one column at a time."""
         return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        """Blocks of the preferred size, halved along their longer side until they fit."""
         rows = min(tokens, _ROWS)
         if mode == "in_forward":
             # An eighth of the tokens: an eighth of the logits' memory, and still few passes over the weight.
@@ -51,6 +54,7 @@ class XlaBackend:
     def statistics(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
     ) -> Partial:
+        """Statistics tile by tile, merged as they come."""
         def step(tile: Tile) -> Partial:
             return _partial(head, tile, _tile_logits(head, hidden, tile), labels, names)
 
@@ -69,6 +73,7 @@ class XlaBackend:
         wanted: Wanted,
         plan: Plan,
     ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        """The logits of one tile once more, and their products."""
         tile = _tiles(head, plan).tile(tile_index)
         logits = _tile_logits(head, hidden, tile)
         return _products(head, hidden, labels, residual, coefficients, tile, logits, wanted)
@@ -76,6 +81,7 @@ class XlaBackend:
     def stash(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
     ) -> tuple[Partial, jax.Array]:
+        """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
 
         def step(tile: Tile) -> tuple[Partial, jax.Array]:
@@ -105,6 +111,7 @@ class XlaBackend:
         wanted: Wanted,
         plan: Plan,
     ) -> tuple[jax.Array | None, Accumulators]:
+        """A second pass over the tiles, on the stashed logits."""
         tiles = _tiles(head, plan)
 
         def body(i: jax.Array, carry: _Sums) -> _Sums:
@@ -114,11 +121,11 @@ class XlaBackend:
                 head, hidden, labels, residual, coefficients, tile, logits, wanted
             )
             sums, weight, bias = carry
-            if sums is not None:
+            if sums is not None and for_hidden is not None:
                 sums = sums + for_hidden
-            if weight is not None:
+            if weight is not None and for_weight is not None:
                 weight = tile.add(weight, factor * for_weight, head.spec.vocab_axis)
-            if bias is not None:
+            if bias is not None and for_bias is not None:
                 bias = tile.add(bias, factor * for_bias)
             return _Sums(sums, weight, bias)
 

@@ -1,0 +1,22 @@
+"""Settings and fixtures for all tests."""
+
+import os
+
+# Before JAX starts. The tests compile thousands of small programs and run each once: LLVM's optimisation costs more
+# than it gains. Fusion and memory assignment, which some tests read, do not depend on it.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
+import hypothesis
+import jax
+import pytest
+
+# Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=300)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A random key."""
+    return jax.random.key(0)

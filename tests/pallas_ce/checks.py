@@ -1,0 +1,56 @@
+"""Calls of the library and of the oracle on one problem, and how their results are compared."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce import linear_cross_entropy
+from tests.pallas_ce import oracle
+from tests.pallas_ce.problems import Problem
+
+Results = tuple[Any, dict[str, Any]]
+
+
+def library_loss(p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
+    """`linear_cross_entropy` in the problem's layout."""
+    arrays = dict(arrays)
+    weight = arrays.pop("weight")
+    weight = weight if p.vocab_axis == 0 else weight.T
+    return linear_cross_entropy(
+        arrays.pop("hidden"), weight, p.labels, **arrays, vocab_axis=p.vocab_axis, **{**p.options, **options}
+    )
+
+
+def library_results(p: Problem, implementation: str, backward: str, **options: Any) -> Results:
+    """Loss and gradients of everything differentiable."""
+
+    @jax.jit
+    @jax.value_and_grad
+    def results(arrays: dict[str, Any]) -> jax.Array:
+        return library_loss(p, arrays, implementation=implementation, backward=backward, **options)
+
+    return results(jax.tree.map(jnp.asarray, p.arrays))
+
+
+def oracle_results(p: Problem) -> Results:
+    """The same in float64."""
+    return oracle.cross_entropy(p.arrays, p.labels, p.options)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """Frobenius norm of the difference over that of `want`."""
+    got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
+    assert got.shape == want.shape
+    difference = np.linalg.norm((got - want).ravel())
+    return float(difference / max(np.linalg.norm(want.ravel()), 1e-30)) if difference else 0.0
+
+
+def assert_close(got: Any, want: Any, bound: float, floor: float = 1e-7) -> None:
+    """Every leaf within `bound` relative, or within `floor` absolutely (gradients that cancel to nothing)."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        largest = float(np.max(np.abs(np.asarray(x).astype(np.float64) - y), initial=0.0))
+        error = relative_error(x, y)
+        assert error <= bound or largest <= floor, f"{jax.tree_util.keystr(path)}: relative {error}, largest {largest}"

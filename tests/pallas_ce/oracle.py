@@ -1,0 +1,120 @@
+"""The contract in float64 NumPy: each statistic and loss by its definition, each gradient by its textbook formula.
+
+Shares no code with the library. `test_oracle.py` checks the formulas against finite differences.
+"""
+
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, Any]
+
+
+def to64(tree: Arrays) -> Arrays:
+    """Arrays and numbers as float64, exactly; None and integers stay."""
+    return {
+        k: np.asarray(x).astype(np.float64) if x is not None and "float" in str(np.asarray(x).dtype) else x
+        for k, x in tree.items()
+    }
+
+
+class Logits:
+    """Capped logits of a head, and the way back from their gradient to the head's arrays."""
+
+    def __init__(self, arrays: Arrays, vocab_size: int | None = None, logit_softcap: float | None = None) -> None:
+        self.a = a = to64(arrays)
+        self.v = v = vocab_size or a["weight"].shape[0]
+        self.scale = a.get("logit_scale", np.float64(1.0))
+        bias = a.get("bias")
+        self.linear = a["hidden"] @ a["weight"][:v].T + (0.0 if bias is None else bias[:v])
+        raw = self.scale * self.linear
+        self.z = raw if logit_softcap is None else logit_softcap * np.tanh(raw / logit_softcap)
+        self.slope = 1.0 if logit_softcap is None else 1.0 - np.tanh(raw / logit_softcap) ** 2
+        shifted = self.z - self.z.max(1, keepdims=True)
+        self.lse = np.log(np.exp(shifted).sum(1)) + self.z.max(1)
+        self.log_p = self.z - self.lse[:, None]
+        self.p = np.exp(self.log_p)
+
+    def gradients(self, dz: np.ndarray) -> Arrays:
+        """Gradients of hidden, weight and, where given, bias and logit_scale."""
+        dx = dz * self.slope
+        weight = np.zeros_like(self.a["weight"])
+        weight[: self.v] = self.scale * dx.T @ self.a["hidden"]
+        out = {"hidden": self.scale * dx @ self.a["weight"][: self.v], "weight": weight}
+        if "bias" in self.a:
+            out["bias"] = np.zeros_like(self.a["bias"])
+            out["bias"][: self.v] = self.scale * dx.sum(0)
+        if "logit_scale" in self.a:
+            out["logit_scale"] = (dx * self.linear).sum()
+        return out
+
+
+def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) -> tuple[Arrays, Arrays]:
+    """Every statistic `[N]`, and each one's derivative `[N, V]` with respect to the row's logits."""
+    z, p, log_p, v = logits.z, logits.p, logits.log_p, logits.v
+    u = np.full(v, 1.0 / v) if u is None else np.asarray(u, np.float64)
+    labels = labels.astype(np.int64)
+    inside = (labels >= 0) & (labels < v)
+    target = (np.arange(v) == labels[:, None]) & inside[:, None]
+    top = np.arange(v) == z.argmax(1)[:, None]
+    entropy, ssq = -(p * log_p).sum(1), (p * p).sum(1)
+    values = {
+        "lse": logits.lse,
+        "target_logit": (z * target).sum(1),
+        "mean_logit": z @ u,
+        "entropy": entropy,
+        "expected_logit": (p * z).sum(1),
+        "sum_sq_probs": ssq,
+        "max_logit": z.max(1),
+        "argmax": z.argmax(1),
+    }
+    values["log_prob"] = values["target_logit"] - logits.lse
+    slopes = {
+        "lse": p,
+        "target_logit": target * 1.0,
+        "log_prob": target - p,
+        "mean_logit": np.broadcast_to(u, z.shape),
+        "entropy": -p * (log_p + entropy[:, None]),
+        "expected_logit": p * (1 + z - values["expected_logit"][:, None]),
+        "sum_sq_probs": 2 * p * (p - ssq[:, None]),
+        "max_logit": top * 1.0,
+    }
+    return values, slopes
+
+
+def cross_entropy(arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent: Any = 1.0) -> tuple[Any, Arrays]:
+    """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`."""
+    o = to64(options)
+    logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))
+    p, v, n = logits.p, logits.v, labels.size
+    labels = labels.astype(np.int64)
+    counts = (labels >= 0) & (labels < v) & (labels != options.get("ignore_index", -100))
+    safe = np.where(counts, labels, 0)
+    c = o.get("class_weights", np.ones(v))
+    alpha, beta = o.get("label_smoothing", 0.0), o.get("z_loss", 0.0)
+    w = np.where(counts, logits.a.get("token_weights", np.ones(n)), 0.0)
+    target = np.arange(v) == safe[:, None]
+
+    nll = -logits.log_p[np.arange(n), safe]
+    ce = (1 - alpha) * c[safe] * nll - alpha / v * logits.log_p @ c
+    z_part = beta * logits.lse**2
+    d_ce = (1 - alpha) * c[safe][:, None] * (p - target) + alpha / v * (c.sum() * p - c)
+    d_z = 2 * beta * logits.lse[:, None] * p
+
+    reduction, given = options.get("reduction", "mean"), o.get("normalizer")
+    norm, z_norm = ((w * c[safe]).sum(), w.sum()) if reduction == "mean" else (1.0, 1.0)
+    if given is not None:
+        norm = z_norm = given
+    inv, z_inv = (0.0 if x == 0 else 1.0 / x for x in (norm, z_norm))
+    if reduction == "none":
+        loss, upstream = np.where(counts, w * (ce + z_part), 0.0), np.asarray(cotangent, np.float64)
+    else:
+        loss, upstream = (w * ce).sum() * inv + (w * z_part).sum() * z_inv, np.full(n, float(cotangent))
+    rows = (upstream * w)[:, None]
+    gradients = logits.gradients(rows * (d_ce * inv + d_z * z_inv))
+    if "token_weights" in arrays:
+        d_w = ce * inv + z_part * z_inv
+        if reduction == "mean" and given is None:
+            d_w = (c[safe] * (ce / c[safe] - (w * ce).sum() * inv)) * inv + (z_part - (w * z_part).sum() * z_inv) * z_inv
+        gradients["token_weights"] = np.where(counts, upstream * d_w, 0.0)
+    return loss, gradients

@@ -1,0 +1,68 @@
+"""Problems for the tests: one set of drawn shapes and options that every backend goes through."""
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+
+# Each way of computing a differentiated loss: (implementation, backward mode).
+WAYS = [("reference", "auto"), ("xla", "recompute"), ("xla", "in_forward")]
+STREAMED = WAYS[1:]
+
+
+@dataclasses.dataclass
+class Problem:
+    """What is differentiated (hidden, weight `[V, H]`; maybe bias, logit_scale, token_weights), labels and options."""
+
+    arrays: dict[str, Any]
+    labels: np.ndarray
+    options: dict[str, Any]
+    vocab_axis: int
+
+
+def make(seed: int, n: int, h: int, v: int, scale: float = 1.0, vocab_axis: int = 0) -> Problem:
+    """Logits of standard deviation `scale`, one label in five ignored."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(n, h)).astype(np.float32)
+    weight = (rng.normal(size=(v, h)) * scale / np.sqrt(h)).astype(np.float32)
+    labels = rng.integers(0, v, size=n).astype(np.int32)
+    labels[rng.random(n) < 0.2] = -100
+    return Problem({"hidden": hidden, "weight": weight}, labels, {}, vocab_axis)
+
+
+@st.composite
+def problems(draw: Any) -> Problem:
+    """Any shape from 1 up, both layouts, any combination of options; small and large logits."""
+    n, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+    seed = draw(st.integers(0, 2**16))
+    p = make(seed, n, h, v, draw(st.sampled_from([0.01, 1.0, 5.0])), draw(st.sampled_from([0, 1])))
+    rng = np.random.default_rng(seed + 1)
+    if draw(st.booleans()):
+        p.arrays["bias"] = rng.normal(size=v).astype(np.float32)
+    if draw(st.booleans()):
+        p.arrays["logit_scale"] = np.float32(draw(st.sampled_from([0.5, 1.3, -0.7])))
+    if draw(st.booleans()):
+        p.arrays["token_weights"] = rng.uniform(0.0, 2.0, size=n).astype(np.float32)
+    if draw(st.booleans()):
+        p.options["vocab_size"] = draw(st.integers(1, v))
+    real = p.options.get("vocab_size", v)
+    if draw(st.booleans()):
+        p.options["class_weights"] = rng.uniform(-0.2, 2.0, size=real).astype(np.float32)
+    p.options |= draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "label_smoothing": st.sampled_from([0.1, 1.0]),
+                "z_loss": st.sampled_from([1e-3, 0.1]),
+                "logit_softcap": st.sampled_from([3.0, 30.0]),
+                "normalizer": st.just(17.0),
+                "ignore_index": st.sampled_from([0, -1]),
+            },
+        )
+    )
+    p.options["reduction"] = draw(st.sampled_from(["mean", "sum"])) if "normalizer" not in p.options else "mean"
+    # A mean over negative and positive class weights may have a normaliser near 0, where no float32 result is accurate.
+    if "class_weights" in p.options and p.options["reduction"] == "mean":
+        p.options["class_weights"] = np.abs(p.options["class_weights"]) + 0.1
+    return p

@@ -1,0 +1,132 @@
+"""The contract against the float64 oracle, for every backend and mode, over drawn shapes and options."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
+from pallas_ce.statistics import STATISTICS
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import assert_close, library_loss, library_results, oracle_results
+from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems
+
+
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+@hypothesis.given(p=problems())
+def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: str) -> None:
+    got, want = library_results(p, implementation, backward), oracle_results(p)
+    assert_close(got, want, 1e-5, floor=3e-6)
+
+
+@pytest.mark.parametrize(("implementation", "backward"), STREAMED)
+@hypothesis.given(p=problems(), divisor=st.integers(2, 60))
+def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, implementation: str, backward: str) -> None:
+    (n, h), v = p.arrays["hidden"].shape, p.arrays["weight"].shape[0]
+    small = max(12 * n * v // divisor, 4 * v + 12 + 24 * h)
+    got = library_results(p, implementation, backward, scratch_bytes=small)
+    assert_close(got, oracle_results(p), 1e-5, floor=3e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@hypothesis.given(p=problems(), data=st.data())
+def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, implementation: str) -> None:
+    names = data.draw(st.lists(st.sampled_from(STATISTICS), min_size=1, unique=True))
+    real = p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    rng = np.random.default_rng(0)
+    u = data.draw(st.sampled_from([None, rng.normal(size=real).astype(np.float32)]))
+    mask = data.draw(st.sampled_from([None, rng.random(p.labels.size) < 0.6]))
+    cotangents = {name: rng.normal(size=p.labels.size).astype(np.float32) for name in names if name != "argmax"}
+    options = {k: v for k, v in p.options.items() if k in ("vocab_size", "logit_softcap")}
+    arrays = {k: v for k, v in p.arrays.items() if k != "token_weights"}
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def ours(arrays: dict[str, Any]) -> Any:
+        arrays = dict(arrays)
+        weight = arrays.pop("weight")
+        found = linear_row_statistics(
+            arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, statistics=names,
+            row_mask=mask, logit_weights=u, vocab_axis=p.vocab_axis, implementation=implementation, **arrays, **options,
+        )  # fmt: skip
+        return sum(jnp.sum(getattr(found, k) * g) for k, g in cotangents.items()) + 0.0, found
+
+    (_, found), gradients = ours(jax.tree.map(jnp.asarray, arrays))
+    logits = oracle.Logits(arrays, **options)
+    values, slopes = oracle.statistics(logits, p.labels, u)
+    counts = np.ones(p.labels.size, bool) if mask is None else mask
+    dz = sum(((g * counts)[:, None] * slopes[k] for k, g in cotangents.items()), np.zeros_like(logits.z))
+
+    assert {k for k, x in found._asdict().items() if x is not None} == set(names)
+    for name in names:
+        assert_close(getattr(found, name), np.where(counts, values[name], 0), 1e-5, floor=2e-5)
+    assert_close(gradients, logits.gradients(dz), 2e-5, floor=2e-5)
+
+
+def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:
+    ratio = jnp.exp(0.1 * s.log_prob + pair[:, 0])
+    spread = (s.lse - s.expected_logit) ** 2 + s.max_logit * s.mean_logit
+    return ratio * advantage - beta * s.entropy + s.sum_sq_probs * pair[:, 1] + spread
+
+
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: str) -> None:
+    p = make(3, 37, 12, 71)
+    rng = np.random.default_rng(5)
+    inputs = (rng.normal(size=37), rng.normal(size=(37, 2)), 0.3, rng.uniform(0.5, 2, size=37))
+
+    def ours(hidden: Any, weight: Any, *rest: Any) -> Any:
+        return linear_loss(_every_statistic, hidden, weight, p.labels, *rest[:-1], token_weights=rest[-1],
+                           implementation=implementation, backward=backward)  # fmt: skip
+
+    def theirs(hidden: Any, weight: Any, *rest: Any) -> Any:
+        z = hidden @ weight.T
+        log_p = jax.nn.log_softmax(z)
+        prob = jnp.exp(log_p)
+        labels, counts = jnp.where(p.labels < 0, 0, p.labels), p.labels >= 0
+        found = RowStatistics(
+            lse=jax.nn.logsumexp(z, 1), log_prob=jnp.take_along_axis(log_p, labels[:, None], 1)[:, 0],
+            mean_logit=z.mean(1), entropy=-(prob * log_p).sum(1), expected_logit=(prob * z).sum(1),
+            sum_sq_probs=(prob * prob).sum(1), max_logit=z.max(1),
+        )  # fmt: skip
+        return jnp.where(counts, _every_statistic(found, *rest[:-1]) * rest[-1], 0).sum() / rest[-1][counts].sum()
+
+    arguments = (p.arrays["hidden"], p.arrays["weight"], *inputs)
+    argnums = tuple(range(len(arguments)))
+    got = jax.value_and_grad(ours, argnums)(*(jnp.asarray(x, jnp.float32) for x in arguments))
+    with jax.enable_x64(True):
+        want = jax.value_and_grad(theirs, argnums)(*(jnp.asarray(np.float32(x), jnp.float64) for x in arguments))
+        want = jax.tree.map(np.asarray, want)
+    assert_close(got, want, 1e-5, floor=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_non_uniform_cotangents_under_reduction_none(implementation: str) -> None:
+    p = make(1, 33, 7, 50)
+    p.options = {"reduction": "none", "z_loss": 0.01, "label_smoothing": 0.1}
+    cotangent = np.random.default_rng(0).normal(size=33).astype(np.float32)
+
+    def weighted(arrays: dict[str, Any]) -> Any:
+        return jnp.sum(library_loss(p, arrays, implementation=implementation) * cotangent)
+
+    values = library_loss(p, p.arrays, implementation=implementation)
+    want, gradients = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
+    assert_close(values, want, 1e-5)
+    assert_close(jax.grad(weighted)(jax.tree.map(jnp.asarray, p.arrays)), gradients, 1e-5)
+
+
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+def test_float64_is_served_in_float64(implementation: str, backward: str) -> None:
+    p = make(2, 20, 9, 40)
+    p.options = {"z_loss": 0.01, "label_smoothing": 0.1}
+    with jax.enable_x64(True):
+        q = Problem(oracle.to64(p.arrays), p.labels, p.options, 0)
+        got = library_results(q, implementation, backward)
+        assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64)}
+        got = jax.tree.map(np.asarray, got)
+    assert_close(got, oracle_results(p), 1e-12, floor=1e-14)

@@ -1,0 +1,112 @@
+"""bfloat16 and float16: as accurate as materialised float32 logits, through bfloat16 products."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_ce import linear_cross_entropy
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import assert_close, library_results, relative_error
+from tests.pallas_ce.problems import STREAMED, WAYS, make
+
+streamed = pytest.mark.parametrize(("implementation", "backward"), STREAMED)
+
+
+def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoothing: float) -> tuple[Any, Any, Any]:
+    """Loss and gradients by float32 logits whose dlogits are rounded to the operands' dtype: what ours is held against."""
+    counts = labels >= 0
+    target = jax.nn.one_hot(np.where(counts, labels, 0), weight.shape[0]) * (1 - smoothing) + smoothing / weight.shape[0]
+    z = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32)
+    log_p = jax.nn.log_softmax(z)
+    loss = -jnp.sum(jnp.where(counts, (log_p * target).sum(1), 0)) / counts.sum()
+    dz = jnp.where(counts[:, None], (jnp.exp(log_p) - target) / counts.sum(), 0).astype(hidden.dtype)
+    d_hidden = jnp.dot(dz, weight, preferred_element_type=jnp.float32)
+    d_weight = jnp.dot(dz.T, hidden, preferred_element_type=jnp.float32)
+    return loss, d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype)
+
+
+@streamed
+@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits(
+    implementation: str, backward: str, scale: float, smoothing: float
+) -> None:
+    p = make(0, 96, 64, 500, scale)
+    p.options = {"label_smoothing": smoothing}
+    p.arrays = {k: x.astype(ml_dtypes.bfloat16) for k, x in p.arrays.items()}
+    loss, gradients = library_results(p, implementation, backward, scratch_bytes=300_000)
+    want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
+    hidden, weight = jnp.asarray(p.arrays["hidden"]), jnp.asarray(p.arrays["weight"])
+    plain_loss, *plain = _materialised(hidden, weight, p.labels, smoothing)
+    assert abs(float(loss) - want) <= max(1.5 * abs(float(plain_loss) - want), 1e-6 * want)
+    for name, baseline in zip(("hidden", "weight"), plain, strict=True):
+        assert gradients[name].dtype == jnp.bfloat16
+        assert relative_error(gradients[name], exact[name]) <= 1.5 * relative_error(baseline, exact[name]), name
+
+
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+def test_float32_master_weights_get_the_float32_accumulator(implementation: str, backward: str) -> None:
+    p = make(0, 64, 32, 200)
+    rounded = {k: x.astype(ml_dtypes.bfloat16) for k, x in p.arrays.items()}
+    p.arrays = {k: x.astype(np.float32) for k, x in rounded.items()}
+    _, gradients = library_results(p, implementation, backward, dtype=jnp.bfloat16)
+    _, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
+    assert gradients["weight"].dtype == np.float32
+    # The only rounding is that of dlogits: no bfloat16 sum, no bfloat16 result.
+    assert relative_error(gradients["weight"], exact["weight"]) < 3e-3
+    unrounded = np.asarray(gradients["weight"])
+    assert np.any(unrounded != unrounded.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@streamed
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
+    implementation: str, backward: str, reduction: str
+) -> None:
+    """p/N is 1e-7 here, below what float16 can hold; the coefficients are normalised before dlogits are rounded."""
+    if reduction == "none" and backward == "in_forward":
+        backward = "recompute"
+    n, h, v = 100_000, 4, 16
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(n, h)).astype(np.float16)
+    weight = rng.normal(size=(v, h)).astype(np.float16)
+    labels = rng.integers(0, v, n).astype(np.int32)
+
+    def loss(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+        value = linear_cross_entropy(
+            hidden, weight, labels, dtype=jnp.float16, reduction=reduction, backward=backward,
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.mean(value)
+
+    # Float32 masters, so that nothing but the library rounds to float16.
+    d_weight, d_hidden = jax.grad(loss, argnums=(0, 1))(jnp.asarray(weight, jnp.float32), jnp.asarray(hidden, jnp.float32))
+    _, exact = oracle.cross_entropy({"hidden": hidden, "weight": weight}, labels, {})
+    assert_close(d_weight, exact["weight"], 2e-3)
+    assert_close(d_hidden, exact["hidden"], 2e-3, floor=0)
+
+
+@streamed
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_products_of_bfloat16_inputs_are_bfloat16_products(implementation: str, backward: str, vocab_axis: int) -> None:
+    """dlogits left in float32 would silently run float32 products: the commonest performance bug of this field."""
+    hidden = jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((100, 16) if vocab_axis == 0 else (16, 100), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(
+            hidden, weight, labels, vocab_axis=vocab_axis, implementation=implementation, backward=backward
+        )
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, weight, labels).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 3
+    for line in products:
+        operands, result = line.rsplit(":", 1)[1].split("->")
+        assert operands.count("xbf16>") == 2, line
+        assert "xf32>" in result, line

@@ -1,0 +1,50 @@
+"""The oracle's gradients against central differences of its values: a wrong oracle would bless a wrong library."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.pallas_ce import oracle
+from tests.pallas_ce.problems import make
+
+
+def _differences(function: Any, arrays: dict[str, Any], name: str) -> np.ndarray:
+    base = np.asarray(arrays[name], np.float64)
+    out = np.zeros_like(base)
+    for index in np.ndindex(base.shape):
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = base.copy()
+            moved[index] += step
+            values.append(function({**arrays, name: moved}))
+        out[index] = (values[0] - values[1]) / 2e-6
+    return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_gradients(reduction: str) -> None:
+    p = make(0, 6, 3, 5)
+    rng = np.random.default_rng(1)
+    p.arrays |= {"bias": rng.normal(size=5), "logit_scale": 1.3, "token_weights": rng.uniform(0.5, 2, size=6)}
+    p.options = {"class_weights": rng.uniform(0.5, 2, size=4), "label_smoothing": 0.2, "z_loss": 0.1,
+                 "logit_softcap": 3.0, "vocab_size": 4, "reduction": reduction}  # fmt: skip
+    cotangent = rng.normal(size=6) if reduction == "none" else 1.7
+    _, gradients = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
+    for name, gradient in gradients.items():
+        numeric = _differences(
+            lambda a: np.sum(cotangent * oracle.cross_entropy(a, p.labels, p.options)[0]), p.arrays, name
+        )
+        np.testing.assert_allclose(gradient, numeric, atol=1e-8, err_msg=name)
+
+
+def test_statistics_slopes() -> None:
+    p = make(0, 5, 3, 4)
+    u = np.array([0.5, 0.0, -1.0, 2.0])
+    logits = oracle.Logits(p.arrays)
+    _, slopes = oracle.statistics(logits, p.labels, u)
+    for name, slope in slopes.items():
+        numeric = _differences(
+            lambda a, name=name: oracle.statistics(oracle.Logits(a), p.labels, u)[0][name].sum(), p.arrays, "hidden"
+        )
+        np.testing.assert_allclose(logits.gradients(slope)["hidden"], numeric, atol=1e-7, err_msg=name)
