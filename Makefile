@@ -1,0 +1,75 @@
+# Every command of the project. `make train` and `make test` are all a newcomer needs: each makes its own environment.
+# Options: EXTRA=cuda12|cuda13 for a GPU (in an environment of its own), ARGS="..." for the command that runs,
+# PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes.
+WORKERS ?= 2
+VENV ?= .venv$(addprefix -,$(EXTRA))
+NEWEST := .venv-newest
+CONSTRAINTS := tools/constraints-jax-0.11.2.txt
+PY = $(VENV)/bin/python
+export PYTHON
+
+# Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
+ifeq (,$(findstring cuda,$(EXTRA)))
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help train test setup format lint typecheck pytest wheel test-newest test-extras test-gpu clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
+	@$(PY) -m experiments.train_lm $(ARGS)
+
+test: lint typecheck pytest wheel test-newest  ## run every quality gate
+
+setup: $(VENV)/.dev  ## make the development environment
+
+format: $(VENV)/.dev  ## format the code and apply the linter's safe fixes
+	@$(PY) -m ruff check --fix-only --quiet .
+	@$(PY) -m ruff format .
+
+lint: $(VENV)/.dev  ## check format and lint
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+
+typecheck: $(VENV)/.dev  ## check types
+	@$(PY) -m mypy
+
+pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" to choose)
+	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
+	@$(PY) tools/check_wheel.py dist
+
+test-newest: $(NEWEST)/.dev  ## run the tests, except the slow ones, on the newest jax
+	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
+	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(ARGS)
+
+test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
+	@$(PY) tools/check_extras.py dist
+
+test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+clean:  ## remove environments, builds and caches
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp says which extras the environment holds; installing runs again when what it depends on changes.
+$(VENV)/.train: pyproject.toml $(CONSTRAINTS)
+	@tools/setup-environment $(VENV) experiments$(addprefix $(comma),$(EXTRA)) -c $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
+	@tools/setup-environment $(VENV) dev,experiments,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
+	@touch $@ $(VENV)/.train
+
+# Without gpu-compile, 0.7 GB: the tests that compile for a GPU are skipped there.
+$(NEWEST)/.dev: pyproject.toml
+	@tools/setup-environment $(NEWEST) dev,experiments --upgrade
+	@touch $@
+
+comma := ,
