@@ -1,0 +1,17 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+FEATURES, VOCAB = 16, 37
+
+
+@pytest.fixture
+def hidden():
+    """Hidden states of two rows of seven tokens."""
+    return jax.random.normal(jax.random.key(0), (2, 7, FEATURES))
+
+
+@pytest.fixture
+def labels():
+    """Their labels: the last column of the vocabulary, and ignored ones at the end of a row."""
+    return jnp.array([[3, 36, 0, 5, 11, 2, 9], [1, 1, 30, 8, 22, -100, -100]])

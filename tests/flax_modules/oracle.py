@@ -1,0 +1,40 @@
+"""What the loss heads must agree with: stored logits and optax's cross entropy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@functools.partial(jax.jit, static_argnames="softcap")
+def stored_logits(hidden, kernel, bias=None, *, scale=1.0, softcap=None):
+    """Logits of `hidden [..., H]` and a kernel `[H, V]`, in float32."""
+    z = jnp.matmul(hidden, kernel, precision="highest", preferred_element_type=jnp.float32)
+    z = scale * (z if bias is None else z + bias)
+    return z if softcap is None else softcap * jnp.tanh(z / softcap)
+
+
+@jax.jit
+def mean_cross_entropy(logits, labels, token_weights=None, *, label_smoothing=0.0, z_loss=0.0):
+    """The weighted mean over tokens whose label is not negative."""
+    counted = labels >= 0
+    safe = jnp.where(counted, labels, 0)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    row = (1 - label_smoothing) * optax.losses.softmax_cross_entropy_with_integer_labels(logits, safe)
+    row += label_smoothing * (lse - logits.mean(axis=-1)) + z_loss * lse**2
+    weights = counted * (1.0 if token_weights is None else token_weights)
+    return jnp.sum(weights * row) / jnp.sum(weights)
+
+
+def shifted(labels, i):
+    """`labels[..., t + i]`, ignored where the row has ended; written apart from the implementation."""
+    result = np.full(labels.shape, -100)
+    result[..., : labels.shape[-1] - i] = labels[..., i:]
+    return jnp.asarray(result)
+
+
+def assert_close(actual, desired, rtol=2e-5, atol=1e-6):
+    """Compares two trees of arrays."""
+    jax.tree.map(lambda a, d: np.testing.assert_allclose(a, d, rtol=rtol, atol=atol), actual, desired)
