@@ -1,0 +1,216 @@
+"""Everything a training run can be told, with its defaults and its limits.
+
+One frozen dataclass is the single list of options: the command line, the TOML file and the configuration stored in a
+run all come from its fields. Values are merged as defaults < TOML file < command line and then checked together.
+"""
+
+import dataclasses
+import json
+import math
+import operator
+import tomllib
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.lm.errors import UsageError
+
+Value = str | int | float | bool
+
+# How each kind of limit is worded and tested.
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def _option(
+    default: Value,
+    text: str,
+    *,
+    accelerator: Value | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field: its default on a CPU, its default on an accelerator where that differs, and its limits."""
+    limits = {"least": least, "above": above, "most": most, "below": below}
+    metadata = {"help": text, "accelerator": accelerator, "limits": limits, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of a training run; the class defaults are those for a CPU."""
+
+    head: str = _option("fused", "loss head; both trains one after the other", choices=("fused", "canonical", "both"))
+    data: str = _option("", "text file or folder; empty: the Python standard library's own source")
+    vocab_size: int = _option(16384, "entries of the byte-level BPE", accelerator=32768, least=257)
+    validation_fraction: float = _option(0.01, "share of the text kept for validation", above=0, below=1)
+
+    width: int = _option(192, "features of the hidden states", accelerator=768, least=1)
+    layers: int = _option(3, "transformer blocks", accelerator=12, least=1)
+    attention_heads: int = _option(3, "attention heads; must divide width", accelerator=12, least=1)
+    mlp_width: int = _option(512, "features inside the SwiGLU block", accelerator=2048, least=1)
+    tie_embeddings: bool = _option(False, "use the token embedding as the loss head's kernel")
+    dtype: str = _option(
+        "float32",
+        "compute dtype; weights and optimiser state are always float32",
+        accelerator="bfloat16",
+        choices=("float32", "bfloat16"),
+    )
+    remat: bool = _option(False, "recompute each block in the backward pass to save memory", accelerator=True)
+
+    backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
+    implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
+
+    steps: int = _option(200, "optimiser steps", accelerator=1000, least=1)
+    sequence_length: int = _option(128, "tokens per row", accelerator=1024, least=1)
+    batch_size: int = _option(8, "rows per step", accelerator=16, least=1)
+    learning_rate: float = _option(1e-3, "peak learning rate", accelerator=6e-4, above=0)
+    final_learning_rate: float = _option(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
+    warmup: float = _option(0.1, "share of the steps over which the learning rate rises", least=0, below=1)
+    weight_decay: float = _option(0.1, "AdamW's decoupled weight decay, on matrices only", least=0)
+    beta2: float = _option(0.95, "AdamW's second-moment decay", above=0, below=1)
+    clip_norm: float = _option(1.0, "gradients are scaled down to this global norm", above=0)
+    seed: int = _option(0, "seed of the initial weights and of the data order", least=0, most=2**31 - 1)
+
+    validate_every: int = _option(100, "steps between validations", accelerator=250, least=1)
+    checkpoint_every: int = _option(100, "steps between checkpoints", accelerator=250, least=1)
+    out: str = _option("", "folder for results; empty: runs/train_lm, numbered if that exists")
+    cache_dir: str = _option(".cache", "folder for trained tokenisers")
+
+    def loss_heads(self) -> tuple[str, ...]:
+        """The loss heads to train, in order; the fused one first, so that its peak memory is its own."""
+        return ("fused", "canonical") if self.head == "both" else (self.head,)
+
+
+# These may differ between a run and its resumption: they change where and when things are written, never a number that
+# is computed. The text itself is compared by its digest.
+FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every"})
+
+
+def field_types() -> dict[str, type]:
+    """The Python type of every option."""
+    return typing.get_type_hints(TrainConfig)
+
+
+def default_config(backend: str) -> TrainConfig:
+    """The defaults for a JAX backend: a small model for `"cpu"`, a larger one for anything faster."""
+    if backend == "cpu":
+        return TrainConfig()
+    fields = dataclasses.fields(TrainConfig)
+    changes = {f.name: f.metadata["accelerator"] for f in fields if f.metadata["accelerator"] is not None}
+    return TrainConfig(**changes)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file.
+
+    Raises:
+        UsageError: if it is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"the configuration file {path} does not exist") from None
+    except OSError as error:
+        raise UsageError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration file {path} is not valid TOML: {error}") from None
+
+
+def merge(base: TrainConfig, values: Mapping[str, Any], source: str) -> TrainConfig:
+    """Returns `base` with `values` put over it.
+
+    Args:
+        base: the configuration to start from.
+        values: option names to values, not yet checked.
+        source: where the values come from, for error messages.
+
+    Raises:
+        UsageError: for an unknown option or a value of the wrong type.
+    """
+    types = field_types()
+    unknown = sorted(set(values) - set(types))
+    if unknown:
+        raise UsageError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(types)}")
+    converted: dict[str, Any] = {name: _typed(name, value, types[name], source) for name, value in values.items()}
+    return dataclasses.replace(base, **converted)
+
+
+def _typed(name: str, value: Any, wanted: type, source: str) -> Value:
+    # bool is an int in Python, and TOML writes 1 where 1.0 is meant: only the second is a slip to forgive.
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise UsageError(f"{source} sets {name} to {value!r}, which must be of type {wanted.__name__}")
+    return typing.cast(Value, value)
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses impossible values.
+
+    Raises:
+        UsageError: naming the option, its value and what would work.
+    """
+    for field in dataclasses.fields(TrainConfig):
+        _check_limits(field.name, getattr(config, field.name), field.metadata["limits"])
+        choices = field.metadata["choices"]
+        if choices and getattr(config, field.name) not in choices:
+            raise UsageError(f"{field.name} is {getattr(config, field.name)!r}; it must be one of {', '.join(choices)}")
+    if config.width % config.attention_heads:
+        raise UsageError(
+            f"attention_heads is {config.attention_heads}, which does not divide width ({config.width}); "
+            "each attention head takes an equal share of the width"
+        )
+    head_features = config.width // config.attention_heads
+    if head_features % 2:
+        raise UsageError(
+            f"width / attention_heads is {config.width} / {config.attention_heads} = {head_features}, which is odd; "
+            "rotary position embeddings turn pairs of features, so it must be even"
+        )
+
+
+def _check_limits(name: str, value: Value, limits: Mapping[str, float | None]) -> None:
+    if isinstance(value, str):
+        return
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}; it must be a finite number")
+    for key, limit in limits.items():
+        words, holds = _LIMITS[key]
+        if limit is not None and not holds(value, limit):
+            raise UsageError(f"{name} is {value}; it must be {words} {limit}")
+
+
+def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -> None:
+    """Compares the configuration that a run was started with to the one that it is resumed with.
+
+    Args:
+        stored: the earlier configuration, as a dictionary.
+        config: the present one.
+        where: what the earlier one belongs to, for the error message.
+
+    Raises:
+        UsageError: naming the first option that differs, of those not free to change.
+    """
+    for field in dataclasses.fields(TrainConfig):
+        old, new = stored.get(field.name), getattr(config, field.name)
+        if field.name not in FREE_ON_RESUME and old != new:
+            raise UsageError(
+                f"{where} was made with {field.name} = {old!r}, but now {field.name} = {new!r}; "
+                "resume with the same value or start a new run"
+            )
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The configuration as TOML that `--config` reads back, less the folder it was written to."""
+    # A JSON string, number or boolean is the same in TOML, as long as characters are not escaped as surrogates.
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "out"}
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,75 @@
+"""The run's record: one JSON object a line, on disk as soon as it is known.
+
+Every record has `kind`, `head` and `step` (the number of optimiser steps taken); by kind it also has
+
+* `train`: `loss` (mean over the batch's counted labels, before the step), `gradient_norm`, `learning_rate`, `seconds`
+  (training time so far in this session, compilation and validation excluded);
+* `validation`: `loss`;
+* `summary`: the numbers printed at the end.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+Record = dict[str, Any]
+
+
+class MetricsLog:
+    """An append-only file of records; use it in a `with` statement."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, kind: str, head: str, step: int, **numbers: float) -> None:
+        """Appends a record and hands it to the operating system."""
+        self._file.write(json.dumps({"kind": kind, "head": head, "step": step, **numbers}) + "\n")
+        self._file.flush()
+
+    def rewind(self, head: str, step: int) -> None:
+        """Drops what was recorded for `head` after `step`, and its summary: a resumed run records it again."""
+
+        def stays(record: Record) -> bool:
+            return record["head"] != head or (record["step"] <= step and record["kind"] != "summary")
+
+        self._rewrite(stays)
+
+    def _rewrite(self, stays: Callable[[Record], bool]) -> None:
+        lines = [json.dumps(record) + "\n" for record in read_records(self.path) if stays(record)]
+        replacement = self.path.with_suffix(".tmp")
+        replacement.write_text("".join(lines), encoding="utf-8")
+        self._file.close()
+        os.replace(replacement, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file; a last line cut short by a crash is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def curve(records: list[Record], kind: str, head: str) -> dict[int, float]:
+    """The loss by step of one head, from its `train` or its `validation` records."""
+    return {r["step"]: r["loss"] for r in records if r["kind"] == kind and r["head"] == head}
+
+
+def differences(records: list[Record]) -> dict[int, float]:
+    """|fused − canonical| training loss by step, over the steps that both heads have taken."""
+    fused, canonical = (curve(records, "train", head) for head in ("fused", "canonical"))
+    return {step: abs(fused[step] - canonical[step]) for step in sorted(fused.keys() & canonical.keys())}

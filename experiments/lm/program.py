@@ -1,0 +1,115 @@
+"""The training step and the validation loss, compiled once for one loss head."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.errors import UsageError
+from experiments.lm.model import LanguageModel
+from experiments.lm.objective import OBJECTIVES
+from experiments.lm.optimizer import make_optimizer
+
+Params = nnx.State[Any, Any]
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    params: Params
+    optimizer: optax.OptState
+
+
+class StepNumbers(NamedTuple):
+    """What a step reports; scalars, still on the device."""
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled functions of one loss head and what is known of them before they run.
+
+    Attributes:
+        head: the loss head's name.
+        initial_state: makes the state that a seed determines, the same for every head.
+        abstract_state: its shapes and dtypes.
+        train: `(state, rows [B, T + 1])` to the next state and the step's numbers; the old state is given up.
+        validate: `(params, rows [B, T + 1])` to the mean loss over counted labels.
+        parameters: number of trained parameters.
+        step_temporary_bytes: the training step's memory beside its inputs and outputs, as the compiler planned it.
+        compile_seconds: what compiling took.
+    """
+
+    head: str
+    initial_state: Callable[[int], TrainState]
+    abstract_state: TrainState
+    train: Callable[[TrainState, np.ndarray], tuple[TrainState, StepNumbers]]
+    validate: Callable[[Params, np.ndarray], jax.Array]
+    parameters: int
+    step_temporary_bytes: int
+    compile_seconds: float
+
+
+def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
+    """Compiles the training and the validation step of one loss head.
+
+    Args:
+        config: model and optimiser.
+        head: `"fused"` or `"canonical"`.
+        end_of_text: the id of the token that ends a document.
+
+    Raises:
+        UsageError: if the fused loss cannot be served as configured, for instance by the implementation asked for.
+    """
+    started = time.perf_counter()
+    objective = OBJECTIVES[head]
+    optimizer = make_optimizer(config)
+
+    def make_model(seed: int) -> LanguageModel:
+        return LanguageModel(config, end_of_text, rngs=nnx.Rngs(jax.random.key(seed)))
+
+    graph = nnx.graphdef(nnx.eval_shape(make_model, 0))
+
+    def initial_state(seed: int) -> TrainState:
+        params = nnx.state(make_model(seed), nnx.Param)
+        return TrainState(params, optimizer.init(params))
+
+    def loss(params: Params, rows: jax.Array) -> jax.Array:
+        return objective(nnx.merge(graph, params), rows)
+
+    def train(state: TrainState, rows: jax.Array) -> tuple[TrainState, StepNumbers]:
+        value, gradients = jax.value_and_grad(loss)(state.params, rows)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, optimizer_state), StepNumbers(value, optax.tree.norm(gradients))
+
+    make_state = jax.jit(initial_state)
+    abstract_state = jax.eval_shape(make_state, 0)
+    rows = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
+    # float32 has to mean float32: by default an accelerator multiplies it in a narrower format.
+    with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
+        try:
+            lowered_train = jax.jit(train, donate_argnums=0).lower(abstract_state, rows)
+            lowered_validate = jax.jit(loss).lower(abstract_state.params, rows)
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(f"this configuration cannot be trained: {error}") from error
+        compiled_train, compiled_validate = lowered_train.compile(), lowered_validate.compile()
+    plan = compiled_train.memory_analysis()
+    return Program(
+        head=head,
+        initial_state=make_state,
+        abstract_state=abstract_state,
+        train=compiled_train,
+        validate=compiled_validate,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
+        step_temporary_bytes=plan.temp_size_in_bytes if plan is not None else 0,
+        compile_seconds=time.perf_counter() - started,
+    )

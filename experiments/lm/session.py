@@ -1,0 +1,70 @@
+"""One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
+
+from pathlib import Path
+
+from experiments.lm import run_directory
+from experiments.lm.checkpoint import Checkpoints
+from experiments.lm.config import TrainConfig
+from experiments.lm.interrupt import stop_requests
+from experiments.lm.loop import Trainer
+from experiments.lm.memory import as_text
+from experiments.lm.metrics import MetricsLog, read_records
+from experiments.lm.packing import Dataset
+from experiments.lm.plots import write_plots
+from experiments.lm.program import Program, TrainState, build
+from experiments.lm.report import report, summary
+
+
+def train_heads(
+    config: TrainConfig,
+    dataset: Dataset,
+    run: Path,
+    backend: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    stop_after: int | None,
+) -> str:
+    """Trains the run's loss heads and writes its files.
+
+    The first head is compiled before the run's folder is made, so that a configuration that cannot be trained leaves
+    nothing behind. A head whose summary is recorded was finished by an earlier session and is not trained again.
+
+    Returns:
+        The closing report.
+
+    Raises:
+        UsageError: if the configuration cannot be trained, or the checkpoint to resume from does not fit it.
+        RunError: if the training fails.
+        Stopped: if it is ended early.
+    """
+    finished = _finished_heads(run) if resume else set()
+    waiting = [head for head in config.loss_heads() if head not in finished]
+    first = _build(config, waiting[0], dataset) if waiting else None
+    if not resume:
+        run_directory.create(run, config, overwrite)
+    with stop_requests() as request, MetricsLog(run_directory.metrics_path(run)) as log:
+        for head in waiting:
+            program = first if first is not None and first.head == head else _build(config, head, dataset)
+            checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
+            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: request.signal_number, stop_after)
+            result = trainer.run(resume)
+            log.write("summary", head, config.steps, **summary(program, result, dataset))
+    records = list(read_records(run_directory.metrics_path(run)))
+    write_plots(records, dataset.unigram_entropy, run)
+    return report(records, backend, run)
+
+
+def _build(config: TrainConfig, head: str, dataset: Dataset) -> Program:
+    program = build(config, head, dataset.end_of_text)
+    print(
+        f"{head}: {program.parameters:,} parameters, compiled in {program.compile_seconds:.1f} s; "
+        f"a step needs {as_text(program.step_temporary_bytes)} of temporaries",
+        flush=True,
+    )
+    return program
+
+
+def _finished_heads(run: Path) -> set[str]:
+    path = run_directory.metrics_path(run)
+    return {record["head"] for record in read_records(path) if record["kind"] == "summary"} if path.is_file() else set()

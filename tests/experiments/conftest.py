@@ -1,0 +1,101 @@
+"""A tiny text and a tiny model, trained through the real command in a second or two."""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from experiments.lm import session
+from experiments.lm.config import TrainConfig
+from experiments.lm.program import Program, build
+from experiments.train_lm import main
+
+TINY = {
+    "vocab-size": 300,
+    "validation-fraction": 0.1,
+    "width": 16,
+    "layers": 1,
+    "attention-heads": 2,
+    "mlp-width": 32,
+    "steps": 12,
+    "sequence-length": 16,
+    "batch-size": 4,
+    "learning-rate": 0.01,
+    "validate-every": 5,
+    "checkpoint-every": 5,
+}
+
+
+class Finished(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of thirty short documents made of a hundred words."""
+    folder = tmp_path_factory.mktemp("text")
+    source = random.Random(0)
+    words = ["".join(source.choices("abcdefghij", k=source.randint(2, 7))) for _ in range(100)]
+    for number in range(30):
+        lines = [" ".join(source.choices(words, k=8)) for _ in range(20)]
+        (folder / f"document{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests' tokenisers are kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_compiled_once() -> Iterator[None]:
+    """Compiling takes far longer than the tiny runs: runs that differ in what is not compiled share their programs."""
+    cached = functools.lru_cache(build)
+    neutral = dict.fromkeys(("data", "out", "cache_dir"), "")
+
+    def build_once(config: TrainConfig, head: str, end_of_text: int) -> Program:
+        config = dataclasses.replace(config, head="both", seed=0, validate_every=1, checkpoint_every=1, **neutral)
+        return cached(config, head, end_of_text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "build", build_once)
+        yield
+
+
+@pytest.fixture
+def arguments(text: Path, cache: Path) -> Callable[..., list[str]]:
+    """Makes a command line for the tiny run; keyword arguments replace its options."""
+
+    def build(*flags: str, **changes: object) -> list[str]:
+        options = {"data": text, "cache-dir": cache, **TINY}
+        options |= {name.replace("_", "-"): value for name, value in changes.items()}
+        return [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+    return build
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], Finished]:
+    """Runs the command in this process."""
+
+    def run(arguments: list[str]) -> Finished:
+        capsys.readouterr()
+        code = main(arguments)
+        return Finished(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train(arguments: Callable[..., list[str]], command: Callable[[list[str]], Finished]) -> Callable[..., Finished]:
+    """Runs the tiny training, with flags and changed options."""
+    return lambda *flags, **changes: command(arguments(*flags, **changes))

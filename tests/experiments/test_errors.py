@@ -1,0 +1,285 @@
+"""Every documented error, tried through the command: one sentence, exit code 2, and nothing written."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.lm.metrics import read_records
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def refused(train: Train, tmp_path: Path) -> Callable[..., str]:
+    """Runs a command that must be refused and returns its one sentence."""
+
+    def run(*flags: str, **changes: object) -> str:
+        out = Path(str(changes.setdefault("out", tmp_path / "fresh" / "run")))
+        before = sorted(out.rglob("*")) if out.exists() else None
+        finished = train(*flags, **changes)
+        assert finished.code == 2
+        assert finished.err.startswith("error: ")
+        assert finished.err.count("\n") == 1
+        assert "Traceback" not in finished.out + finished.err
+        assert (sorted(out.rglob("*")) if out.exists() else None) == before
+        return str(finished.err)
+
+    return run
+
+
+def written(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+# The command line and the configuration file
+
+
+def test_an_unknown_option_is_named(refused: Callable[..., str]) -> None:
+    assert "unrecognized arguments: --stpes 3" in refused("--stpes", "3")
+
+
+def test_an_abbreviated_option_is_not_guessed(refused: Callable[..., str]) -> None:
+    assert "unrecognized arguments: --step 3" in refused("--step", "3")
+
+
+def test_a_value_of_the_wrong_type_is_named(refused: Callable[..., str]) -> None:
+    assert "argument --steps: invalid int value: 'ten'" in refused(steps="ten")
+
+
+def test_a_missing_configuration_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "none.toml does not exist" in refused("--config", str(tmp_path / "none.toml"))
+
+
+def test_a_configuration_that_is_a_folder_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "cannot be read: Is a directory" in refused("--config", str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["steps = ", "steps 3", "[", "steps = 3\nsteps = 4"])
+def test_a_configuration_that_is_not_toml_is_refused(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
+    assert "mine.toml is not valid TOML" in refused("--config", str(written(tmp_path / "mine.toml", content)))
+
+
+def test_an_unknown_key_of_the_configuration_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refused("--config", str(written(tmp_path / "mine.toml", "stpes = 3")))
+    assert "mine.toml has the unknown key 'stpes'; known keys: head, data," in sentence
+
+
+def test_a_section_in_the_configuration_is_an_unknown_key(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "unknown key 'model'" in refused("--config", str(written(tmp_path / "mine.toml", "[model]\nwidth = 3")))
+
+
+def test_a_wrong_type_in_the_configuration_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refused("--config", str(written(tmp_path / "mine.toml", 'steps = "ten"')))
+    assert "mine.toml sets steps to 'ten', which must be of type int" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"batch_size": -4}, "batch_size is -4; it must be at least 1"),
+        ({"attention_heads": 3}, "attention_heads is 3, which does not divide width (16)"),
+        ({"attention_heads": 16}, "= 1, which is odd"),
+        ({"learning_rate": "inf"}, "learning_rate is inf; it must be a finite number"),
+        ({"head": "magic"}, "head is 'magic'; it must be one of fused, canonical, both"),
+        ({"stop_after": 0}, "--stop-after is 0; it must be at least 1"),
+        ({"implementation": "magic"}, "this configuration cannot be trained: implementation"),
+    ],
+)
+def test_impossible_values_are_named(refused: Callable[..., str], changes: dict[str, object], words: str) -> None:
+    assert words in refused(**changes)
+
+
+# The text
+
+
+def test_a_missing_text_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "none.txt does not exist" in refused(data=tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("content", ["", "  \n"])
+def test_an_empty_text_is_refused(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
+    assert "empty.txt is empty" in refused(data=written(tmp_path / "empty.txt", content))
+
+
+def test_a_folder_without_text_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no file of UTF-8 text" in refused(data=tmp_path / "empty")
+
+
+def test_a_text_of_a_few_words_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "too few documents (1)" in refused(data=written(tmp_path / "short.txt", "a few words"))
+
+
+def test_a_vocabulary_larger_than_the_text_supports_is_refused(refused: Callable[..., str]) -> None:
+    assert "vocab_size is 50000, but the text supports only" in refused(vocab_size=50_000)
+
+
+def test_a_text_too_short_for_one_batch_is_refused(refused: Callable[..., str]) -> None:
+    assert "too few for one batch of 4 rows of 100000 tokens" in refused(sequence_length=100_000)
+
+
+# Folders
+
+
+def test_a_folder_that_is_not_empty_is_not_written_to(refused: Callable[..., str], tmp_path: Path) -> None:
+    written(tmp_path / "notes.txt", "mine")
+    assert "is not empty; continue it with --resume, replace it with --overwrite" in refused(out=tmp_path)
+    assert "holds no training run, so --overwrite will not delete it" in refused("--overwrite", out=tmp_path)
+
+
+def test_an_output_that_is_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = written(tmp_path / "file", "mine")
+    assert "is a file; give a folder" in refused(out=path)
+    assert "cannot be written: Not a directory" in refused(out=path / "below")
+    assert path.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+@pytest.mark.parametrize("option", ["out", "cache_dir"])
+def test_a_folder_that_cannot_be_written_is_refused(refused: Callable[..., str], option: str) -> None:
+    assert "/proc/nowhere cannot be written" in refused(**{option: "/proc/nowhere"})
+
+
+def test_resuming_what_is_not_a_run_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "there is no run to resume in" in refused("--resume", out=tmp_path / "none")
+
+
+def test_resuming_and_overwriting_exclude_each_other(refused: Callable[..., str]) -> None:
+    assert "not allowed with argument --resume" in refused("--resume", "--overwrite")
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def stopped_run(train: Train, tmp_path: Path) -> Path:
+    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
+    train("--stop-after", "7", out=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_resuming_with_another_configuration_names_what_differs(refused: Callable[..., str], stopped_run: Path) -> None:
+    assert "made with seed = 0, but now seed = 1" in refused("--resume", out=stopped_run, seed=1)
+    assert "made with layers = 1, but now layers = 2" in refused("--resume", out=stopped_run, layers=2)
+
+
+def test_resuming_with_another_text_is_refused(
+    refused: Callable[..., str], stopped_run: Path, tmp_path: Path, text: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in sorted(text.iterdir()):
+        written(other / path.name, path.read_text(encoding="utf-8").upper())
+    assert "the text is not the one that the checkpoint in" in refused("--resume", out=stopped_run, data=other)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(
+    train: Train, refused: Callable[..., str], stopped_run: Path, tmp_path: Path
+) -> None:
+    train("--stop-after", "1", out=tmp_path / "other", seed=1)
+    (stopped_run / "checkpoints").rename(tmp_path / "aside")
+    (tmp_path / "other" / "checkpoints").rename(stopped_run / "checkpoints")
+    assert "was made with seed = 1, but now seed = 0" in refused("--resume", out=stopped_run)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda first, rest: first, lambda first, rest: first + bytes([rest[0] ^ 1]) + rest[1:]],
+    ids=["cut short", "one bit changed"],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_takes_its_place(
+    train: Train, refused: Callable[..., str], stopped_run: Path, damage: Callable[[bytes, bytes], bytes]
+) -> None:
+    newest = stopped_run / "checkpoints" / "fused" / "7"
+    largest = max((path for path in (newest / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    content = largest.read_bytes()
+    middle = len(content) // 2
+    largest.write_bytes(damage(content[:middle], content[middle:]))
+    sentence = refused("--resume", out=stopped_run)
+    assert f"the checkpoint {newest} cannot be read: its file state/" in sentence
+    assert "delete that folder to resume from step 5" in sentence
+    newest.rename(stopped_run / "aside")
+    assert train("--resume", out=stopped_run).code == 0
+    records = read_records(stopped_run / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("missing", ["state", "description", "state/_METADATA", "description/metadata"])
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_checkpoint_with_a_part_missing_is_refused(
+    refused: Callable[..., str], stopped_run: Path, tmp_path: Path, missing: str, checksums: bool
+) -> None:
+    if not checksums:
+        (stopped_run / "checkpoints" / "fused" / "7" / "checksums.json").unlink()
+    (stopped_run / "checkpoints" / "fused" / "7" / missing).rename(tmp_path / "aside")
+    assert "cannot be read" in refused("--resume", out=stopped_run)
+
+
+def test_a_stored_configuration_that_is_damaged_is_refused(refused: Callable[..., str], stopped_run: Path) -> None:
+    written(stopped_run / "config.toml", "steps = ")
+    assert "config.toml is not valid TOML" in refused("--resume", out=stopped_run)
+
+
+def test_a_checkpoint_cut_short_is_passed_over(train: Train, stopped_run: Path) -> None:
+    checkpoints = stopped_run / "checkpoints" / "fused"
+    # What a process that dies while writing leaves behind.
+    (checkpoints / "7" / "state").rename(checkpoints / "7" / "state.orbax-checkpoint-tmp")
+    (checkpoints / "7").rename(checkpoints / "7.orbax-checkpoint-tmp")
+    assert train("--resume", out=stopped_run).code == 0
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "12"]
+
+
+# The rest
+
+
+def test_a_missing_package_is_named_with_how_to_get_it(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+
+    def without_orbax(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name.startswith("orbax") else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_orbax)
+    assert "the package orbax is missing; run: pip install 'pallas-ce[experiments]'" in refused()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax.numpy as jnp
+
+    from experiments.lm.loop import Trainer
+
+    record = Trainer._record
+    monkeypatch.setattr(
+        Trainer,
+        "_record",
+        lambda self, step, numbers, bar: record(
+            self, step, numbers._replace(loss=jnp.nan) if step == 8 else numbers, bar
+        ),
+    )
+    finished = train(out=tmp_path)
+    assert finished.code == 1
+    assert (
+        "error: the loss became nan at step 8; lower --learning-rate (the checkpoint of step 5 is kept)" in finished.err
+    )
+
+
+@pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--steps", "0"], 2)])
+def test_the_command_works_as_a_process_of_its_own(flags: list[str], code: int) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-W", "error", "-m", "experiments.train_lm", *flags]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == code
+    assert "Traceback" not in finished.stderr
