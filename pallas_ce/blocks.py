@@ -102,6 +102,16 @@ class Rows:
         """`visited [N]` with 0 behind the last counted row."""
         return visited if self.count is None else jnp.where(jnp.arange(visited.shape[0]) < self.count, visited, 0)
 
+    def guard[Tree](self, inputs: Tree) -> Tree:
+        """`inputs` of a row loss unchanged, but with gradients of exactly 0 where no row counts.
+
+        Row 0 then stands in for the rows visited, and where the loss cannot be differentiated 0·inf would be nan.
+        """
+        if self.count is None:
+            return inputs
+        any_counts = self.count > 0
+        return jax.tree.map(lambda x: jnp.where(any_counts, x, lax.stop_gradient(x)), inputs)
+
     def in_row_order(self, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""
         if self.mask is None:

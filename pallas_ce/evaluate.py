@@ -44,7 +44,8 @@ def row_losses(
     """`row_total` of each row `[N]`, 0 where masked, with the statistics; for `reduction="none"`."""
     found = statistics(settings, names, hidden, head, labels, mask)
     rows = Rows.counted(mask)
-    values = row_total(jax.tree.map(rows.visit, found), (jax.tree.map(rows.visit, inputs[0]), inputs[1]))
+    by_row, shared = rows.guard(inputs)
+    values = row_total(jax.tree.map(rows.visit, found), (jax.tree.map(rows.visit, by_row), shared))
     return rows.in_row_order(rows.select(values)), found
 
 
@@ -82,5 +83,6 @@ def total_loss(
         handle = jnp.zeros((), head.spec.accumulator)
     # Only rows that count reach the loss, so that no stand-in value can turn into nan under a user's function.
     read = {name: rows.visit(found[name]) for name in names}
-    values = rows.select(row_total(read, (jax.tree.map(rows.visit, inputs[0]), inputs[1])))
+    by_row, shared = rows.guard(inputs)
+    values = rows.select(row_total(read, (jax.tree.map(rows.visit, by_row), shared)))
     return jnp.sum(values) + handle, jax.tree.map(jax.lax.stop_gradient, found)

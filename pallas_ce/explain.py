@@ -12,6 +12,8 @@ from pallas_ce.backends import Backward, Implementation
 from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.losses import Reduction
 
+_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -76,7 +78,7 @@ def explain(
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
-    differentiate: Sequence[str] = ("hidden", "weight", "bias", "logit_scale"),
+    differentiate: Sequence[str] = _DIFFERENTIABLE,
 ) -> Explanation:
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
 
@@ -118,11 +120,9 @@ def explain(
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
-    unknown = set(arguments.sequence_of_names("differentiate", differentiate)) - {"hidden", "weight", "bias", "logit_scale"}
-    if unknown:
-        raise ValueError(
-            f"differentiate names {sorted(unknown)}; choose from 'hidden', 'weight', 'bias', 'logit_scale'"
-        )
+    differentiate = arguments.sequence_of_names("differentiate", differentiate)
+    if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
+        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
     wanted = Wanted(
         hidden="hidden" in differentiate,
         weight="weight" in differentiate,

@@ -11,7 +11,8 @@ def as_array(labels: np.ndarray | jax.Array) -> jax.Array:
     """Labels as JAX holds them, without wrapping around: host labels beyond 32 bits become `NO_TARGET`."""
     if isinstance(labels, np.ndarray) and labels.dtype.itemsize > 4:
         limits = np.iinfo(np.int32)
-        labels = np.where((labels >= limits.min) & (labels <= limits.max), labels, NO_TARGET).astype(np.int32)
+        fits = (labels >= limits.min) & (labels <= limits.max)
+        labels = np.where(fits, np.where(fits, labels, 0).astype(np.int32), np.int32(NO_TARGET))
     return jnp.asarray(labels)
 
 
@@ -22,10 +23,10 @@ def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
     2³¹, which must not wrap around into the vocabulary.
     """
     if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
-        wide = labels.astype(jnp.promote_types(labels.dtype, jnp.uint32))
+        wide = labels.astype(jnp.uint64 if labels.dtype.itemsize > 4 else jnp.uint32)
         inside = wide < np.array(vocab_size, wide.dtype)
     else:
-        wide = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        wide = labels.astype(jnp.int64 if labels.dtype.itemsize > 4 else jnp.int32)
         inside = (wide >= 0) & (wide < np.array(vocab_size, wide.dtype))
     return jnp.where(inside, wide, 0).astype(jnp.int32) + jnp.where(inside, 0, NO_TARGET)
 

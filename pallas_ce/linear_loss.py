@@ -240,7 +240,12 @@ def _statistics_read(
     }
     example = RowStatistics(**fields)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
-    traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
+    without = "" if has_labels else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    try:
+        traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
+    except Exception as error:
+        error.add_note(f"This happened in row_loss{without}.")
+        raise
     for constant in traced.consts:
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(
@@ -250,7 +255,9 @@ def _statistics_read(
     shape = getattr(out, "shape", None)
     if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
         described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"
-        raise ValueError(f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]")
+        raise ValueError(
+            f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]{without}"
+        )
     live = {v for v in traced.jaxpr.outvars if isinstance(v, jex.Var)}
     for equation in reversed(traced.jaxpr.eqns):
         if live.intersection(equation.outvars):

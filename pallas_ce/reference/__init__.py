@@ -14,7 +14,10 @@ def row_statistics(
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
     z = jnp.tensordot(
-        _operand(hidden, spec), _operand(weight, spec), axes=(1, 1 - spec.vocab_axis), precision=jax.lax.Precision.HIGHEST
+        _operand(hidden, spec),
+        _operand(weight, spec),
+        axes=(1, 1 - spec.vocab_axis),
+        precision=jax.lax.Precision.HIGHEST,
     )
     z = head.cap(z, bias)
 

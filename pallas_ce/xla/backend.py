@@ -55,6 +55,7 @@ class XlaBackend:
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
     ) -> Partial:
         """Statistics tile by tile, merged as they come."""
+
         def step(tile: Tile) -> Partial:
             return _partial(head, tile, _tile_logits(head, hidden, tile), labels, names)
 

@@ -115,6 +115,8 @@ def cross_entropy(arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent
     if "token_weights" in arrays:
         d_w = ce * inv + z_part * z_inv
         if reduction == "mean" and given is None:
-            d_w = (c[safe] * (ce / c[safe] - (w * ce).sum() * inv)) * inv + (z_part - (w * z_part).sum() * z_inv) * z_inv
+            d_w = (c[safe] * (ce / c[safe] - (w * ce).sum() * inv)) * inv + (
+                z_part - (w * z_part).sum() * z_inv
+            ) * z_inv
         gradients["token_weights"] = np.where(counts, upstream * d_w, 0.0)
     return loss, gradients

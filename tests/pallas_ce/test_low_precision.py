@@ -19,7 +19,9 @@ streamed = pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoothing: float) -> tuple[Any, Any, Any]:
     """Loss and gradients by float32 logits whose dlogits are rounded to the operands' dtype: what ours is held against."""
     counts = labels >= 0
-    target = jax.nn.one_hot(np.where(counts, labels, 0), weight.shape[0]) * (1 - smoothing) + smoothing / weight.shape[0]
+    target = (
+        jax.nn.one_hot(np.where(counts, labels, 0), weight.shape[0]) * (1 - smoothing) + smoothing / weight.shape[0]
+    )
     z = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32)
     log_p = jax.nn.log_softmax(z)
     loss = -jnp.sum(jnp.where(counts, (log_p * target).sum(1), 0)) / counts.sum()
@@ -84,7 +86,9 @@ def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
         return jnp.mean(value)
 
     # Float32 masters, so that nothing but the library rounds to float16.
-    d_weight, d_hidden = jax.grad(loss, argnums=(0, 1))(jnp.asarray(weight, jnp.float32), jnp.asarray(hidden, jnp.float32))
+    d_weight, d_hidden = jax.grad(loss, argnums=(0, 1))(
+        jnp.asarray(weight, jnp.float32), jnp.asarray(hidden, jnp.float32)
+    )
     _, exact = oracle.cross_entropy({"hidden": hidden, "weight": weight}, labels, {})
     assert_close(d_weight, exact["weight"], 2e-3)
     assert_close(d_hidden, exact["hidden"], 2e-3, floor=0)

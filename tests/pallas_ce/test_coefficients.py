@@ -1,0 +1,120 @@
+"""From cotangents to the gradient of the logits: the formula, its normalisation, its invariance."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce.coefficients import Coefficients, dlogits, from_cotangents, normalise, saved_statistics
+from pallas_ce.statistics import finalise, partial_of_tile
+from tests.pallas_ce.checks import relative_error
+
+N, V = 6, 17
+PRIMITIVES = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit")
+COLUMNS = jnp.arange(V, dtype=jnp.int32)
+LABELS = jnp.array([0, 3, -1, V - 1, 5, 5], jnp.int32)
+U = jnp.linspace(-1, 2, V)
+
+
+def _statistics(logits: jax.Array, *names: str) -> dict[str, jax.Array]:
+    return finalise(partial_of_tile(logits, COLUMNS, None, LABELS, U, frozenset(names)), frozenset(names))
+
+
+def _dlogits(logits: jax.Array, cotangents: dict[str, jax.Array], softcap: float | None = None) -> jax.Array:
+    """As the modes form them: from the statistics that `saved_statistics` names, and no others."""
+    saved = _statistics(logits, *saved_statistics(frozenset(cotangents)))
+    coefficients = from_cotangents(cotangents, saved)
+    lse, argmax = saved.get("lse"), saved.get("argmax")
+    return dlogits(coefficients, logits, lse, COLUMNS, None, LABELS, argmax, U, softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("names", [*[(name,) for name in PRIMITIVES], PRIMITIVES])
+def test_dlogits_are_the_derivative_of_the_statistics(names: tuple[str, ...], softcap: float | None) -> None:
+    rng = np.random.default_rng(0)
+    raw = jnp.asarray(rng.normal(size=(N, V)) * 2, jnp.float32)
+    cotangents = {name: jnp.asarray(rng.normal(size=N), jnp.float32) for name in names}
+
+    def capped(raw: jax.Array) -> jax.Array:
+        return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
+
+    _, vjp = jax.vjp(lambda raw: _statistics(capped(raw), *names), raw)
+    got = jax.jit(lambda raw: _dlogits(capped(raw), cotangents, softcap))(raw)
+    assert relative_error(got, vjp(cotangents)[0]) < 2e-6
+
+
+def test_dlogits_do_not_change_with_a_common_shift_of_the_logits() -> None:
+    rng = np.random.default_rng(1)
+    # Multiples of 2**-9 that stay exact beside 1e4, so that any difference is the formula's own.
+    logits = np.round(rng.normal(size=(N, V)) * 512).astype(np.float32) / 512
+    lse = np.round(np.asarray(_statistics(jnp.asarray(logits), "lse")["lse"]) * 512) / 512
+    coefficients = Coefficients(*(jnp.asarray(rng.normal(size=N), jnp.float32) for _ in range(6)))
+
+    def at(offset: float) -> jax.Array:
+        shifted, row_lse = jnp.asarray(logits + np.float32(offset)), jnp.asarray(lse + np.float32(offset))
+        return dlogits(coefficients, shifted, row_lse, COLUMNS, None, LABELS, LABELS, U, None)
+
+    assert relative_error(at(1e4), np.asarray(at(0.0))) < 1e-6
+
+
+def test_columns_that_are_not_live_get_exactly_nothing() -> None:
+    live = COLUMNS >= 4
+    logits = jnp.full((N, V), jnp.nan).at[:, 4:].set(0.0)
+    ones = jnp.ones(N)
+    got = dlogits(Coefficients(ones, ones, ones, ones, ones), logits, ones, COLUMNS, live, LABELS, None, U, None)
+    assert not np.any(got[:, :4])
+    assert np.all(np.isfinite(got))
+
+
+magnitudes = st.integers(-120, 100).map(lambda exponent: 2.0**exponent) | st.just(0.0)
+
+
+@st.composite
+def drawn_coefficients(draw: Any) -> Coefficients:
+    """Any terms but at least one, of any magnitude and sign; B and C come with A."""
+    fields: list[Any] = [None] * 6
+    for i in draw(st.sets(st.sampled_from(range(6)), min_size=1)):
+        signs = np.random.default_rng(i).choice([-1, 1], N)
+        fields[i] = jnp.asarray(signs * draw(magnitudes) * np.linspace(0.1, 1, N), jnp.float32)
+    if fields[0] is None and (fields[1] is not None or fields[2] is not None):
+        fields[0] = jnp.zeros(N)
+    return Coefficients(*fields)
+
+
+@hypothesis.given(coefficients=drawn_coefficients())
+def test_normalised_coefficients_use_the_range_of_float16_and_lose_nothing(coefficients: Coefficients) -> None:
+    normalised, factor = jax.jit(normalise)(coefficients, 2.0)
+    mantissa, _ = np.frexp(factor)
+    assert mantissa == 0.5  # a power of two
+    given, scaled = jax.tree.leaves(coefficients), jax.tree.leaves(normalised)
+    for x, y in zip(given, scaled, strict=True):
+        wide = np.asarray(x, np.float64)
+        normal = np.abs(wide) / float(factor) >= 2.0**-126  # what is less beside the largest counts for nothing
+        np.testing.assert_array_equal((np.asarray(y, np.float64) * float(factor))[normal], wide[normal])
+
+    lse, log_p = jnp.zeros(N), jnp.log(jnp.linspace(1e-6, 1, V))
+    formed = jax.jit(dlogits, static_argnums=8)(
+        normalised, jnp.tile(log_p, (N, 1)), lse, COLUMNS, None, LABELS, LABELS, U, None
+    )
+    assert np.all(np.abs(formed) <= 2**13)
+    largest = max(float(jnp.max(jnp.abs(x))) for x in scaled)
+    if max(float(jnp.max(jnp.abs(x))) for x in given) > 2.0**-100:
+        assert largest >= 2**12 / 8  # the bound adds six terms, one of them doubled by max |u|
+
+
+def test_coefficients_of_zero_stay_zero_and_infinite_ones_leave_the_others_finite() -> None:
+    zeros, factor = normalise(Coefficients(jnp.zeros(N), target=jnp.zeros(N)), 1.0)
+    assert not np.any(zeros.prob)
+    assert np.isfinite(factor)
+    assert factor > 0
+    given = jnp.array([1.0, -2.0, jnp.inf, -jnp.inf, jnp.nan, 0.0])
+    kept, factor = normalise(Coefficients(given), 1.0)
+    np.testing.assert_array_equal(kept.prob * factor, given)
+    nothing, factor = normalise(Coefficients(jnp.zeros(0)), 1.0)
+    assert nothing.prob is not None
+    assert nothing.prob.shape == (0,)
+    assert np.isfinite(factor)

@@ -1,0 +1,148 @@
+"""`explain` tells the truth: products, mode and its reason, tiles, and memory close to what the compiler assigns."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_ce import explain, linear_cross_entropy
+
+N, H, V = 4096, 256, 16384
+MIB = 2**20
+
+
+def _shapes(dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct((N, H), dtype), jax.ShapeDtypeStruct((V, H), dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "gemms"),
+    [
+        ({"backward": "recompute"}, 4),
+        ({"backward": "recompute", "differentiate": ("hidden",)}, 3),
+        ({"backward": "recompute", "differentiate": ("weight",)}, 3),
+        ({"backward": "recompute", "differentiate": ("bias",)}, 2),
+        ({"backward": "in_forward"}, 3),
+        ({"backward": "in_forward", "differentiate": ("hidden",)}, 2),
+        ({"backward": "in_forward", "differentiate": ("weight",)}, 2),
+        ({"backward": "in_forward", "differentiate": ("bias",)}, 1),
+        ({"reduction": "none"}, 4),
+        ({"implementation": "reference"}, 3),
+        ({"implementation": "reference", "differentiate": ("weight",)}, 2),
+        # The scale's gradient comes from the hidden product, which it then needs; the number 1 has no gradient.
+        ({"backward": "in_forward", "differentiate": ("weight", "logit_scale")}, 2),
+        ({"backward": "in_forward", "differentiate": ("weight", "logit_scale"), "logit_scale": 2.0}, 3),
+        ({"backward": "in_forward", "differentiate": ()}, 1),
+        ({"backward": "recompute", "differentiate": ()}, 1),
+        ({"implementation": "reference", "differentiate": ()}, 1),
+    ],
+)
+def test_products_are_counted_for_each_mode_and_frozen_side(options: dict[str, Any], gemms: int) -> None:
+    assert explain(*_shapes(), bias=jax.ShapeDtypeStruct((V,), jnp.float32), **options).gemms == gemms
+
+
+def test_evaluation_has_no_backward_and_no_gradients() -> None:
+    told = explain(*_shapes(), differentiate=())
+    assert told.backward is None
+    assert told.backward_reason == "nothing is differentiated"
+    assert told.gradient_bytes == told.accumulator_bytes == 0
+    assert told.scratch_bytes < told.peak_bytes < told.logits_bytes == 4 * N * V
+
+
+@pytest.mark.parametrize(
+    ("options", "backward", "reason"),
+    [
+        ({}, "in_forward", "a scalar loss: three products instead of four, within the scratch budget"),
+        ({"reduction": "none"}, "recompute", "each row has a cotangent of its own, known only in the backward"),
+        ({"scratch_bytes": MIB}, "recompute", "the scratch budget holds 4 rows of logits, fewer than the 64 that"),
+        ({"scratch_bytes": 20_000}, "recompute", "the scratch budget holds 0 rows of logits, fewer than the 64 that"),
+        ({"backward": "in_forward", "scratch_bytes": MIB}, "in_forward", "asked for by name"),
+        ({"backward": "recompute"}, "recompute", "asked for by name"),
+        ({"implementation": "reference"}, None, "JAX differentiates the materialised logits"),
+    ],
+)
+def test_the_backward_mode_comes_with_its_reason(options: dict[str, Any], backward: str | None, reason: str) -> None:
+    told = explain(*_shapes(), **options)
+    assert told.backward == backward
+    assert told.backward_reason.startswith(reason)
+
+
+def test_the_implementation_comes_with_its_reason() -> None:
+    assert explain(*_shapes()).implementation == "xla"
+    assert "serves every platform" in explain(*_shapes()).implementation_reason
+    told = explain(*_shapes(), implementation="reference")
+    assert (told.implementation, told.implementation_reason) == ("reference", "asked for by name")
+    assert told.rows is told.columns is None
+    assert told.peak_bytes > told.logits_bytes
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_smaller_scratch_budget_gives_smaller_blocks(backward: Any) -> None:
+    budgets = [None, 32 * MIB, 8 * MIB, 2 * MIB, 200_000]
+    told = [explain(*_shapes(), backward=backward, scratch_bytes=budget) for budget in budgets]
+    tiles = [x.rows * x.columns for x in told if x.rows is not None and x.columns is not None]
+    assert len(tiles) == len(budgets)
+    assert tiles == sorted(tiles, reverse=True)
+    assert tiles[0] > 4 * tiles[-1]
+    assert all(x.scratch_bytes <= budget for x, budget in zip(told[1:], budgets[1:], strict=True) if budget)
+    assert [x.peak_bytes for x in told] == sorted((x.peak_bytes for x in told), reverse=True)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_both_layouts_and_padding_are_described(vocab_axis: int) -> None:
+    hidden, weight = _shapes()
+    shape = weight.shape if vocab_axis == 0 else weight.shape[::-1]
+    told = explain(hidden, jax.ShapeDtypeStruct(shape, weight.dtype), vocab_axis=vocab_axis, vocab_size=V - 100)
+    assert told.logits_bytes == 4 * N * (V - 100)
+    assert told.gradient_bytes == 4 * (N * H + V * H)
+
+
+def _compiled_bytes(hidden: Any, weight: Any, argnums: tuple[int, ...], **options: Any) -> int:
+    """Temporaries and outputs that the compiler assigns to loss and gradients."""
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, **options)
+
+    differentiated = jax.value_and_grad(loss, argnums) if argnums else loss
+    memory = jax.jit(differentiated).lower(hidden, weight, jax.ShapeDtypeStruct((N,), jnp.int32)).compile()
+    assigned: Any = memory.memory_analysis()
+    return int(assigned.temp_size_in_bytes + assigned.output_size_in_bytes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("scratch_bytes", [None, 8 * MIB])
+@pytest.mark.parametrize(
+    ("backward", "argnums"), [("recompute", (0, 1)), ("in_forward", (0, 1)), ("in_forward", (0,)), ("auto", ())]
+)
+def test_the_predicted_peak_is_what_the_compiler_assigns_or_a_little_more(
+    backward: Any, argnums: tuple[int, ...], scratch_bytes: int | None, dtype: Any
+) -> None:
+    shapes = _shapes(dtype)
+    names = [("hidden", "weight")[i] for i in argnums]
+    told = explain(*shapes, backward=backward, scratch_bytes=scratch_bytes, differentiate=names)
+    used = _compiled_bytes(*shapes, argnums, backward=backward, scratch_bytes=scratch_bytes)
+    assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
+
+
+def test_the_predicted_peak_of_the_reference_is_that_of_materialised_logits() -> None:
+    told = explain(*_shapes(), implementation="reference")
+    used = _compiled_bytes(*_shapes(), (0, 1), implementation="reference")
+    assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
+
+
+def test_no_tokens_can_be_explained() -> None:
+    _, weight = _shapes()
+    assert explain(jax.ShapeDtypeStruct((0, H), jnp.float32), weight).logits_bytes == 0
+
+
+def test_str_is_a_summary_one_can_read() -> None:
+    lines = str(explain(*_shapes())).splitlines()
+    assert lines[0] == "implementation  xla: the tiled XLA implementation serves every platform"
+    assert lines[1].startswith("backward        in_forward: a scalar loss")
+    assert lines[2] == "products        3 (2·N·H·V operations each)"
+    assert lines[3] == "tiles           blocks of 512 rows x 4096 columns"
+    assert lines[-1].startswith("predicted peak  ")
+    assert lines[-1].endswith("MiB (float32 logits: 256.0 MiB)")
+    assert "tiles           materialised logits" in str(explain(*_shapes(), implementation="reference"))
+    assert "backward        none: nothing is differentiated" in str(explain(*_shapes(), differentiate=()))

@@ -1,0 +1,45 @@
+"""The label rule for every integer dtype."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce.labels import NO_TARGET, as_array, canonical, counted
+
+DTYPES = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+VOCABULARIES = [1, 5, 100, 127, 128, 129, 200, 256, 300, 40_000, 100_000, 2**31 - 1]
+
+
+def _values(dtype: str, vocab_size: int) -> list[int]:
+    """What lies around every border."""
+    limits = jnp.iinfo(dtype)
+    near = [0, 1, 5, 99, vocab_size - 1, vocab_size, limits.max - 1, limits.max, limits.min, -1, -7, -100]
+    near += [2**31 - 1, 2**31, 2**31 + 5, 2**32, 2**32 + 5, 2**63 + 5]
+    return [value for value in near if limits.min <= value <= limits.max]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_labels_of_any_integer_dtype_are_told_apart_from_the_vocabulary(dtype: str) -> None:
+    with jax.enable_x64(True) if "64" in dtype else contextlib.nullcontext():
+        for vocab_size in VOCABULARIES:
+            values = _values(dtype, vocab_size)
+            labels = jnp.asarray(np.array(values, np.int8 if dtype in ("int4", "uint4") else dtype), dtype)
+            ids = canonical(labels, vocab_size)
+            inside = [0 <= value < vocab_size for value in values]
+            assert labels.dtype == dtype
+            assert ids.dtype == np.int32
+            assert ids.tolist() == [v if i else NO_TARGET for v, i in zip(values, inside, strict=True)]
+            assert counted(labels, -100, vocab_size).tolist() == inside
+            for ignored in (0, 5, 99, -1, 2**40, None):
+                want = [i and v != ignored for v, i in zip(values, inside, strict=True)]
+                assert counted(labels, ignored, vocab_size).tolist() == want
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_host_labels_beyond_32_bits_do_not_wrap_around_into_the_vocabulary(dtype: str) -> None:
+    labels = np.array([3, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1], dtype)
+    assert as_array(labels).tolist() == [3, 2**31 - 1, NO_TARGET, NO_TARGET, NO_TARGET]
+    assert as_array(np.array([-100, -(2**31), -(2**32) + 3])).tolist() == [-100, -(2**31), NO_TARGET]

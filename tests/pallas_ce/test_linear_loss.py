@@ -1,0 +1,61 @@
+"""`linear_loss`: which rows reach a row loss, and what their derivatives may not leak into."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_loss
+from tests.pallas_ce.problems import WAYS
+
+HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
+
+every_way = pytest.mark.parametrize(("implementation", "backward"), WAYS)
+
+
+def _singular(statistics: Any, advantage: Any, power: Any) -> Any:
+    """Infinite where the statistics are 0, as those of ignored rows are."""
+    return advantage * jnp.log(statistics.entropy) ** power + jnp.sqrt(statistics.lse)
+
+
+@every_way
+@pytest.mark.parametrize("labels", [[-100, -100, -100, -100], [0, -100, 4, -100]])
+def test_rows_that_do_not_count_never_reach_the_row_loss(labels: list[int], implementation: Any, backward: Any) -> None:
+    counts = np.array(labels) >= 0
+
+    def loss(hidden: Any, weight: Any, advantage: Any, power: Any) -> Any:
+        return linear_loss(
+            _singular, hidden, weight, jnp.array(labels), advantage, power,
+            implementation=implementation, backward=backward,
+        )  # fmt: skip
+
+    advantage = jnp.where(counts, 1.0, jnp.nan)
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(HIDDEN, WEIGHT, advantage, 2.0)
+    assert np.isfinite(value)
+    assert all(np.all(np.isfinite(g)) for g in gradients)
+    assert np.all(np.asarray(gradients[2])[~counts] == 0)
+    assert np.any(np.asarray(gradients[2])) == counts.any()
+
+
+@every_way
+@pytest.mark.parametrize("ignore_index", [-100, None])
+def test_labels_outside_the_vocabulary_never_count(ignore_index: Any, implementation: Any, backward: Any) -> None:
+    def loss(labels: Any, **options: Any) -> Any:
+        return linear_loss(
+            lambda statistics: -statistics.log_prob, HIDDEN, WEIGHT, jnp.array(labels), ignore_index=ignore_index,
+            implementation=implementation, backward=backward, **options,
+        )  # fmt: skip
+
+    np.testing.assert_allclose(loss([1, 5, -1, -7]), np.log(5), rtol=1e-6)
+    np.testing.assert_allclose(loss([1, 5, -1, 2], reduction="sum"), 2 * np.log(5), rtol=1e-6)
+
+
+def test_an_error_inside_the_row_loss_says_so() -> None:
+    def broken(statistics: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        linear_loss(broken, HIDDEN, WEIGHT, None)
+    assert raised.value.__notes__[0].startswith("This happened in row_loss; labels is None, so statistics.target_logit")

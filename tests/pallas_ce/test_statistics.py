@@ -1,0 +1,102 @@
+"""Merging partial statistics: any split of the vocabulary gives what the whole vocabulary gives."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce.statistics import STATISTICS, Partial, finalise, from_primitives, merge, partial_of_tile, primitive_names
+
+N, V = 5, 24
+NAMES = primitive_names(STATISTICS)
+COLUMNS = jnp.arange(V, dtype=jnp.int32)
+
+join = jax.jit(merge)
+
+
+@jax.jit
+def part(rows: Any, start: Any, stop: Any) -> Partial:
+    """Statistics of the columns from `start` on and before `stop`."""
+    live = (COLUMNS >= start) & (COLUMNS < stop)
+    return partial_of_tile(rows["logits"], COLUMNS, live, rows["labels"], rows["u"], NAMES)
+
+
+@st.composite
+def rows_of_logits(draw: Any) -> dict[str, Any]:
+    """Logits with ties, common offsets, columns of -inf and a row of -inf only; u with zeros."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    logits = rng.normal(size=(N, V)) * draw(st.sampled_from([0.0, 1.0, 30.0])) + draw(st.sampled_from([0.0, -700.0]))
+    u = rng.uniform(size=V)
+    for column in draw(st.lists(st.integers(0, V - 1), max_size=V)):
+        logits[:, column], u[column] = -np.inf, 0.0
+    if draw(st.booleans()):
+        logits[2] = -np.inf
+    return {"logits": logits.astype(np.float32), "labels": rng.integers(-1, V, N).astype(np.int32), "u": u}
+
+
+def assert_same(got: Partial, want: Partial) -> None:
+    ours, theirs = finalise(got, NAMES), finalise(want, NAMES)
+    assert set(ours) == set(theirs) == NAMES
+    for name in NAMES:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+@hypothesis.given(rows=rows_of_logits(), cuts=st.tuples(st.integers(0, V), st.integers(0, V)))
+def test_merge_is_associative_and_gives_the_whole(rows: dict[str, Any], cuts: tuple[int, int]) -> None:
+    first, second = sorted(cuts)
+    a, b, c = part(rows, 0, first), part(rows, first, second), part(rows, second, V)
+    left, right = join(join(a, b), c), join(a, join(b, c))
+    assert_same(left, right)
+    assert_same(left, part(rows, 0, V))
+    np.testing.assert_array_equal(left.argmax, np.argmax(rows["logits"], axis=1))
+
+
+@hypothesis.given(rows=rows_of_logits())
+def test_a_part_without_columns_is_neutral(rows: dict[str, Any]) -> None:
+    nothing, whole = part(rows, V, V), part(rows, 0, V)
+    for merged in (join(nothing, whole), join(whole, nothing)):
+        for name, got, want in zip(Partial._fields, merged, whole, strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=name)
+    empty = finalise(join(nothing, nothing), NAMES)
+    assert np.all(np.isneginf(empty["lse"]))
+    assert not np.any(empty["entropy"])
+    assert not np.any(empty["sum_sq_probs"])
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_only_what_a_statistic_needs_is_kept(name: str) -> None:
+    names = primitive_names((name,))
+    logits = jnp.zeros((N, V))
+    partial = partial_of_tile(logits, COLUMNS, None, jnp.zeros(N, jnp.int32), jnp.ones(V), names)
+    joined = merge(partial, partial)
+    kept = [field for field, value in zip(Partial._fields, joined, strict=True) if value is not None]
+    assert (
+        kept
+        == {
+            "lse": ["max", "sum_exp"],
+            "target_logit": ["target_logit"],
+            "log_prob": ["max", "sum_exp", "target_logit"],
+            "mean_logit": ["weighted_sum"],
+            "entropy": ["max", "sum_exp", "sum_exp_shifted"],
+            "expected_logit": ["max", "sum_exp", "sum_exp_shifted"],
+            "sum_sq_probs": ["max", "sum_exp", "sum_exp_sq"],
+            "max_logit": ["max"],
+            "argmax": ["max", "argmax"],
+        }[name]
+    )
+    returned = from_primitives(finalise(joined, names), (name,))
+    assert [field for field, value in returned._asdict().items() if value is not None] == [name]
+
+
+def test_a_common_offset_does_not_cost_the_entropy_its_accuracy() -> None:
+    logits = np.random.default_rng(0).normal(size=(N, V)).astype(np.float32)
+    logits = np.round(logits * 512) / 512  # exact with the offset too
+    plain, shifted = (
+        finalise(partial_of_tile(jnp.asarray(x), COLUMNS, None, None, None, frozenset({"entropy"})), NAMES)["entropy"]
+        for x in (logits, logits + 1e4)
+    )
+    np.testing.assert_array_equal(plain, shifted)
