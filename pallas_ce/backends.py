@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce import target
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.statistics import Partial
@@ -123,24 +122,16 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"pallas_ce.{name}").BACKEND
 
 
-def choose(implementation: str | None, spec: HeadSpec) -> tuple[str, str | None, str]:
-    """The implementation's name, the one for platforms other than CUDA where that differs, and the reason.
+def choose(implementation: str | None, spec: HeadSpec) -> tuple[str, str]:
+    """The implementation's name, and why it was chosen.
 
     Raises:
         ValueError: the named implementation is unknown or cannot serve this head.
     """
     if implementation is None:
-        return _choose_by_platform(spec)
+        return "xla", "the tiled XLA implementation serves every platform"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
     if implementation != "reference" and (reason := load(implementation).refusal(spec)):
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return implementation, None, "asked for by name"
-
-
-def _choose_by_platform(spec: HeadSpec) -> tuple[str, str | None, str]:
-    if not target.is_hopper():
-        return "xla", None, "the tiled XLA implementation serves every platform"
-    if reason := load("mosaic_gpu").refusal(spec):
-        return "xla", None, f"mosaic_gpu cannot serve this call: {reason}"
-    return "mosaic_gpu", "xla", "kernels for the Hopper GPU that is compiled for ('xla' on other platforms)"
+    return implementation, "asked for by name"

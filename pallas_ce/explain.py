@@ -180,7 +180,8 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype as the call itself would see them: without the 64-bit mode, float64 arrays become float32."""
     if not hasattr(given, "shape") or not hasattr(given, "dtype"):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
-    return jax.ShapeDtypeStruct(given.shape, jax.dtypes.canonicalize_dtype(given.dtype))
+    narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
+    return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
 
 
 def _gradient_bytes(hidden: Any, weight: Any, bias: Any | None, wanted: Wanted) -> int:

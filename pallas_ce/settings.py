@@ -1,11 +1,7 @@
 """How a call will be carried out: implementation, backward mode, block sizes, and the reason for each choice."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
-
-from jax import lax
 
 from pallas_ce import arguments, backends
 from pallas_ce.backends import Backend, Backward, Mode, Plan
@@ -28,35 +24,16 @@ class Settings:
         implementation: a backend's name, or "reference".
         mode: the backward mode; None for the reference, which has JAX's own differentiation.
         scratch_bytes: the caller's bound, or None for the default.
-        elsewhere: the backend for platforms other than CUDA, where `implementation` is a CUDA one that was not asked
-            for by name; else None.
     """
 
     implementation: str
     mode: Mode | None
     scratch_bytes: int | None
-    elsewhere: str | None = None
 
     @property
     def backend(self) -> Backend:
         """The backend itself; not for "reference", which is none."""
         return backends.load(self.implementation)
-
-    def per_platform[T](self, operation: Callable[..., T]) -> Callable[..., T]:
-        """`operation(settings, ...)` without its first argument, on the backend of the platform that is lowered for.
-
-        The platform is that of the computation, not the process's default one: a program on the CPU of a machine with a
-        GPU takes the CPU's backend.
-        """
-        here = dataclasses.replace(self, elsewhere=None)
-        if self.elsewhere is None:
-            return functools.partial(operation, here)
-        there = dataclasses.replace(here, implementation=self.elsewhere)
-        return functools.partial(
-            lax.platform_dependent,
-            cuda=functools.partial(operation, here),
-            default=functools.partial(operation, there),
-        )
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one."""
@@ -99,7 +76,7 @@ def choose(
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     scratch_bytes = arguments.check_scratch_bytes(scratch_bytes)
-    name, elsewhere, reason = backends.choose(implementation, spec)
+    name, reason = backends.choose(implementation, spec)
     if name == "reference":
         if backward != "auto":
             raise ValueError(
@@ -108,7 +85,7 @@ def choose(
             )
         return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
     tokens = max(tokens, 1)
-    undecided = Settings(name, None, scratch_bytes, elsewhere)
+    undecided = Settings(name, None, scratch_bytes)
     mode, mode_reason = _mode(undecided, spec, tokens, scalar_loss, backward)
     for needed in (None, mode):
         undecided.plan(spec, tokens, needed)  # raises where the budget is too small

@@ -4,7 +4,8 @@ import os
 
 # Before JAX starts. The tests compile thousands of small programs and run each once: LLVM's optimisation costs more
 # than it gains. Fusion and memory assignment, which some tests read, do not depend on it.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 
 import hypothesis
 import jax

@@ -34,7 +34,7 @@ def forward_statistics(
 ) -> Statistics:
     """Primitive statistics `[N]` of the rows that count, 0 in the others."""
 
-    def operation(settings: Settings, by_row: Any, head: Head) -> tuple[Statistics, None]:
+    def operation(by_row: Any, head: Head) -> tuple[Statistics, None]:
         hidden, labels, mask = by_row
         tokens = hidden.shape[0]
         plan = settings.plan(head.spec, tokens, None)
@@ -48,4 +48,4 @@ def forward_statistics(
         return Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, empty), None
 
     with jax.named_scope("pallas_ce.forward"):
-        return over_rows(settings.per_platform(operation))((hidden, labels, mask), head)[0]
+        return over_rows(operation)((hidden, labels, mask), head)[0]

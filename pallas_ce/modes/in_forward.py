@@ -100,7 +100,7 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
     hidden_sum, sums = None, Accumulators(None, None)
     if wanted:
         with jax.named_scope("pallas_ce.in_forward"):
-            operation = over_rows(call.settings.per_platform(functools.partial(_statistics_and_sums, call, wanted)))
+            operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
             by_row = (hidden, labels, mask, inputs[0])
             (found, hidden_sum), sums = operation(by_row, (head, inputs[1]))
     else:
@@ -128,14 +128,12 @@ def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[An
 statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _statistics_and_sums(
-    call: Call, wanted: Wanted, settings: Settings, by_row: Any, shared: Any
-) -> tuple[Any, Accumulators]:
+def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -> tuple[Any, Accumulators]:
     """Statistics and `dlogits·weight` by row, and the head's accumulators, all before upstream scalar and scale."""
     hidden, labels, mask, row_inputs = by_row
     head, shared_inputs = shared
-    spec, backend, tokens = head.spec, settings.backend, hidden.shape[0]
-    plan = settings.plan(spec, tokens, "in_forward")
+    spec, backend, tokens = head.spec, call.settings.backend, hidden.shape[0]
+    plan = call.settings.plan(spec, tokens, "in_forward")
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
 

@@ -63,7 +63,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
         used, given = first_order_only((saved, given))
         coefficients = coef.from_cotangents(given, used.kept)
         with jax.named_scope("pallas_ce.recompute"):
-            operation = over_rows(settings.per_platform(functools.partial(_gradients, saved.wanted)))
+            operation = over_rows(functools.partial(_gradients, settings, saved.wanted))
             by_row = (used.hidden, used.labels, used.mask, used.kept, coefficients)
             d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, used.head)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
@@ -73,7 +73,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _gradients(wanted: Wanted, settings: Settings, by_row: Any, head: Head) -> tuple[jax.Array | None, Any]:
+def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> tuple[jax.Array | None, Any]:
     """The gradient of hidden, and those of weight, bias and scale, in their dtypes; None where not wanted."""
     hidden, labels, mask, kept, coefficients = by_row
     spec, tokens = head.spec, hidden.shape[0]

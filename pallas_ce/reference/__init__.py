@@ -47,6 +47,6 @@ def row_statistics(
 
 
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
-    """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is not rounded but for `x`'s own dtype."""
+    """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is rounded to `x`'s own dtype only."""
     wide = x.astype(spec.accumulator)
     return wide + jax.lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)

@@ -82,8 +82,13 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
     return values, slopes
 
 
-def cross_entropy(arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent: Any = 1.0) -> tuple[Any, Arrays]:
-    """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`."""
+def cross_entropy(
+    arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent: Any = 1.0, round_dlogits: Any = None
+) -> tuple[Any, Arrays]:
+    """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`.
+
+    With `round_dlogits`, a dtype, the gradients are those of dlogits rounded to it, scaled to its range.
+    """
     o = to64(options)
     logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))
     p, v, n = logits.p, logits.v, labels.size
@@ -111,7 +116,11 @@ def cross_entropy(arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent
     else:
         loss, upstream = (w * ce).sum() * inv + (w * z_part).sum() * z_inv, np.full(n, float(cotangent))
     rows = (upstream * w)[:, None]
-    gradients = logits.gradients(rows * (d_ce * inv + d_z * z_inv))
+    dz = rows * (d_ce * inv + d_z * z_inv)
+    if round_dlogits is not None:
+        unit = 2.0 ** np.floor(np.log2(max(np.abs(dz).max(initial=0.0), 1e-300))) / 2**10
+        dz = (dz / unit).astype(round_dlogits).astype(np.float64) * unit
+    gradients = logits.gradients(dz)
     if "token_weights" in arrays:
         d_w = ce * inv + z_part * z_inv
         if reduction == "mean" and given is None:

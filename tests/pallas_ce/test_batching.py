@@ -30,7 +30,7 @@ class Operation:
 def _run(with_sum: bool, axes: Any, by_row: Any, weight: jax.Array) -> tuple[Any, str, list[int]]:
     """Result, jaxpr and the rows each trace saw, under vmap."""
     operation = Operation(with_sum)
-    batched = jax.vmap(lambda by_row, weight: over_rows(operation)(by_row, {"weight": weight}), axes)
+    batched: Any = jax.vmap(lambda by_row, weight: over_rows(operation)(by_row, {"weight": weight}), axes)
     jaxpr = jax.make_jaxpr(batched)(by_row, weight)
     return batched(by_row, weight), str(jaxpr), operation.rows
 
@@ -84,7 +84,7 @@ def test_a_batched_head_maps_over_the_batch(x: jax.Array, weights: jax.Array) ->
 def test_nested_batches_fold_too(x: jax.Array, weights: jax.Array) -> None:
     operation = Operation(False)
     run = over_rows(operation)
-    batched = jax.vmap(jax.vmap(lambda x: run({"x": x, "mask": None}, {"weight": weights[0]})[0]["y"]))
+    batched: Any = jax.vmap(jax.vmap(lambda x: run({"x": x, "mask": None}, {"weight": weights[0]})[0]["y"]))
     np.testing.assert_allclose(batched(x.reshape(B, 2, 2, H)), (x @ weights[0]).reshape(B, 2, 2), rtol=1e-6)
     assert max(operation.rows) == B * N
 

@@ -113,6 +113,7 @@ def test_coefficients_of_zero_stay_zero_and_infinite_ones_leave_the_others_finit
     assert factor > 0
     given = jnp.array([1.0, -2.0, jnp.inf, -jnp.inf, jnp.nan, 0.0])
     kept, factor = normalise(Coefficients(given), 1.0)
+    assert kept.prob is not None
     np.testing.assert_array_equal(kept.prob * factor, given)
     nothing, factor = normalise(Coefficients(jnp.zeros(0)), 1.0)
     assert nothing.prob is not None

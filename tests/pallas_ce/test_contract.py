@@ -19,18 +19,19 @@ from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
 @hypothesis.given(p=problems())
-def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: str) -> None:
+def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: Any) -> None:
     got, want = library_results(p, implementation, backward), oracle_results(p)
-    assert_close(got, want, 1e-5, floor=3e-6)
+    assert_close(got, want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
 
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 @hypothesis.given(p=problems(), divisor=st.integers(2, 60))
-def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, implementation: str, backward: str) -> None:
+def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, implementation: str, backward: Any) -> None:
     (n, h), v = p.arrays["hidden"].shape, p.arrays["weight"].shape[0]
     small = max(12 * n * v // divisor, 4 * v + 12 + 24 * h)
     got = library_results(p, implementation, backward, scratch_bytes=small)
-    assert_close(got, oracle_results(p), 1e-5, floor=3e-6)
+    want = oracle_results(p)
+    assert_close(got, want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -64,8 +65,8 @@ def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, i
 
     assert {k for k, x in found._asdict().items() if x is not None} == set(names)
     for name in names:
-        assert_close(getattr(found, name), np.where(counts, values[name], 0), 1e-5, floor=2e-5)
-    assert_close(gradients, logits.gradients(dz), 2e-5, floor=2e-5)
+        assert_close(getattr(found, name), np.where(counts, values[name], 0), 1e-5, floor=5e-6)
+    assert_close(gradients, logits.gradients(dz), 1e-5, floor=1e-5)
 
 
 def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:
@@ -75,7 +76,7 @@ def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: str) -> None:
+def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: Any) -> None:
     p = make(3, 37, 12, 71)
     rng = np.random.default_rng(5)
     inputs = (rng.normal(size=37), rng.normal(size=(37, 2)), 0.3, rng.uniform(0.5, 2, size=37))
@@ -121,7 +122,7 @@ def test_non_uniform_cotangents_under_reduction_none(implementation: str) -> Non
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_float64_is_served_in_float64(implementation: str, backward: str) -> None:
+def test_float64_is_served_in_float64(implementation: str, backward: Any) -> None:
     p = make(2, 20, 9, 40)
     p.options = {"z_loss": 0.01, "label_smoothing": 0.1}
     with jax.enable_x64(True):

@@ -17,7 +17,7 @@ every_implementation = pytest.mark.parametrize("implementation", ["reference", "
 
 @every_way
 @pytest.mark.parametrize("scratch", [None, 40_000])
-def test_small_logits_with_a_ragged_vocabulary(implementation: str, backward: str, scratch: int | None) -> None:
+def test_small_logits_with_a_ragged_vocabulary(implementation: str, backward: Any, scratch: int | None) -> None:
     """Padding that leaked into the log-sum-exp would show here; a large maximum would hide it."""
     p = make(0, 19, 5, 1003, scale=1e-3)
     options = {} if implementation == "reference" else {"scratch_bytes": scratch}
@@ -29,7 +29,7 @@ def test_small_logits_with_a_ragged_vocabulary(implementation: str, backward: st
 
 @every_way
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_all_rows_ignored_give_zero_and_zero_gradients(implementation: str, backward: str, reduction: str) -> None:
+def test_all_rows_ignored_give_zero_and_zero_gradients(implementation: str, backward: Any, reduction: Any) -> None:
     p = make(0, 9, 4, 11)
     p.labels[:] = -100
     p.arrays["token_weights"] = np.ones(9, np.float32)
@@ -40,7 +40,7 @@ def test_all_rows_ignored_give_zero_and_zero_gradients(implementation: str, back
 
 
 @every_way
-def test_zero_tokens(implementation: str, backward: str) -> None:
+def test_zero_tokens(implementation: str, backward: Any) -> None:
     p = make(0, 0, 4, 11)
     loss, gradients = library_results(p, implementation, backward)
     assert float(loss) == 0.0
@@ -53,13 +53,15 @@ def test_zero_tokens_have_empty_statistics(implementation: str) -> None:
     found = linear_row_statistics(
         jnp.zeros((2, 0, 3)), jnp.zeros((5, 3)), statistics=("lse", "argmax"), implementation=implementation
     )
-    assert found.lse is not None and found.lse.shape == (2, 0)
-    assert found.argmax is not None and found.argmax.dtype == jnp.int32
+    assert found.lse is not None
+    assert found.lse.shape == (2, 0)
+    assert found.argmax is not None
+    assert found.argmax.dtype == jnp.int32
 
 
 @every_way
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.uint32, np.uint8])
-def test_labels_outside_the_vocabulary_count_as_ignored(implementation: str, backward: str, dtype: Any) -> None:
+def test_labels_outside_the_vocabulary_count_as_ignored(implementation: str, backward: Any, dtype: Any) -> None:
     p = make(0, 12, 4, 100)
     labels = np.array([99, 100, 0, 127, 5, 7] * 2).astype(dtype)  # the last column, V and beyond
     if np.issubdtype(dtype, np.signedinteger):
@@ -75,7 +77,7 @@ def test_labels_beyond_two_to_the_31_do_not_wrap_into_the_vocabulary() -> None:
 
 
 @every_way
-def test_an_ignore_index_inside_the_vocabulary(implementation: str, backward: str) -> None:
+def test_an_ignore_index_inside_the_vocabulary(implementation: str, backward: Any) -> None:
     p = make(0, 20, 4, 6)
     p.options = {"ignore_index": 2}
     assert_close(library_results(p, implementation, backward), oracle_results(p), 1e-5)
@@ -83,7 +85,7 @@ def test_an_ignore_index_inside_the_vocabulary(implementation: str, backward: st
 
 @every_way
 @pytest.mark.parametrize("scale", [1e4, -1e4])
-def test_logits_of_ten_thousand(implementation: str, backward: str, scale: float) -> None:
+def test_logits_of_ten_thousand(implementation: str, backward: Any, scale: float) -> None:
     p = make(0, 16, 8, 40)
     p.arrays["logit_scale"] = np.float32(scale)
     loss, gradients = library_results(p, implementation, backward)
@@ -102,7 +104,9 @@ def test_a_common_offset_of_256_changes_no_probability(implementation: str) -> N
         found = linear_row_statistics(
             hidden, weight, p.labels, bias=bias, statistics=names, implementation=implementation
         )
-        assert found.log_prob is not None and found.entropy is not None and found.sum_sq_probs is not None
+        assert found.log_prob is not None
+        assert found.entropy is not None
+        assert found.sum_sq_probs is not None
         return jnp.sum(jnp.where(p.labels >= 0, found.log_prob, 0) + 0.3 * found.entropy + found.sum_sq_probs)
 
     run = jax.value_and_grad(total, argnums=(0, 1, 2))
@@ -113,7 +117,7 @@ def test_a_common_offset_of_256_changes_no_probability(implementation: str) -> N
 
 
 @every_way
-def test_minus_infinity_bias_columns_take_no_probability_and_no_gradient(implementation: str, backward: str) -> None:
+def test_minus_infinity_bias_columns_take_no_probability_and_no_gradient(implementation: str, backward: Any) -> None:
     p = make(0, 14, 5, 30)
     dead = np.arange(30) % 7 == 3
     p.labels[p.labels >= 0] = 1
@@ -138,7 +142,7 @@ def test_minus_infinity_bias_columns_take_no_probability_and_no_gradient(impleme
 
 @every_way
 def test_smoothing_over_a_minus_infinity_column_is_infinite_unless_its_weight_is_zero(
-    implementation: str, backward: str
+    implementation: str, backward: Any
 ) -> None:
     p = make(0, 6, 5, 8)
     p.labels[:] = 1
@@ -156,7 +160,7 @@ def test_smoothing_over_a_minus_infinity_column_is_infinite_unless_its_weight_is
 
 
 @every_way
-def test_a_minus_infinity_bias_under_a_soft_cap_is_minus_the_cap(implementation: str, backward: str) -> None:
+def test_a_minus_infinity_bias_under_a_soft_cap_is_minus_the_cap(implementation: str, backward: Any) -> None:
     p = make(0, 6, 5, 8)
     p.labels[:] = 1
     p.arrays["bias"] = np.array([0, 0, 0, -np.inf, 0, 0, 0, 0], np.float32)
@@ -174,7 +178,8 @@ def test_a_row_of_minus_infinity_only_has_statistics_minus_infinity_or_zero(impl
 
     def run(hidden: Any, weight: Any) -> Any:
         found = linear_row_statistics(hidden, weight, bias=bias, statistics=names, implementation=implementation)
-        assert found.entropy is not None and found.sum_sq_probs is not None
+        assert found.entropy is not None
+        assert found.sum_sq_probs is not None
         return jnp.sum(found.entropy + found.sum_sq_probs), found
 
     (_, found), gradients = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(jnp.ones((3, 2)), jnp.ones((6, 2)))
@@ -184,7 +189,7 @@ def test_a_row_of_minus_infinity_only_has_statistics_minus_infinity_or_zero(impl
 
 
 @every_way
-def test_a_vocabulary_of_one_token_has_loss_zero(implementation: str, backward: str) -> None:
+def test_a_vocabulary_of_one_token_has_loss_zero(implementation: str, backward: Any) -> None:
     p = make(0, 5, 3, 1)
     loss, gradients = library_results(p, implementation, backward)
     assert float(loss) == 0.0
@@ -192,7 +197,7 @@ def test_a_vocabulary_of_one_token_has_loss_zero(implementation: str, backward: 
 
 
 @every_way
-def test_padding_of_the_weight_is_never_read(implementation: str, backward: str) -> None:
+def test_padding_of_the_weight_is_never_read(implementation: str, backward: Any) -> None:
     p = make(0, 21, 6, 50)
     p.labels[p.labels >= 40] = 3
     p.options = {"vocab_size": 40, "label_smoothing": 0.1}
@@ -207,7 +212,7 @@ def test_padding_of_the_weight_is_never_read(implementation: str, backward: str)
 
 
 @every_way
-def test_ignored_rows_are_never_read(implementation: str, backward: str) -> None:
+def test_ignored_rows_are_never_read(implementation: str, backward: Any) -> None:
     p = make(0, 40, 6, 50)
     clean = library_results(p, implementation, backward)
     ignored = p.labels == -100
@@ -221,7 +226,7 @@ def test_ignored_rows_are_never_read(implementation: str, backward: str) -> None
 
 
 @every_way
-def test_any_leading_shape_and_normalizer(implementation: str, backward: str) -> None:
+def test_any_leading_shape_and_normalizer(implementation: str, backward: Any) -> None:
     p = make(0, 24, 6, 50)
     flat = library_results(p, implementation, backward, normalizer=7.0)
     p.arrays["hidden"], p.labels = p.arrays["hidden"].reshape(2, 3, 4, 6), p.labels.reshape(2, 3, 4)
@@ -233,7 +238,7 @@ def test_any_leading_shape_and_normalizer(implementation: str, backward: str) ->
 
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
-def test_repeated_calls_give_the_same_bits(implementation: str, backward: str) -> None:
+def test_repeated_calls_give_the_same_bits(implementation: str, backward: Any) -> None:
     p = make(0, 300, 16, 700)
     first = library_results(p, implementation, backward, scratch_bytes=400_000)
     second = library_results(p, implementation, backward, scratch_bytes=400_000)

@@ -17,7 +17,7 @@ streamed = pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 
 
 def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoothing: float) -> tuple[Any, Any, Any]:
-    """Loss and gradients by float32 logits whose dlogits are rounded to the operands' dtype: what ours is held against."""
+    """What ours is held against: by float32 logits whose dlogits are rounded to the operands' dtype."""
     counts = labels >= 0
     target = (
         jax.nn.one_hot(np.where(counts, labels, 0), weight.shape[0]) * (1 - smoothing) + smoothing / weight.shape[0]
@@ -35,7 +35,7 @@ def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoo
 @pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits(
-    implementation: str, backward: str, scale: float, smoothing: float
+    implementation: str, backward: Any, scale: float, smoothing: float
 ) -> None:
     p = make(0, 96, 64, 500, scale)
     p.options = {"label_smoothing": smoothing}
@@ -51,7 +51,7 @@ def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits(
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_float32_master_weights_get_the_float32_accumulator(implementation: str, backward: str) -> None:
+def test_float32_master_weights_get_the_float32_accumulator(implementation: str, backward: Any) -> None:
     p = make(0, 64, 32, 200)
     rounded = {k: x.astype(ml_dtypes.bfloat16) for k, x in p.arrays.items()}
     p.arrays = {k: x.astype(np.float32) for k, x in rounded.items()}
@@ -67,7 +67,7 @@ def test_float32_master_weights_get_the_float32_accumulator(implementation: str,
 @streamed
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
-    implementation: str, backward: str, reduction: str
+    implementation: str, backward: Any, reduction: Any
 ) -> None:
     """p/N is 1e-7 here, below what float16 can hold; the coefficients are normalised before dlogits are rounded."""
     if reduction == "none" and backward == "in_forward":
@@ -96,7 +96,7 @@ def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
 
 @streamed
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-def test_products_of_bfloat16_inputs_are_bfloat16_products(implementation: str, backward: str, vocab_axis: int) -> None:
+def test_products_of_bfloat16_inputs_are_bfloat16_products(implementation: str, backward: Any, vocab_axis: int) -> None:
     """dlogits left in float32 would silently run float32 products: the commonest performance bug of this field."""
     hidden = jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((100, 16) if vocab_axis == 0 else (16, 100), jnp.bfloat16)

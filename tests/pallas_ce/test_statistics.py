@@ -21,8 +21,9 @@ join = jax.jit(merge)
 @jax.jit
 def part(rows: Any, start: Any, stop: Any) -> Partial:
     """Statistics of the columns from `start` on and before `stop`."""
-    live = (COLUMNS >= start) & (COLUMNS < stop)
-    return partial_of_tile(rows["logits"], COLUMNS, live, rows["labels"], rows["u"], NAMES)
+    columns = COLUMNS
+    live = (columns >= start) & (columns < stop)
+    return partial_of_tile(rows["logits"], columns, live, rows["labels"], rows["u"], NAMES)
 
 
 @st.composite
@@ -93,8 +94,8 @@ def test_only_what_a_statistic_needs_is_kept(name: str) -> None:
 
 
 def test_a_common_offset_does_not_cost_the_entropy_its_accuracy() -> None:
-    logits = np.random.default_rng(0).normal(size=(N, V)).astype(np.float32)
-    logits = np.round(logits * 512) / 512  # exact with the offset too
+    drawn = np.random.default_rng(0).normal(size=(N, V)) * 512
+    logits = np.round(drawn).astype(np.float32) / 512  # exact with the offset too
     plain, shifted = (
         finalise(partial_of_tile(jnp.asarray(x), COLUMNS, None, None, None, frozenset({"entropy"})), NAMES)["entropy"]
         for x in (logits, logits + 1e4)

@@ -16,7 +16,7 @@ N, H, V = 30, 8, 50
 Loss = Callable[..., jax.Array]
 
 
-def _loss(implementation: str, backward: str) -> Loss:
+def _loss(implementation: str, backward: Any) -> Loss:
     return lambda hidden, weight, labels: linear_cross_entropy(
         hidden, weight, labels, implementation=implementation, backward=backward
     )
@@ -79,7 +79,7 @@ def test_vmap_over_token_weights_alone(loss: Loss, batch: Any) -> None:
     hidden, weight, labels = (x[0] for x in batch)
     token_weights = jnp.stack([jnp.ones(N), jnp.arange(N) % 3.0])
 
-    def gradients(backward: str, implementation: str) -> Any:
+    def gradients(backward: Any, implementation: str) -> Any:
         def f(h: jax.Array, w: jax.Array, tw: jax.Array) -> Any:
             return linear_cross_entropy(
                 h, w, labels, token_weights=tw, backward=backward, implementation=implementation
@@ -170,7 +170,8 @@ def test_a_frozen_side_costs_no_product(loss: Loss, batch: Any) -> None:
 )
 def test_second_derivatives_raise(loss: Loss, batch: Any, derivative: Any) -> None:
     hidden, weight, labels = (x[0] for x in batch)
-    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only.*implementation='reference'"):
+    message = r"first derivatives in reverse mode only.*implementation='reference'"
+    with pytest.raises(NotImplementedError, match=message):
         derivative(lambda h: loss(h, weight, labels), hidden)
 
 
@@ -199,7 +200,8 @@ def test_schedules_of_scalars_do_not_recompile(batch: Any, name: str) -> None:
     @jax.jit
     def step(value: jax.Array) -> jax.Array:
         traces.append(value)
-        return linear_cross_entropy(hidden, weight, labels, **{name: value})
+        scalar: dict[str, Any] = {name: value}
+        return linear_cross_entropy(hidden, weight, labels, **scalar)
 
     losses = {float(step(value)) for value in (0.5, 0.25, 0.1)}
     assert len(traces) == 1

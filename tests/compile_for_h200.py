@@ -1,0 +1,114 @@
+"""Compiling for an NVIDIA H200 on a machine without one: down to machine code, nothing is run.
+
+It shows what the interpreter cannot: layouts, alignment and shared memory that do not fit, register spills, products
+that the assembler serialises, and XLA's temporary memory. It needs the `gpu-compile` extra and no driver.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax_plugins.xla_cuda13  # noqa: F401  an ImportError here says that the extra is missing
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+# XLA's description of the device, as a GpuTargetConfigProto in text form.
+_TARGET = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+gpu_device_info {
+  name: "NVIDIA H200"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  clock_rate_ghz: 1.98
+  fpus_per_core: 128
+  device_memory_size: 150000000000
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}
+"""
+
+
+class Report(NamedTuple):
+    """What the assembler said of the Mosaic kernels in a program.
+
+    Attributes:
+        kernels: how many there were.
+        spilled_bytes: bytes stored or loaded because registers ran out, over all kernels.
+        serialised: whether asynchronous products were made to wait for each other.
+    """
+
+    kernels: int
+    spilled_bytes: int
+    serialised: bool
+
+
+def h200_mesh(gpus: int = 1, axis: str = "gpu") -> Mesh:
+    """A mesh of so many H200s of one process, to compile for."""
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{gpus}", target_config=_TARGET)
+    return Mesh(np.array(topology.devices), (axis,), axis_types=(AxisType.Auto,))
+
+
+def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None) -> Any:
+    """An argument of that shape, dtype and sharding, without values."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+
+
+def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Report]:
+    """The program compiled for the arguments' devices, and the report on its kernels."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
+    one_gpu = len(arguments[0].sharding.device_set) == 1
+    with tempfile.TemporaryFile() as log:
+        with _printing_to(log):
+            if one_gpu:
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+                    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+            else:
+                lowered = jax.jit(function).lower(*arguments)
+            compiled = lowered.compile()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
+    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    return compiled, Report(
+        len(re.findall(r"Compiling entry function", said)), spilled, bool(re.search(r"wgmma.*serialized due to", said))
+    )
+
+
+@contextlib.contextmanager
+def _printing_to(file: Any) -> Iterator[None]:
+    """Sends the process's standard output there; the assembler prints from C++."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,145 @@
+"""The contract on real Hopper kernels: a thousand draws of shape and options, and what only a GPU can show.
+
+The bound is relative: in each gradient at most 1.5 times the error of exact dlogits that are rounded to the operands'
+dtype, multiplied exactly, and rounded to the result's.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_ce import linear_cross_entropy, linear_row_statistics
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import library_loss, library_results, relative_error
+from tests.pallas_ce.problems import Problem, make
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
+def drawn(seed: int) -> tuple[Problem, str]:
+    """A problem in bfloat16 or float16 with any combination of options, and a backward mode."""
+    rng = np.random.default_rng(seed)
+    n, h, v = (int(np.exp(rng.uniform(0, np.log(top)))) for top in (1500, 300, 6000))
+    if rng.random() < 0.4:
+        h = 8 * -(-h // 8)  # rows of 16 bytes: no copy of the weight
+    p = make(seed, n, h, v, scale=float(rng.choice([0.05, 1.0, 6.0])), vocab_axis=int(rng.integers(2)))
+    if rng.random() < 0.3:
+        p.labels[rng.random(n) < 0.7] = -100
+    dtype = DTYPES[str(rng.choice(list(DTYPES)))]
+    maybe = iter(rng.random(12) < 0.3)
+    if next(maybe):
+        p.arrays["bias"] = rng.normal(size=v)
+    p.arrays = {name: x.astype(dtype) for name, x in p.arrays.items()}
+    if next(maybe):
+        p.arrays["logit_scale"] = np.float32(rng.choice([0.5, 1.3, -0.7]))
+    if next(maybe):
+        p.arrays["token_weights"] = rng.uniform(0, 2, size=n).astype(np.float32)
+    if next(maybe):
+        p.options["vocab_size"] = int(rng.integers(1, v + 1))
+    if next(maybe):
+        p.options["class_weights"] = rng.uniform(0.1, 2, size=p.options.get("vocab_size", v)).astype(np.float32)
+    for name, value in (("label_smoothing", 0.1), ("z_loss", 1e-3), ("logit_softcap", 20.0), ("normalizer", 17.0)):
+        if next(maybe):
+            p.options[name] = value
+    return p, str(rng.choice(["recompute", "in_forward"]))
+
+
+def assert_as_accurate_as_rounded_dlogits(p: Problem, got: tuple[Any, dict[str, Any]]) -> None:
+    """Loss to 2e-5, gradients within 1.5 times the error that rounding dlogits and results alone makes."""
+    want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
+    assert abs(float(got[0]) - want) <= 2e-5 * abs(want) + 1e-6
+    dtype = p.arrays["hidden"].dtype
+    _, rounded = oracle.cross_entropy(p.arrays, p.labels, p.options, round_dlogits=dtype)
+    for name in ("hidden", "weight", "bias"):
+        if name in p.arrays:
+            baseline = relative_error(rounded[name].astype(p.arrays[name].dtype), exact[name])
+            error = relative_error(got[1][name], exact[name])
+            assert error <= 1.5 * baseline + 3e-6, f"{name}: {error} against {baseline}"
+    for name in ("logit_scale", "token_weights"):
+        if name in p.arrays:
+            small = np.max(np.abs(np.asarray(got[1][name], np.float64) - exact[name])) <= 1e-5
+            assert small or relative_error(got[1][name], exact[name]) <= 2e-2, name
+
+
+@pytest.mark.parametrize("seed", range(1000))
+def test_a_drawn_problem(seed: int) -> None:
+    p, backward = drawn(seed)
+    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward))
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_a_model_sized_head(backward: str, vocab_axis: int) -> None:
+    p = make(0, 2048, 1024, 32000, vocab_axis=vocab_axis)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward))
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_the_same_bits_each_time(backward: str) -> None:
+    p = make(1, 3000, 256, 20000)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    first, *others = (library_results(p, "mosaic_gpu", backward) for _ in range(4))
+    for other in others:
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_adversarial_logits(backward: str) -> None:
+    """Rows whose maximum lies far outside any sample of the vocabulary, ±1e4, and a common offset."""
+    p = make(2, 512, 64, 5000)
+    p.arrays["bias"] = np.zeros(5000, np.float32)
+    p.arrays["bias"][[17, 4321]] = 1e4, -1e4
+    p.arrays["bias"][100:200] = -np.inf
+    p.labels[(p.labels >= 100) & (p.labels < 200)] = 17
+    p.arrays = {k: x.astype(ml_dtypes.bfloat16) if k != "bias" else x for k, x in p.arrays.items()}
+    loss, gradients = library_results(p, "mosaic_gpu", backward)
+    want, wanted = library_results(p, "reference", "auto")
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for name in wanted:
+        assert np.all(np.isfinite(np.asarray(gradients[name], np.float32)))
+        assert relative_error(gradients[name], np.asarray(wanted[name], np.float64)) < 1e-2, name
+
+
+def test_statistics_with_their_gradients() -> None:
+    p = make(3, 700, 128, 3001)
+    arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.arrays.items()}
+    names = ("log_prob", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax")
+
+    def run(arrays: dict[str, jax.Array], implementation: Any) -> Any:
+        found = linear_row_statistics(
+            arrays["hidden"], arrays["weight"], p.labels, statistics=names, implementation=implementation
+        )
+        kept = [x for x in found if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.sum(x * (0.1 + i)) for i, x in enumerate(kept)), found
+
+    (_, found), gradients = jax.value_and_grad(run, has_aux=True)(arrays, "mosaic_gpu")
+    (_, want), wanted = jax.value_and_grad(run, has_aux=True)(arrays, "reference")
+    np.testing.assert_array_equal(found.argmax, want.argmax)
+    for name in names[:-1]:
+        np.testing.assert_allclose(getattr(found, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
+    for name in wanted:
+        assert relative_error(gradients[name], np.asarray(wanted[name], np.float64)) < 6e-3, name
+
+
+def test_a_program_for_the_cpu_of_a_gpu_machine_takes_the_cpu_backend() -> None:
+    p = make(4, 32, 16, 100)
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.arrays.items()}
+        loss = linear_cross_entropy(arrays["hidden"], arrays["weight"], p.labels)
+    assert np.isfinite(loss)
+
+
+def test_no_double_reading_of_ignored_rows() -> None:
+    p = make(5, 400, 64, 1000)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    clean = library_loss(p, p.arrays)
+    p.arrays["hidden"][p.labels == -100] = np.nan
+    np.testing.assert_allclose(library_loss(p, p.arrays), clean, rtol=1e-6)
