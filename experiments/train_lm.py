@@ -81,8 +81,10 @@ def _start_jax() -> str:
 
     try:
         return jax.default_backend()
-    except RuntimeError as error:
-        raise UsageError(f"JAX cannot start: {str(error).splitlines()[0]}") from error
+    # A platform that is asked for and missing surfaces as a RuntimeError or, without words, as an AssertionError.
+    except Exception as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise UsageError(f"JAX cannot start (JAX_PLATFORMS={platforms}): {str(error) or 'no such device'}") from error
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,14 +139,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for a failed training, 2 for input that cannot be used."""
+    arguments = argparse.Namespace()
     try:
-        run(_parser().parse_args(argv))
+        _parser().parse_args(argv, arguments)
+        run(arguments)
     except UsageError as error:
         return _end(f"error: {error}", 2)
     except RunError as error:
         return _end(f"error: {error}", 1)
     except Stopped as stop:
-        return _end(f"{stop}; go on with --resume", stop.exit_code)
+        folder = f" --out {arguments.out}" if "out" in arguments else ""
+        return _end(f"{stop}; go on with --resume{folder}", stop.exit_code)
     except KeyboardInterrupt:
         return _end("interrupted", 130)
     except OSError as error:

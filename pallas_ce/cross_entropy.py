@@ -70,7 +70,8 @@ def linear_cross_entropy(
         dtype: compute dtype of the products' operands; by default the inputs' common one.
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
             "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
-        implementation: "xla", "reference" (materialised logits), or None to choose by platform.
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
+            bfloat16 and float16; experimental), or None to choose.
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than float32 logits would take (but at
             least 1 MiB).
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor

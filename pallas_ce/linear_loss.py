@@ -72,7 +72,7 @@ def linear_loss(
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
         dtype: compute dtype.
-        implementation: "xla", "reference" or None.
+        implementation: "xla", "mosaic_gpu", "reference" or None.
         scratch_bytes: bound on scratch memory.
         validate_labels: raise on labels outside the vocabulary; only outside jit.
 

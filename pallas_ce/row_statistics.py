@@ -52,7 +52,8 @@ def linear_row_statistics(
         logit_scale: scalar, may be traced and differentiated.
         dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
             accumulate in float32 (float64 for float64).
-        implementation: "xla", "reference", or None to choose by platform.
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
+            bfloat16 and float16; experimental), or None to choose.
         scratch_bytes: bound on the memory of tiles; 512 MiB by default, never more than the logits would take (but at
             least 1 MiB).
 

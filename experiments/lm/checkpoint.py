@@ -6,6 +6,7 @@ does not notice an array whose bytes have changed, so checksums of its files are
 
 import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.lm.errors import RunError, UsageError
+from experiments.lm.memory import as_text
 
 # One older checkpoint is kept in case the newest is damaged.
 _KEPT = 2
@@ -48,6 +50,7 @@ class Checkpoints[State]:
             state=ocp.args.StandardSave(_by_path(state)), description=ocp.args.JsonSave(description)
         )
         try:
+            self._check_space(state)
             with self._manager() as manager:
                 manager.save(step, args=items)
             _write_checksums(self.folder / str(step))
@@ -91,6 +94,14 @@ class Checkpoints[State]:
         older = [kept for kept in self.steps() if kept < step]
         remedy = f"delete that folder to resume from step {older[-1]}" if older else "start afresh without --resume"
         raise UsageError(f"the checkpoint {folder} cannot be read: {damage}; {remedy}")
+
+    def _check_space(self, state: State) -> None:
+        # A write that fails half-way makes the libraries below print tracebacks of their own.
+        self.folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(f"it needs {as_text(needed)} and {as_text(free)} are free")
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(

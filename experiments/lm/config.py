@@ -69,7 +69,7 @@ class TrainConfig:
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
-    steps: int = _option(200, "optimiser steps", accelerator=1000, least=1)
+    steps: int = _option(200, "optimiser steps", accelerator=600, least=1)
     sequence_length: int = _option(128, "tokens per row", accelerator=1024, least=1)
     batch_size: int = _option(8, "rows per step", accelerator=16, least=1)
     learning_rate: float = _option(1e-3, "peak learning rate", accelerator=6e-4, above=0)
@@ -80,8 +80,8 @@ class TrainConfig:
     clip_norm: float = _option(1.0, "gradients are scaled down to this global norm", above=0)
     seed: int = _option(0, "seed of the initial weights and of the data order", least=0, most=2**31 - 1)
 
-    validate_every: int = _option(100, "steps between validations", accelerator=250, least=1)
-    checkpoint_every: int = _option(100, "steps between checkpoints", accelerator=250, least=1)
+    validate_every: int = _option(100, "steps between validations", accelerator=200, least=1)
+    checkpoint_every: int = _option(100, "steps between checkpoints", accelerator=200, least=1)
     out: str = _option("", "folder for results; empty: runs/train_lm, numbered if that exists")
     cache_dir: str = _option(".cache", "folder for trained tokenisers")
 

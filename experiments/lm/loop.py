@@ -26,11 +26,13 @@ class Result:
 
     Attributes:
         validation_loss: over all validation rows after the last step, nats a token.
+        steps_taken: training steps of this session.
         tokens_per_second: of this session's training steps; NaN where all of them had been taken before.
         peak_bytes: see `memory.peak_bytes`.
     """
 
     validation_loss: float
+    steps_taken: int
     tokens_per_second: float
     peak_bytes: int
 
@@ -45,7 +47,7 @@ class Trainer:
         checkpoints: where the state is saved.
         log: where numbers are recorded.
         stop_signal: asked after every step; a signal's number ends the training.
-        stop_after: end after so many steps of this session, if given.
+        budget: end after so many steps.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Trainer:
         checkpoints: Checkpoints[TrainState],
         log: MetricsLog,
         stop_signal: Callable[[], int | None],
-        stop_after: int | None = None,
+        budget: float = math.inf,
     ) -> None:
         self.program = program
         self.config = config
@@ -64,7 +66,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.log = log
         self.stop_signal = stop_signal
-        self.stop_after = stop_after
+        self.budget = budget
         self._seconds = 0.0
         self._started = 0.0
         self._first_step = 0
@@ -89,7 +91,7 @@ class Trainer:
         with tqdm(total=steps, initial=step, desc=self.program.head, unit="step", dynamic_ncols=True) as bar:
             bar.mininterval = 0.2 if bar.fp.isatty() else 10.0
             validation_loss = self._train(step, state, bar)
-        return Result(validation_loss, self._tokens_per_second(steps), memory.peak_bytes())
+        return Result(validation_loss, steps - step, self._tokens_per_second(steps), memory.peak_bytes())
 
     def _train(self, step: int, state: TrainState, bar: "tqdm[Any]") -> float:
         pending: StepNumbers | None = None
@@ -171,7 +173,7 @@ class Trainer:
         number = self.stop_signal()
         if number is not None:
             return 128 + number
-        return 0 if self.stop_after is not None and step - self._first_step >= self.stop_after else None
+        return 0 if step - self._first_step >= self.budget else None
 
     def _description(self) -> dict[str, Any]:
         return {"config": dataclasses.asdict(self.config), "text": self.dataset.digest}

@@ -1,12 +1,16 @@
 """One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
 
+import math
 from pathlib import Path
+
+import jax
 
 from experiments.lm import run_directory
 from experiments.lm.checkpoint import Checkpoints
 from experiments.lm.config import TrainConfig
+from experiments.lm.errors import RunError, Stopped
 from experiments.lm.interrupt import stop_requests
-from experiments.lm.loop import Trainer
+from experiments.lm.loop import Result, Trainer
 from experiments.lm.memory import as_text
 from experiments.lm.metrics import MetricsLog, read_records
 from experiments.lm.packing import Dataset
@@ -43,16 +47,32 @@ def train_heads(
     first = _build(config, waiting[0], dataset) if waiting else None
     if not resume:
         run_directory.create(run, config, overwrite)
+    budget = math.inf if stop_after is None else stop_after
     with stop_requests() as request, MetricsLog(run_directory.metrics_path(run)) as log:
         for head in waiting:
+            if budget == 0:
+                raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)
             program = first if first is not None and first.head == head else _build(config, head, dataset)
             checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
-            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: request.signal_number, stop_after)
-            result = trainer.run(resume)
+            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: request.signal_number, budget)
+            result = _run(trainer, resume)
             log.write("summary", head, config.steps, **summary(program, result, dataset))
+            budget -= result.steps_taken
     records = list(read_records(run_directory.metrics_path(run)))
     write_plots(records, dataset.unigram_entropy, run)
     return report(records, backend, run)
+
+
+def _run(trainer: Trainer, resume: bool) -> Result:
+    try:
+        return trainer.run(resume)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RunError(
+            f"training the {trainer.program.head} head does not fit the device's memory; "
+            "lower --batch-size, --sequence-length or --width"
+        ) from error
 
 
 def _build(config: TrainConfig, head: str, dataset: Dataset) -> Program:

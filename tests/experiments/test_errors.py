@@ -1,7 +1,9 @@
 """Every documented error, tried through the command: one sentence, exit code 2, and nothing written."""
 
+import errno
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,9 +11,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from experiments.lm.metrics import read_records
+from experiments.lm.loop import Trainer
+from experiments.lm.metrics import MetricsLog, read_records
 
 Train = Callable[..., Any]
 
@@ -256,10 +261,6 @@ def test_a_missing_package_is_named_with_how_to_get_it(
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import jax.numpy as jnp
-
-    from experiments.lm.loop import Trainer
-
     record = Trainer._record
     monkeypatch.setattr(
         Trainer,
@@ -273,6 +274,36 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
     assert (
         "error: the loss became nan at step 8; lower --learning-rate (the checkpoint of step 5 is kept)" in finished.err
     )
+
+
+def test_running_out_of_memory_is_said_in_a_sentence(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhaust(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    monkeypatch.setattr(Trainer, "_train", exhaust)
+    finished = train(out=tmp_path)
+    assert finished.code == 1
+    assert "error: training the fused head does not fit the device's memory; lower --batch-size" in finished.err
+
+
+def test_a_full_disk_is_said_in_a_sentence(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", fail)
+        finished = train(out=tmp_path / "one")
+    assert (finished.code, finished.err.splitlines()[-1]) == (
+        1,
+        "error: reading or writing failed: [Errno 28] No space left on device",
+    )
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1024))
+    finished = train(out=tmp_path / "two")
+    assert finished.code == 1
+    assert "checkpoints/fused/5 cannot be written: it needs" in finished.err
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--steps", "0"], 2)])

@@ -35,8 +35,11 @@ def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, t
         assert np.mean(values[-3:]) < np.mean(values[:3]) - 0.5
         assert sorted(curve(records, "validation", head)) == [5, 10, 12]
         (summary,) = [record for record in records if record["kind"] == "summary" and record["head"] == head]
-        assert f"{head}: final validation loss {summary['validation_loss']:.3f}" in finished.out
-    for words in ("unigram entropy of the training tokens", "parameters: ", "tokens/s", "peak memory", f"files: {run}"):
+        assert f"{summary['validation_loss']:.4f}" in finished.out
+    for words in (
+        *("final validation loss", "tokens per second", "peak memory", "parameters: ", f"files: {run}"),
+        f"unigram entropy of the training tokens: {summary['unigram_entropy']:.4f}",
+    ):
         assert words in finished.out
     assert "tokens/s=" in finished.err  # The progress bar.
 
@@ -112,7 +115,10 @@ def test_both_heads_resume_where_the_second_one_stopped(train: Train, tmp_path: 
     train("--stop-after", "5", out=tmp_path, head="both")
     assert not losses(tmp_path, "canonical")
     train("--resume", "--stop-after", "9", out=tmp_path, head="both")
-    assert (len(losses(tmp_path)), len(losses(tmp_path, "canonical"))) == (12, 9)
+    assert (len(losses(tmp_path)), len(losses(tmp_path, "canonical"))) == (12, 2)
+    assert (
+        "stopped before the canonical head" in train("--overwrite", "--stop-after", "12", out=tmp_path, head="both").err
+    )
     finished = train("--resume", out=tmp_path, head="both")
     assert "largest |fused − canonical| training loss over 12 steps" in finished.out
     again = train("--resume", out=tmp_path, head="both")
@@ -135,9 +141,8 @@ def test_an_interrupted_run_saves_and_resumes_exactly(
         patch.setattr(packing, "training_batch", interrupted)
         finished = train(out=tmp_path / "parts")
     assert finished.code == 128 + number
-    assert finished.err.rstrip().endswith(
-        "stopped after step 4 of 12; everything up to it is saved; go on with --resume"
-    )
+    sentence = "stopped after step 4 of 12; everything up to it is saved; go on with --resume --out "
+    assert finished.err.rstrip().endswith(sentence + str(tmp_path / "parts"))
     assert train("--resume", out=tmp_path / "parts").code == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
