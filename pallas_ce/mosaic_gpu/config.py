@@ -9,14 +9,17 @@ import dataclasses
 import functools
 from typing import Literal
 
+import jax
 import numpy as np
+
+Kernel = Literal["forward", "stash", "dlogits"]
 
 COMPUTE_WARPGROUPS = 2
 
 # Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
 SHARED_MEMORY_BYTES = 232448
 
-# Partial statistics are the forward's only temporary memory; windows stop growing when they would take more than this.
+# Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
 
 _MOST_WINDOWS = 256
@@ -36,26 +39,37 @@ class Config:
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
+        piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
+        processors: how many thread blocks may run at once; None: as many as the GPU has multiprocessors.
     """
 
     rows: int = 128
     columns: int = 128
     depth: int = 64
     stages: int = 4
-    cluster: Literal["rows", "columns"] | None = "rows"
+    cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
     row_group: int = 8
     windows: int | None = None
+    piece: int | None = None
+    processors: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows % 64:
             raise ValueError(f"rows={self.rows} must be a multiple of 64, the rows of one wgmma instruction")
         if self.columns % 64 or not 64 <= self.columns <= 256:
             raise ValueError(f"columns={self.columns} must be 64, 128, 192 or 256")
+        if self.width % 64 or self.columns % self.width:
+            raise ValueError(f"piece={self.piece} must be a multiple of 64 that divides columns={self.columns}")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
+
+    @property
+    def width(self) -> int:
+        """Columns that an epilogue works on at a time."""
+        return self.piece or self.columns
 
     @property
     def tile_rows(self) -> int:
@@ -64,6 +78,7 @@ class Config:
 
     @property
     def cluster_size(self) -> int:
+        """Thread blocks of a cluster."""
         return 1 if self.cluster is None else 2
 
     @property
@@ -75,6 +90,27 @@ class Config:
     def block_columns(self) -> int:
         """Vocabulary entries that a cluster works on at once."""
         return self.columns * (2 if self.cluster == "rows" else 1)
+
+
+def choose(kernel: Kernel, vectors: int, options: int) -> Config:
+    """Tiles with which no register spills.
+
+    Args:
+        kernel: which one.
+        vectors: how many statistics or coefficients it keeps by row.
+        options: how many of bias, scale, soft cap and given u the head has.
+    """
+    if options >= 2 or (kernel == "stash" and vectors > 4):
+        return Config(rows=64, columns=128, stages=5, piece=64)
+    return Config(rows=64, columns=256, piece=64) if kernel == "dlogits" else Config()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A product's sizes: `hidden [·, hidden_size]`, weight `[·, hidden_size]` or, axis 1, `[hidden_size, ·]`."""
+
+    hidden_size: int
+    vocab_axis: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,51 +131,74 @@ class Schedule:
 
     @property
     def items(self) -> int:
+        """Work items in all."""
         return self.row_blocks * self.windows
 
 
-def schedule(config: Config, rows: int, vocab_size: int, processors: int, bytes_per_row: int) -> Schedule:
-    """The schedule of `rows` × `vocab_size` logits on so many processors.
+def processors() -> int:
+    """Multiprocessors of the GPU lowered for: of a compile-only target if there is one, else of the process's.
+
+    Where neither tells, as under the interpreter, those of an H100 or H200.
+    """
+    if device := jax.sharding.get_abstract_mesh().abstract_device:
+        return int(device.num_cores)
+    return _local_processors()
+
+
+@functools.cache
+def _local_processors() -> int:
+    try:
+        return int(jax.local_devices(backend="cuda")[0].core_count)
+    except RuntimeError:
+        return 132
+
+
+def schedule(
+    config: Config,
+    rows: int,
+    vocab_size: int,
+    bytes_per_row: int,
+    partial_bytes: int = PARTIALS_BYTES,
+) -> Schedule:
+    """The schedule of `rows` × `vocab_size` logits.
 
     Args:
         config: tile shapes; its `windows` if given.
         rows: N.
         vocab_size: V.
-        processors: streaming multiprocessors of the device.
         bytes_per_row: bytes of partial statistics of one row and window; 0 if a window leaves none.
+        partial_bytes: what partial statistics may take in all.
     """
     row_blocks = -(-rows // config.block_rows)
     column_blocks = -(-vocab_size // config.block_columns)
-    clusters = max(1, processors // config.cluster_size)
+    clusters = max(1, (config.processors or processors()) // config.cluster_size)
     if config.windows is not None:
         windows = min(config.windows, column_blocks)
     else:
         slots = 2 if config.cluster == "rows" else 1
         row_bytes = slots * bytes_per_row * row_blocks * config.block_rows
-        most = _MOST_WINDOWS if row_bytes == 0 else min(_MOST_WINDOWS, max(1, PARTIALS_BYTES // row_bytes))
-        windows = choose_windows(row_blocks, column_blocks, clusters, most)
+        most = _MOST_WINDOWS if row_bytes == 0 else min(_MOST_WINDOWS, max(1, partial_bytes // row_bytes))
+        windows = choose_windows(row_blocks, column_blocks, min(config.row_group, row_blocks), clusters, most)
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
 
 
 @functools.cache
-def choose_windows(row_blocks: int, column_blocks: int, clusters: int, most: int) -> int:
-    """The number of windows up to `most` that lets all clusters finish soonest; the fewest among equals.
+def choose_windows(row_blocks: int, column_blocks: int, row_group: int, clusters: int, most: int) -> int:
+    """The number of windows up to `most` that lets all clusters finish soonest; the fewest of those within 0.4 %.
 
-    Clusters take items in turn, so the time is that of the busiest cluster. Starting and finishing a window costs about
-    a twentieth of a tile; that keeps windows from becoming shorter than they need to be.
+    Starting and finishing a window costs about a twentieth of a tile, so that windows are no shorter than they need be.
     """
-    best, best_time = 1, float("inf")
+    times = []
     for windows in range(1, min(most, column_blocks) + 1):
-        bounds = np.arange(windows + 1) * column_blocks // windows
-        time = busiest(np.diff(bounds) + 0.05, row_blocks, clusters)
-        if time < best_time * 0.999:
-            best, best_time = windows, time
-    return best
+        tiles = np.diff(np.arange(windows + 1) * column_blocks // windows)
+        times.append(busiest(tiles + 0.05, row_blocks, row_group, clusters))
+    return 1 + next(i for i, time in enumerate(times) if time <= 1.004 * min(times))
 
 
-def busiest(window_times: np.ndarray, row_blocks: int, clusters: int) -> float:
-    """Work of the busiest cluster; `window_times [windows]` in tiles. Row groups are ignored: they only permute."""
-    times = np.repeat(window_times, row_blocks)
+def busiest(window_times: np.ndarray, row_blocks: int, row_group: int, clusters: int) -> float:
+    """Work of the busiest cluster, in the unit of `window_times [windows]`; clusters take items in turn."""
+    groups, last = divmod(row_blocks, row_group)
+    times = np.concatenate([np.tile(np.repeat(window_times, row_group), groups), np.repeat(window_times, last)])
     rounds = -(-times.size // clusters)
     padded = np.zeros(rounds * clusters)
     padded[: times.size] = times

@@ -9,7 +9,7 @@ What happens to a finished tile of logits is up to the `Epilogue`. It works on o
 may carry values from tile to tile of a window, and never sees the pipeline.
 """
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,11 +18,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config, Schedule
+from pallas_ce.mosaic_gpu import layouts
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config, Problem, Schedule
+from pallas_ce.mosaic_gpu.operands import Operands
 
 # Registers of a thread, set when the kernel starts: loads need few, accumulators many. 2·128·232 + 128·40 ≤ 65536.
 _COMPUTE_REGISTERS = 232
 _LOAD_REGISTERS = 40
+
+# Shared memory for reductions across warps, which only sums by column need.
+_REDUCTION_BYTES = 1024
 
 Carry = Any
 
@@ -33,14 +38,14 @@ class Place(NamedTuple):
     Attributes:
         warpgroup: 0 or 1.
         row: first row.
-        slot: which of the partial results this one is, `[0, slots(config, schedule))`.
-        column: first vocabulary entry; None before the first tile.
+        slot: which of the partial results this one is, below `Operands.slots`.
+        column: first vocabulary entry; that of the window where there is no tile.
     """
 
     warpgroup: jax.Array
     row: jax.Array
     slot: jax.Array
-    column: jax.Array | None = None
+    column: jax.Array
 
 
 class Epilogue(Protocol):
@@ -68,7 +73,7 @@ def run(
         name: what profilers show.
         operands: matrices, sizes and schedule.
         epilogue: what is done with the logits.
-        inputs: arrays that the epilogue reads, by name.
+        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes; `rows_limit` if given.
         outputs: shapes and dtypes that it writes, by name.
     """
     config, schedule = operands.config, operands.schedule
@@ -77,8 +82,7 @@ def run(
     # A function of its own for each call: JAX 0.11 confuses the grids of a kernel function that is used with several.
     def body(hidden_gmem: Any, weight_gmem: Any, *others: Any) -> None:
         refs = dict(zip(input_names + output_names, others, strict=True))
-        walk = functools.partial(_Walk, operands.problem, config, schedule)
-        _kernel(hidden_gmem, weight_gmem, refs, walk, epilogue)
+        _kernel(hidden_gmem, weight_gmem, refs, operands.problem, config, schedule, epilogue)
 
     body.__name__ = name
     kernel = plgpu.kernel(
@@ -90,33 +94,43 @@ def run(
         cluster_names=("peer",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES),
     )
     with jax.named_scope(name):
         results = kernel(operands.hidden, operands.weight, *inputs.values())
     return dict(zip(output_names, results, strict=True))
 
 
+def rows_limit(live_rows: jax.Array) -> dict[str, jax.Array]:
+    """An input that makes a kernel skip the row blocks from row `live_rows []` on, whose outputs are left undefined."""
+    return {"live_rows": live_rows.astype(jnp.int32).reshape(1)}
+
+
 def _kernel(
-    hidden_gmem: Any, weight_gmem: Any, refs: dict[str, Any], make_walk: Callable[[], "_Walk"], epilogue: Epilogue
+    hidden_gmem: Any,
+    weight_gmem: Any,
+    refs: dict[str, Any],
+    problem: Problem,
+    config: Config,
+    schedule: Schedule,
+    epilogue: Epilogue,
 ) -> None:
-    weight_tile = (config.columns, config.depth) if walk.problem.vocab_axis == 0 else (config.depth, config.columns)
-    if config.cluster is None:
-        free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages)
-    else:
-        free = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages
-        )
+    weight_tile = (config.columns, config.depth) if problem.vocab_axis == 0 else (config.depth, config.columns)
+    barriers = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",)) if config.cluster else plgpu.Barrier
+    # Both operands need the same swizzle.
+    lengths = (hidden_gmem.shape[1], weight_gmem.shape[1], config.depth, config.columns)
+    dtype = hidden_gmem.dtype
+    slots = functools.partial(plgpu.SMEM, dtype=dtype, transforms=layouts.swizzled(dtype, *lengths))
     ring = {
-        "hidden_smem": _operand(config.stages, (config.tile_rows, config.depth), hidden_gmem),
-        "weight_smem": _operand(config.stages, weight_tile, weight_gmem),
+        "hidden_smem": slots((config.stages, config.tile_rows, config.depth)),
+        "weight_smem": slots((config.stages, *weight_tile)),
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        "free": free,
+        "free": barriers(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
     }
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        walk = make_walk()
+        walk = _Walk(problem, config, schedule, refs.get("live_rows"))
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _() -> None:
@@ -131,26 +145,19 @@ def _kernel(
     pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")
 
 
-def _operand(stages: int, tile: tuple[int, int], gmem: Any) -> Any:
-    """Slots for an operand's tiles in the layout that both TMA and wgmma want.
-
-    The swizzle spans 128 bytes of a row where the array's rows are a multiple of that, and less where they are not.
-    """
-    itemsize = jnp.dtype(gmem.dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if gmem.shape[1] * itemsize % s == 0 and tile[1] * itemsize % s == 0)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM((stages, *tile), gmem.dtype, transforms=transforms)
-
-
 class _Walk:
     """The order of work, the same for all warpgroups: items of this cluster, tiles of an item, steps of a tile."""
 
-    def __init__(self, problem: Problem, config: Config, schedule: Schedule) -> None:
+    def __init__(self, problem: Problem, config: Config, schedule: Schedule, live_rows: Any | None) -> None:
         self.problem, self.config, self.schedule = problem, config, schedule
         self.steps = -(-problem.hidden_size // config.depth)
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
-        items, workers = schedule.items, schedule.clusters
-        self.items = items // workers + (self.worker < items % workers).astype(jnp.int32)
+        self.row_blocks = jnp.int32(schedule.row_blocks)
+        if live_rows is not None:
+            self.row_blocks = lax.div(live_rows[0] + (config.block_rows - 1), config.block_rows)
+        self.items = lax.div(
+            self.row_blocks * schedule.windows + schedule.clusters - 1 - self.worker, schedule.clusters
+        )
 
     def item(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """This thread block's first row, window, first column block, and number of column blocks of its item `index`.
@@ -163,7 +170,7 @@ class _Walk:
         group_items = group_rows * schedule.windows
         linear = index * schedule.clusters + self.worker
         group, rest = lax.div(linear, group_items), lax.rem(linear, group_items)
-        width = jnp.minimum(group_rows, schedule.row_blocks - group * group_rows)
+        width = jnp.minimum(group_rows, self.row_blocks - group * group_rows)
         window = lax.div(rest, width)
         row_block = group * group_rows + lax.rem(rest, width)
         first = lax.div(window * schedule.column_blocks, schedule.windows)
@@ -227,9 +234,7 @@ def _load(hidden_gmem: Any, weight_gmem: Any, ring: dict[str, Any], walk: _Walk)
     lax.fori_loop(0, config.stages, drain, slot)
 
 
-def _compute(
-    ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: Epilogue, warpgroup: jax.Array
-) -> None:
+def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: Epilogue, warpgroup: jax.Array) -> None:
     config = walk.config
     rows = pl.ds(warpgroup * config.rows, config.rows)
 
@@ -280,7 +285,7 @@ def _compute(
 
     def item(index: jax.Array, slot: jax.Array) -> jax.Array:
         row, window, first, count = walk.item(index)
-        place = Place(warpgroup, row + warpgroup * config.rows, walk.slot(window))
+        place = Place(warpgroup, row + warpgroup * config.rows, walk.slot(window), walk.column(first))
 
         def tile(i: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
             slot, carry = state

@@ -3,7 +3,7 @@
 TMA wants rows of 16-byte multiples; the tiled layout of wgmma asks for a little more: a matrix's rows in eights, its
 row length in sixteens (32 bytes). Hidden states are padded where need be, which costs little. The weight is not:
 
-* `[V, H]`: the kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
+* `[V, H]`: a kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
 * Where H (or V of a `[H, V]` weight) is not a multiple of 16 no view can help: one padded copy (`weight_copied`).
 """
 
@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu import gemm
-from pallas_ce.mosaic_gpu.config import Config, Schedule, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Problem, Schedule, schedule
 from pallas_ce.mosaic_gpu.epilogues import LogitSpec
 
 ROW_MULTIPLE = 8
@@ -34,6 +33,23 @@ def covered(spec: HeadSpec) -> int:
     return min(spec.vocab_size, spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
+def tail(head: Head) -> Head | None:
+    """The head of the entries that the kernels leave to XLA, or None."""
+    spec = head.spec
+    first = covered(spec)
+    if first == spec.vocab_size:
+        return None
+    ids = slice(first, spec.vocab_size)
+    left = spec.vocab_size - first
+    return dataclasses.replace(
+        head,
+        weight=head.weight[ids],
+        bias=None if head.bias is None else head.bias[ids],
+        logit_weights=head.tile_logit_weights(first, left),
+        spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
+    )
+
+
 def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
     """`x` padded at the end of each axis to `sizes`."""
     if x.shape == sizes:
@@ -42,6 +58,7 @@ def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
 
 
 def round_up(size: int, multiple: int) -> int:
+    """The first multiple that is not less than `size`."""
     return -(-size // multiple) * multiple
 
 
@@ -68,11 +85,11 @@ class Operands:
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
-        inputs: vectors by name: "labels" by row, "bias" and "logit_weights" by column, "scale" `[1]`.
+        inputs: vectors by name: "labels" by row, "bias" and "u" by column, "scale" `[1]`.
         rows: N.
     """
 
-    problem: gemm.Problem
+    problem: Problem
     schedule: Schedule
     logits: LogitSpec
     hidden: jax.Array
@@ -88,26 +105,48 @@ class Operands:
 
     @property
     def padded_columns(self) -> int:
+        """Vocabulary entries of the schedule's tiles."""
         return self.schedule.column_blocks * self.config.block_columns
+
+    @property
+    def slots(self) -> int:
+        """Partial results of a row: one a window, times two where a cluster's blocks share its rows."""
+        return self.schedule.windows * (2 if self.config.cluster == "rows" else 1)
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
         return pad(x, (self.padded_rows,), value)
 
 
+def stored_shape(rows: int, spec: HeadSpec) -> tuple[int, int]:
+    """Shape of an array with a number for each logit: `[rows, V]`, padded to what TMA can write."""
+    return round_up(rows, ROW_MULTIPLE), round_up(spec.vocab_size, LENGTH_MULTIPLE)
+
+
 def operands(
     head: Head,
     hidden: jax.Array,
     labels: jax.Array | None,
-    weighted_mean: bool,
     config: Config,
+    *,
+    weighted_mean: bool,
     bytes_per_row: int,
+    partial_bytes: int = PARTIALS_BYTES,
 ) -> Operands:
-    """Operands for `hidden [N, H]`; `weighted_mean` says whether the kernel reads a given u."""
+    """Operands for `hidden [N, H]` and the vocabulary entries that are `covered`.
+
+    Args:
+        head: the head.
+        hidden: `[N, H]`.
+        labels: `[N]` int32, -1 for none; None where not read.
+        config: of the kernel.
+        weighted_mean: whether the kernel reads a given u.
+        bytes_per_row: bytes a window leaves for each row.
+        partial_bytes: what all windows may leave at most.
+    """
     spec = head.spec
-    columns = covered(spec)
-    rows = hidden.shape[0]
-    plan = schedule(config, rows, columns, gemm.processors(), bytes_per_row)
+    columns, rows = covered(spec), hidden.shape[0]
+    plan = schedule(config, rows, columns, bytes_per_row, partial_bytes)
     padded = plan.column_blocks * config.block_columns
     logits = LogitSpec(
         columns=columns,
@@ -119,16 +158,18 @@ def operands(
     )
     inputs: dict[str, jax.Array] = {}
     if labels is not None:
-        inputs["labels"] = pad(labels, (plan.row_blocks * config.block_rows,), -1)
+        # A label in the tail is nobody's here; it must not hit a masked column of the last tile.
+        known = jnp.where(labels < columns, labels, -1)
+        inputs["labels"] = pad(known, (plan.row_blocks * config.block_rows,), -1)
     if head.bias is not None:
         inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
     if head.logit_scale is not None:
         inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
     if weighted_mean and head.logit_weights is not None:
-        inputs["logit_weights"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
+        inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     return Operands(
-        problem=gemm.Problem(width, spec.vocab_axis, spec.dtype),
+        problem=Problem(width, spec.vocab_axis),
         schedule=plan,
         logits=logits,
         hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), width)),

@@ -1,0 +1,231 @@
+"""The Hopper backend: which kernel serves which part of a call, with which tiles and blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.backends import Accumulators, Mode, Plan, Residual
+from pallas_ce.blocks import Tiles
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
+from pallas_ce.statistics import Partial, merge
+
+_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+
+# Column numbers pass through float32.
+_LARGEST_VOCABULARY = 2**24
+
+# The recompute mode's block of dlogits may take this much; larger ones save passes over the float32 sums.
+_RECOMPUTE_BYTES = 160 * 2**20
+
+# Blocks of rows and of columns are multiples of these where the problem is large enough, so that tiles are full.
+_ROW_STEP = 256
+_COLUMN_STEP = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuBackend:
+    """See `pallas_ce.backends.Backend`.
+
+    Attributes:
+        config: tiles of every kernel, for tests and tuning; None to choose by what a kernel has to do.
+    """
+
+    name = "mosaic_gpu"
+    config: Config | None = None
+
+    def refusal(self, spec: HeadSpec) -> str | None:
+        """All but bfloat16 and float16 operands, whose accuracy is the reason to ask for wider ones."""
+        if spec.dtype not in _DTYPES:
+            return (
+                f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
+                "implementation='xla' keeps that accuracy (or pass dtype=jnp.bfloat16)"
+            )
+        if spec.vocab_size > _LARGEST_VOCABULARY:
+            return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
+        return None
+
+    def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        """Bytes for one row at a time, or for one row of a small tile."""
+        columns = spec.vocab_size if mode == "in_forward" else min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+        return _scratch(spec, mode, 1, columns, 2)
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+        """As large as the budget allows; blocks of rows of nearly equal size, in full tiles."""
+        if mode == "recompute":
+            return _plan_recompute(spec, tokens, scratch_bytes)
+        blocks = 1
+        while True:
+            rows = _even_rows(tokens, blocks)
+            bytes_needed = _scratch(spec, mode, rows, spec.vocab_size, blocks)
+            if bytes_needed <= scratch_bytes or rows == 1:
+                return Plan(rows, spec.vocab_size, min(bytes_needed, scratch_bytes))
+            blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+
+    def statistics(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> Partial:
+        """One kernel; the tail by XLA."""
+        partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
+        config = self._config("forward", head, len(names))
+        partial = forward_kernel.statistics(head, hidden, labels, names, config, partial_bytes)
+        if (rest := operands.tail(head)) is not None:
+            partial = merge(partial, products.tail_logits_and_partial(head, rest, hidden, labels, names)[1])
+        return partial
+
+    def dlogits_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        tile_index: jax.Array,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        """dlogits of the tile by a kernel, its products by XLA."""
+        spec, columns = head.spec, plan.columns
+        tile = Tiles(spec.vocab_size, columns).tile(tile_index)
+        aligned = operands.round_up(columns, operands.LENGTH_MULTIPLE)
+        weight = tile.take(head.weight, spec.vocab_axis)
+        shape = (aligned, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, aligned)
+        slice_of_head = dataclasses.replace(
+            head,
+            weight=operands.pad(weight, shape),
+            bias=None if head.bias is None else operands.pad(tile.take(head.bias), (aligned,)),
+            logit_weights=head.tile_logit_weights(tile.start, columns)
+            if coefficients.logit_weights is not None
+            else None,
+            spec=dataclasses.replace(spec, weight_rows=aligned, vocab_size=columns),
+        )
+        gradient, sums = dlogits_kernel.dlogits(
+            slice_of_head,
+            hidden,
+            _from(labels, tile.start, columns),
+            Residual(residual.lse, _from(residual.argmax, tile.start, columns)),
+            coefficients,
+            self._config("dlogits", head, sum(c is not None for c in coefficients)),
+            bias_sum=wanted.bias_sum,
+            first=None if tile.live is None else jnp.int32(tile_index) * columns - tile.start,
+        )
+        assert gradient is not None
+        gradient = gradient[: hidden.shape[0], :columns]
+        for_hidden = for_weight = None
+        if wanted.hidden_product:
+            for_hidden = head.matmul(gradient, weight, (1, spec.vocab_axis))
+        if wanted.weight:
+            a, b = (gradient, hidden) if spec.vocab_axis == 0 else (hidden, gradient)
+            for_weight = head.matmul(a, b, (0, 0))
+        return for_hidden, for_weight, sums
+
+    def stash(
+        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
+    ) -> tuple[Partial, products.Stash]:
+        """See `products.make`."""
+        config = self._config("stash", head, len(names))
+        return products.make(head, hidden, labels, names, config, self._config("forward", head, len(names)))
+
+    def stash_products(
+        self,
+        head: Head,
+        hidden: jax.Array,
+        labels: jax.Array | None,
+        residual: Residual,
+        coefficients: Coefficients,
+        factor: jax.Array,
+        stash: products.Stash,
+        accumulators: Accumulators,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> tuple[jax.Array | None, Accumulators]:
+        """See `products.products`."""
+        config = self._config("dlogits", head, sum(c is not None for c in coefficients))
+        return products.products(
+            head, hidden, labels, residual, coefficients, factor, stash, accumulators, wanted, config
+        )
+
+    def _config(self, kernel: Kernel, head: Head, vectors: int) -> Config:
+        options = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
+        return self.config or choose(kernel, vectors, sum(option is not None for option in options))
+
+
+def _from(columns: jax.Array | None, start: jax.Array, count: int) -> jax.Array | None:
+    """Vocabulary entries as columns of a slice; -1 for those outside."""
+    if columns is None:
+        return None
+    inside = (columns >= start) & (columns < start + count)
+    return jnp.where(inside, columns - start, -1)
+
+
+def _even_rows(tokens: int, blocks: int) -> int:
+    """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
+    rows = -(-tokens // blocks)
+    return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
+
+
+def _plan_recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
+    """The blocks with the fewest passes over float32 sums within the budget.
+
+    Every tile of the vocabulary adds to the sum for hidden `[N, H]`, and every block of rows but the first to the
+    tile's sum for the weight `[columns, H]`; reading and writing those is what the products themselves do not need.
+    """
+    budget = min(scratch_bytes, _RECOMPUTE_BYTES)
+    choices = []
+    for blocks in range(1, 1 + min(tokens, 4096)):
+        rows = _even_rows(tokens, blocks)
+        columns = _most_columns(spec, rows, blocks, budget)
+        if columns:
+            passes = tokens * -(-spec.vocab_size // columns) + spec.vocab_size * (blocks - 1)
+            choices.append((passes, blocks, rows, columns))
+        if blocks > 1 and (rows <= 128 or len(choices) > 8):
+            break
+    if choices:
+        _, blocks, rows, columns = min(choices)
+    else:
+        columns = min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+        rows = next(
+            r
+            for r in (128, 64, 32, 16, 8, 4, 2, 1)
+            if r == 1 or _scratch(spec, "recompute", r, columns, 2) <= scratch_bytes
+        )
+        rows, blocks = min(rows, tokens), 2
+    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks))
+
+
+def _most_columns(spec: HeadSpec, rows: int, blocks: int, budget: int) -> int:
+    """The widest tile within the budget, 0 if none is; in full tiles, and evenly where several are needed."""
+    if _scratch(spec, "recompute", rows, spec.vocab_size, blocks) <= budget:
+        return spec.vocab_size
+    base, more = (_scratch(spec, "recompute", rows, c, blocks) for c in (0, _COLUMN_STEP))
+    most = (budget - base) // (more - base) * _COLUMN_STEP
+    if most <= 0:
+        return 0
+    tiles = -(-spec.vocab_size // most)
+    return min(most, operands.round_up(-(-spec.vocab_size // tiles), _COLUMN_STEP), spec.vocab_size)
+
+
+def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, blocks: int) -> int:
+    """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
+
+    The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
+    scaled operand and as product. Recompute: dlogits of a tile, its slice of the weight, and its products.
+    """
+    narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
+    stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
+    stored_columns = operands.round_up(columns, operands.LENGTH_MULTIPLE)
+    copied = narrow * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
+    partial = 7 * wide * 2 * stored_rows
+    if mode is None:
+        return copied + partial + (narrow * rows * spec.hidden_size if blocks > 1 else 0)
+    # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
+    stored = narrow * stored_rows * (stored_columns + (columns if columns % operands.LENGTH_MULTIPLE else 0))
+    if mode == "in_forward":
+        return copied + partial + stored + (2 * narrow + wide) * rows * spec.hidden_size
+    sums = (narrow + wide * (2 if blocks > 1 else 1)) * columns * spec.hidden_size
+    gathered = (narrow + wide) * rows * spec.hidden_size if blocks > 1 else 0
+    return stored + sums + gathered

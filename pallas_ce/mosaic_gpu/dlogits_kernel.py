@@ -1,0 +1,179 @@
+"""dlogits of a slice of the vocabulary, recomputed: the formula of `pallas_ce.coefficients` on a tile in registers.
+
+    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax],   times 1 - (z_j/c)² under a soft cap
+
+Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_ce.backends import Residual
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head
+from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
+
+
+def dlogits(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    residual: Residual,
+    coefficients: Coefficients,
+    config: Config,
+    *,
+    bias_sum: bool = False,
+    first: jax.Array | None = None,
+    into: Any | None = None,
+    live_rows: jax.Array | None = None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """dlogits in the compute dtype, of the shape `operands.stored_shape`, and their sums by column `[V]`.
+
+    The kernel knows one vocabulary: for a slice of it, hand in a head of that slice, and labels and argmax counted from
+    the slice's start. What is undefined is as in `stash_kernel.stash`.
+
+    Args:
+        head: the head.
+        hidden: `[N, H]`.
+        labels: `[N]` int32, -1 for none.
+        residual: lse and argmax where terms need them.
+        coefficients: `[N]` each.
+        config: of the kernel.
+        bias_sum: whether to return sums, of unrounded values; else None.
+        first: `[]` int32: columns before it get 0.
+        into: a `jax.Ref` to write to; then nothing is returned.
+        live_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
+    """
+    spec = head.spec
+    given = operands.operands(
+        head,
+        hidden,
+        labels if coefficients.target is not None else None,
+        config,
+        weighted_mean=coefficients.logit_weights is not None,
+        bytes_per_row=0,
+    )
+    inputs = dict(given.inputs)
+    for name, values in coefficients._asdict().items():
+        if values is not None:
+            inputs[name] = given.by_row(values.astype(jnp.float32))
+    if residual.lse is not None:
+        # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
+        inputs["lse"] = given.by_row(jnp.where(jnp.isneginf(residual.lse), jnp.inf, residual.lse))
+    if residual.argmax is not None:
+        inputs["argmax_column"] = given.by_row(residual.argmax, -1)
+    if first is not None:
+        inputs["first"] = first.astype(jnp.int32).reshape(1)
+    if live_rows is not None:
+        inputs |= gemm.rows_limit(live_rows)
+    shape = operands.stored_shape(given.rows, spec)
+    outputs: dict[str, Any] = {}
+    if into is not None:
+        inputs["dlogits"] = into
+    else:
+        outputs["dlogits"] = jax.ShapeDtypeStruct(shape, spec.dtype)
+    if bias_sum:
+        blocks = given.padded_rows // config.rows
+        outputs["bias_sums"] = jax.ShapeDtypeStruct((blocks, given.padded_columns), jnp.float32)
+    present = frozenset(name for name, values in coefficients._asdict().items() if values is not None)
+    epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width, bias_sum)
+    found = gemm.run("pallas_ce_dlogits", given, epilogue, inputs, outputs)
+    sums = found["bias_sums"].sum(axis=0)[: spec.vocab_size] if bias_sum else None
+    return found.get("dlogits"), sums
+
+
+@dataclasses.dataclass(frozen=True)
+class DlogitsEpilogue:
+    """Stores a tile's dlogits."""
+
+    logits: epilogues.LogitSpec
+    present: frozenset[str]
+    columns: int
+    dtype: Any
+    rows: int
+    width: int
+    bias_sum: bool
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for what is written."""
+        scratch = {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
+        if self.bias_sum:
+            scratch["sums_smem"] = plgpu.SMEM((COMPUTE_WARPGROUPS, self.width), jnp.float32)
+        return scratch
+
+    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+        """Vectors by row that the whole window needs."""
+        names = (*sorted(self.present), "lse", "labels", "argmax_column")
+        return {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
+
+    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+        """Stores the gradient, 0 in columns that are not live."""
+        for first, piece in epilogues.pieces(product, self.width):
+            column = place.column + first
+            z = self.logits.logits(refs, column, piece)
+            gradient = self._gradient(refs, column, z, carry)
+            if self.logits.ragged:
+                gradient = jnp.where(self.logits.live(column, z.shape), gradient, 0.0)
+            if "first" in refs:
+                before = layouts.column_ids(z.shape) < refs["first"][0] - column
+                gradient = jnp.where(before, 0.0, gradient)
+            layouts.store_piece(
+                refs["dlogits_smem"], place.warpgroup, refs["dlogits"], place.row, place.column, first, gradient
+            )
+            if self.bias_sum:
+                self._store_sums(refs, place, column, gradient.sum(axis=0))
+        return carry
+
+    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+        """Waits until the last tile has left shared memory."""
+        plgpu.wait_smem_to_gmem(0)
+
+    def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
+        shape = z.shape
+
+        def row(name: str) -> jax.Array:
+            return layouts.along_columns(by_row[name], shape)
+
+        terms = []
+        if "prob" in self.present:
+            inner = row("prob")
+            if "prob_log_prob" in self.present:
+                log_p = jnp.maximum(z - row("lse"), epilogues.FARTHEST)
+                p = jnp.exp2(log_p * epilogues.LOG2E)
+                inner = inner + row("prob_log_prob") * log_p
+            else:
+                scaled = layouts.along_columns(by_row["lse"] * epilogues.LOG2E, shape)
+                p = jnp.exp2(z * epilogues.LOG2E - scaled)
+            if "prob_sq" in self.present:
+                inner = inner + row("prob_sq") * p
+            terms.append(p * inner)
+        ids = layouts.column_ids(shape)
+        for name, where in (("target", "labels"), ("argmax", "argmax_column")):
+            if name in self.present:
+                hit = ids == layouts.along_columns(by_row[where] - column, shape)
+                terms.append(jnp.where(hit, row(name), 0.0))
+        if "logit_weights" in self.present:
+            if "u" in refs:
+                u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
+                terms.append(row("logit_weights") * u)
+            else:
+                terms.append(layouts.along_columns(by_row["logit_weights"] * self.logits.uniform_weight, shape))
+        total = sum(terms[1:], terms[0])
+        if self.logits.softcap is not None:
+            ratio = z * (1.0 / self.logits.softcap)
+            total = total * (1.0 - ratio * ratio)
+        return total
+
+    def _store_sums(self, refs: dict[str, Any], place: gemm.Place, column: jax.Array, sums: jax.Array) -> None:
+        staged = refs["sums_smem"].at[place.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = sums
+        plgpu.commit_smem()
+        block = place.row // self.rows
+        plgpu.copy_smem_to_gmem(staged, refs["bias_sums"].at[block, pl.ds(column, staged.shape[0])])

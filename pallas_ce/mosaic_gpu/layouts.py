@@ -1,0 +1,90 @@
+"""Where values live: a tile in registers, vectors beside it, and matrices on their way through shared memory.
+
+A tile is `[rows, columns]` float32 in the layout of a wgmma accumulator: a row lies in four neighbouring threads, so
+sums along it are mostly thread-local, and a vector by row costs one register for each 32 rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS
+
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+# Tiles are stored in blocks of so many rows and columns, two at a time.
+_BLOCK = 64
+_STAGED = 2
+
+
+def column_ids(shape: tuple[int, ...]) -> jax.Array:
+    """`shape` int32: each entry's column within the tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def along_columns(by_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector by row, the same in every column."""
+    return lax.broadcast_in_dim(by_row, shape, [0])
+
+
+def along_rows(by_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector by column, the same in every row."""
+    return lax.broadcast_in_dim(by_column, shape, [1])
+
+
+def rows_of(ref: Any, row: jax.Array, rows: int) -> jax.Array:
+    """`rows` numbers of a vector by row in global memory."""
+    return plgpu.load(ref.at[pl.ds(row, rows)], layout=_BY_ROW, optimized=False)
+
+
+def columns_of(ref: Any, column: jax.Array, columns: int) -> jax.Array:
+    """`columns` numbers of a vector by column in global memory."""
+    return plgpu.load(ref.at[pl.ds(column, columns)], layout=_BY_COLUMN, optimized=False)
+
+
+def constant_by_row(rows: int, value: float, dtype: Any = jnp.float32) -> jax.Array:
+    """A vector by row with one value."""
+    return plgpu.layout_cast(jnp.full((rows,), value, dtype), _BY_ROW)
+
+
+def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
+    """The layout that TMA and wgmma want of matrices in shared memory, for rows of these numbers of elements.
+
+    It spans 128 bytes of a row where all are multiples of that, and less where they are not.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    span = next(s for s in (128, 64, 32) if all(length * itemsize % s == 0 for length in lengths))
+    tiling = plgpu.TilingTransform((8, span // itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
+
+
+def tile_staging(columns: int, dtype: Any) -> Any:
+    """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
+    shape = (COMPUTE_WARPGROUPS, _STAGED, _BLOCK, _BLOCK)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
+
+
+def store_piece(
+    staging: Any, warpgroup: jax.Array, target: Any, row: jax.Array, column: jax.Array, first: int, x: jax.Array
+) -> None:
+    """Starts storing `x [rows, width]` at `target[row:, column + first:]`; what lies outside the array is dropped.
+
+    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile.
+    """
+    per_row, per_column = x.shape[1] // _BLOCK, x.shape[0] // _BLOCK
+    x = x.astype(staging.dtype)
+    for index in range(per_row * per_column):
+        r, c = index // per_row * _BLOCK, index % per_row * _BLOCK
+        slot = staging.at[warpgroup, (first // _BLOCK * per_column + index) % _STAGED]
+        # The slot is free when all stores but the newest have read theirs. In a tile with an odd number of stores the
+        # first follows a last one in the same slot.
+        newest = 0 if first == 0 and index == 0 else _STAGED - 1
+        plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
+        slot[...] = x[r : r + _BLOCK, c : c + _BLOCK]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(row + r, _BLOCK), pl.ds(column + first + c, _BLOCK)])

@@ -1,0 +1,288 @@
+"""The in-forward mode's second half: gradient products of one block from its stash.
+
+Two ways, chosen when compiling. *Scaled*: only A, D and F appear, and no soft cap. E itself is the products' operand,
+the row factors `s` are applied to small operands and results, and the target's and the argmax's entries of E are
+replaced by their exact dlogits divided by s: no pass over `[rows, V]` is made. *Formed*: one elementwise pass turns E
+into dlogits, with `z = e + log E`; exact entries are put in afterwards, and `s = 1`.
+
+A third is chosen when running, for the whole block: where some row's reference was too far from its lse for 16 bits, or
+a replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce import coefficients as coef
+from pallas_ce.backends import Accumulators, Residual
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head, Wanted
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, stash_kernel
+from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
+
+# Vocabulary entries, evenly spaced, from which a row's lse is guessed.
+_SAMPLE = 64
+
+
+class Range(NamedTuple):
+    """What a 16-bit format bears.
+
+    Attributes:
+        below: how far below the guessed lse the reference is put.
+        low: least `lse - reference` at which E keeps its accuracy.
+        high: largest one at which it does not overflow.
+        largest: of entries that are replaced.
+    """
+
+    below: float
+    low: float
+    high: float
+    largest: float
+
+
+# bfloat16 has float32's exponents, so hardly any guess is too bad. float16 keeps its accuracy over 30 powers of two:
+# probabilities down to 1e-6 are normal numbers, and the largest exponential and a replaced entry stay below 2**15.
+_RANGES = {"bfloat16": Range(0.0, -60.0, 60.0, 1e30), "float16": Range(5.0, -1.0, 10.0, 2.0**15)}
+
+
+class Stash(NamedTuple):
+    """What one block's products need of its logits.
+
+    Attributes:
+        exponentials: E, of `operands.stored_shape`.
+        reference: `[n]`, e.
+        good: `[]` bool, whether E can be used.
+        target_logit: `[n]` or None.
+        max_logit: `[n]` or None.
+    """
+
+    exponentials: jax.Array
+    reference: jax.Array
+    good: jax.Array
+    target_logit: jax.Array | None
+    max_logit: jax.Array | None
+
+
+def make(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    names: frozenset[str],
+    config: Config,
+    forward_config: Config,
+) -> tuple[Partial, Stash]:
+    """Statistics of one block, and its stash."""
+    spec, wide = head.spec, head.spec.accumulator
+    bounds = _RANGES[spec.dtype.name]
+    reference = _guess_lse(head, hidden) - bounds.below
+    reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)
+    partial, exponentials = stash_kernel.stash(head, hidden, labels, reference, names, config)
+
+    if (rest := operands.tail(head)) is not None:
+        logits, of_tail = tail_logits_and_partial(head, rest, hidden, labels, names)
+        partial = merge(partial, of_tail)
+        distances = jnp.exp(logits - reference[:, None])
+        exponentials = _put_tail(exponentials, distances, spec.vocab_size - logits.shape[1])
+
+    lse = finalise(partial, frozenset({"lse"}))["lse"]
+    good = jnp.all((lse - reference >= bounds.low) & (lse - reference <= bounds.high))
+    # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
+    again = forward_kernel.statistics(
+        head, hidden, labels, names, forward_config, live_rows=jnp.where(good, 0, hidden.shape[0])
+    )
+    if rest is not None:
+        again = merge(again, of_tail)
+    partial = _select(good, partial, again, names)
+    stash = Stash(exponentials, reference, good, partial.target_logit, partial.max if "max_logit" in names else None)
+    return partial, stash
+
+
+def products(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    residual: Residual,
+    coefficients: Coefficients,
+    factor: jax.Array,
+    stash: Stash,
+    accumulators: Accumulators,
+    wanted: Wanted,
+    config: Config,
+) -> tuple[jax.Array | None, Accumulators]:
+    """See `Backend.stash_products`."""
+    spec, rows = head.spec, hidden.shape[0]
+    bounds = _RANGES[spec.dtype.name]
+    others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
+    scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
+    good, scale = stash.good, jnp.ones(rows, spec.accumulator)
+    operand = stash.exponentials
+    if scaled:
+        assert residual.lse is not None
+        assert coefficients.prob is not None
+        scale = jnp.where(good, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
+    else:
+        operand = _form(head, labels, residual, coefficients, stash)
+    for columns, logits in ((labels, stash.target_logit), (residual.argmax, stash.max_logit)):
+        if columns is not None and logits is not None:
+            exact = _entries(head, columns, logits, labels, residual, coefficients)
+            # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
+            exact = jnp.where(exact == 0, 0.0, exact / scale)
+            fits = jnp.all(jnp.where(columns >= 0, jnp.abs(exact), 0.0) <= bounds.largest)
+            good, operand = good & fits, _put_entries(operand, columns, exact)
+
+    operand = _recompute(head, hidden, labels, residual, coefficients, operand, ~good, config)
+    scale = jnp.where(good, scale, 1.0)
+    operand = operand[:rows, : spec.vocab_size]
+    for_hidden, (weight_sum, bias_sum) = None, accumulators
+    if wanted.hidden_product:
+        weight = lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
+        for_hidden = scale[:, None] * head.matmul(operand, weight, (1, spec.vocab_axis))
+    if weight_sum is not None:
+        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum)
+    if bias_sum is not None:
+        summed = (operand.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
+        bias_sum = bias_sum.at[: spec.vocab_size].add(factor * summed)
+    return for_hidden, Accumulators(weight_sum, bias_sum)
+
+
+def tail_logits_and_partial(
+    head: Head, rest: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str]
+) -> tuple[jax.Array, Partial]:
+    """Logits `[n, c]` of the entries that kernels leave out, and their `Partial`; `rest` is `operands.tail(head)`."""
+    logits = rest.logits(hidden, rest.weight, rest.bias)
+    count = rest.spec.vocab_size
+    columns = head.spec.vocab_size - count + jnp.arange(count, dtype=jnp.int32)
+    return logits, partial_of_tile(logits, columns, None, labels, rest.logit_weights, names)
+
+
+def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
+    """`[n]`: the lse that every row would have if the rest of its logits were like those of a few columns."""
+    spec = head.spec
+    stride = max(1, spec.vocab_size // _SAMPLE)
+    stop = min(spec.vocab_size, stride * _SAMPLE)
+    weight = lax.slice_in_dim(head.weight, 0, stop, stride, spec.vocab_axis)
+    bias = None if head.bias is None else head.bias[:stop:stride]
+    logits = head.logits(hidden, weight, bias)
+    return jax.nn.logsumexp(logits, axis=1) + jnp.log(spec.vocab_size / logits.shape[1])
+
+
+def _select(good: jax.Array, a: Partial, b: Partial, names: frozenset[str]) -> Partial:
+    """`a` where good, else `b`, in the fields that both have."""
+    return Partial(*(None if x is None or y is None else jnp.where(good, x, y) for x, y in zip(a, b, strict=True)))
+
+
+def _put_tail(stored: jax.Array, tail: jax.Array, first: int) -> jax.Array:
+    """Sets the columns from `first` on to `tail [n, c]`, and to 0 behind it."""
+    values = operands.pad(tail.astype(stored.dtype), (stored.shape[0], stored.shape[1] - first))
+    return lax.dynamic_update_slice(stored, values, (0, first))
+
+
+def _put_entries(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+    """Sets one entry of each row; none where its column is -1."""
+    rows = jnp.arange(columns.shape[0])
+    inside = jnp.where(columns >= 0, columns, stored.shape[1])
+    return stored.at[rows, inside].set(values.astype(stored.dtype), mode="drop", unique_indices=True)
+
+
+def _entries(
+    head: Head,
+    columns: jax.Array,
+    logits: jax.Array,
+    labels: jax.Array | None,
+    residual: Residual,
+    coefficients: Coefficients,
+) -> jax.Array:
+    """Exact dlogits `[n]` of one column a row, whose logits `[n]` are given."""
+    spec = head.spec
+    u = None
+    if coefficients.logit_weights is not None:
+        given = head.logit_weights
+        u = jnp.full(columns.shape, 1.0 / spec.vocab_size) if given is None else given[jnp.maximum(columns, 0)]
+
+    def one(*of_row: Any) -> jax.Array:
+        coefficients, logit, lse, column, label, argmax, u = jax.tree.map(lambda x: x[None], of_row)
+        return coef.dlogits(coefficients, logit[None], lse, column, None, label, argmax, u, spec.softcap)[0, 0]
+
+    return jax.vmap(one)(coefficients, logits, residual.lse, columns, labels, residual.argmax, u)
+
+
+def _form(
+    head: Head, labels: jax.Array | None, residual: Residual, coefficients: Coefficients, stash: Stash
+) -> jax.Array:
+    """dlogits from exponentials, rounded; one elementwise pass."""
+    spec, rows = head.spec, stash.reference.shape[0]
+    exponentials = stash.exponentials
+    logits = stash.reference[:, None] + jnp.log(exponentials[:rows, : spec.vocab_size].astype(spec.accumulator))
+    if spec.softcap is not None:
+        logits = jnp.clip(logits, -spec.softcap, spec.softcap)  # what rounding E may have carried beyond
+    u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
+    columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
+    formed = coef.dlogits(coefficients, logits, residual.lse, columns, None, labels, residual.argmax, u, spec.softcap)
+    return operands.pad(formed.astype(spec.dtype), exponentials.shape)
+
+
+def _recompute(
+    head: Head,
+    hidden: jax.Array,
+    labels: jax.Array | None,
+    residual: Residual,
+    coefficients: Coefficients,
+    operand: jax.Array,
+    enabled: jax.Array,
+    config: Config,
+) -> jax.Array:
+    """`operand`, or where `enabled` dlogits in its place."""
+    stored = jax.new_ref(operand)
+    dlogits_kernel.dlogits(
+        head,
+        hidden,
+        labels,
+        residual,
+        coefficients,
+        config,
+        into=stored,
+        live_rows=jnp.where(enabled, hidden.shape[0], 0),
+    )
+    operand = jax.freeze(stored)
+    if (rest := operands.tail(head)) is not None:
+        first = operands.covered(head.spec)
+        logits = rest.logits(hidden, rest.weight, rest.bias)
+        columns = first + jnp.arange(rest.spec.vocab_size, dtype=jnp.int32)
+        exact = coef.dlogits(
+            coefficients,
+            logits,
+            residual.lse,
+            columns,
+            None,
+            labels,
+            residual.argmax,
+            rest.logit_weights,
+            head.spec.softcap,
+        )
+        old = operand[: hidden.shape[0], first : head.spec.vocab_size]
+        operand = _put_tail(operand, jnp.where(enabled, exact.astype(operand.dtype), old), first)
+    return operand
+
+
+def _add_weight(
+    head: Head, hidden: jax.Array, operand: jax.Array, scale: jax.Array, factor: jax.Array, total: jax.Array
+) -> jax.Array:
+    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout."""
+    spec = head.spec
+    rows = hidden.astype(spec.accumulator) * scale[:, None]
+    # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
+    # float16 has no room for it: there another power of two keeps them in range, and both are applied afterwards.
+    late: jax.Array | None = None
+    if spec.dtype == jnp.float16:
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(rows)))
+        late, factor = factor * jnp.exp2(exponent - 13.0), jnp.exp2(13.0 - exponent)
+    rows = (rows * factor).astype(spec.dtype)
+    product = head.matmul(operand, rows, (0, 0)) if spec.vocab_axis == 0 else head.matmul(rows, operand, (0, 0))
+    product = product if late is None else late * product
+    if product.shape == total.shape:
+        return total + product
+    zeros = (0, 0)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, zeros, product.shape) + product, zeros)

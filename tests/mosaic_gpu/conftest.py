@@ -1,0 +1,84 @@
+"""The GPU interpreter with race detection, and problems small enough for it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_ce.head import Head, HeadSpec
+
+
+@pytest.fixture
+def interpreted(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """`interpreted(f)(*args)` runs f under the interpreter, and the test fails where the interpreter saw a race."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+                return jax.block_until_ready(jax.jit(f)(*args))
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        yield wrap
+    said = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in said, said[:2000]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A head and a block of rows, with everything that a kernel may be asked to handle at once."""
+
+    hidden: jax.Array
+    head: Head
+    labels: jax.Array
+
+
+def make_problem(
+    n: int,
+    h: int,
+    v: int,
+    *,
+    rows: int | None = None,
+    vocab_axis: int = 0,
+    dtype: Any = jnp.bfloat16,
+    bias: bool = False,
+    scale: float | None = None,
+    weights: bool = False,
+    softcap: float | None = None,
+    garbage: bool = True,
+) -> Problem:
+    """Random `hidden [n, h]` and a head of `v` entries in a weight of `rows`; with `garbage`, nan in its padding."""
+    k = jax.random.split(jax.random.key(7), 5)
+    rows = v if rows is None else rows
+    weight = jax.random.normal(k[1], (rows, h), dtype)
+    if garbage:
+        weight = weight.at[v:].set(jnp.nan)
+    labels = jax.random.randint(k[2], (n,), 0, v, jnp.int32).at[n // 2].set(-1)
+    spec = HeadSpec(h, rows, v, vocab_axis, np.dtype(dtype), softcap)
+    head = Head(
+        weight if vocab_axis == 0 else weight.T,
+        jax.random.normal(k[3], (rows,)).at[v // 2].set(-jnp.inf) if bias else None,
+        None if scale is None else jnp.float32(scale),
+        jax.random.normal(k[4], (v,)).at[v // 2].set(0.0) if weights else None,
+        spec,
+    )
+    return Problem(jax.random.normal(k[0], (n, h), dtype) * jnp.asarray(0.5, dtype), head, labels)
+
+
+def logits_of(problem: Problem) -> jax.Array:
+    """`[n, v]` float32 logits from exact products."""
+    head, spec = problem.head, problem.head.spec
+    weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis).astype(jnp.float32)
+    wide = dataclasses.replace(spec, dtype=np.dtype(np.float32))
+    bias = None if head.bias is None else head.bias[: spec.vocab_size]
+    return dataclasses.replace(head, spec=wide).logits(problem.hidden.astype(jnp.float32), weight, bias)

@@ -1,0 +1,144 @@
+"""Losses and gradients through the backend, in both backward modes, under the GPU interpreter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ce.mosaic_gpu
+from pallas_ce import linear_cross_entropy, linear_loss
+from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
+from pallas_ce.mosaic_gpu.config import Config
+
+MODES = ["recompute", "in_forward"]
+TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.2e-3}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, processors=4))
+    monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)
+
+
+def arrays(n: int, h: int, v: int, axis: int = 0, dtype: Any = jnp.bfloat16, **more: Any) -> dict[str, jax.Array]:
+    k = jax.random.split(jax.random.key(5), 3)
+    weight = jax.random.normal(k[1], (v, h), dtype) * jnp.asarray(0.3, dtype)
+    return {"hidden": jax.random.normal(k[0], (n, h), dtype), "weight": weight if axis == 0 else weight.T, **more}
+
+
+def labels_of(n: int, v: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(6), (n,), 0, v).at[0].set(-100)
+
+
+def squared_mixture(s: Any) -> jax.Array:
+    """A loss of no meaning that reads every statistic."""
+    mixture = s.lse - s.target_logit + 0.3 * s.mean_logit - 0.2 * s.entropy + s.sum_sq_probs + 0.1 * s.max_logit
+    return jnp.square(mixture)
+
+
+def check(
+    interpreted: Callable[..., Any], loss: Callable[..., Any], given: dict[str, jax.Array], mode: str, tolerance: float
+) -> None:
+    """Value and gradients against the reference implementation, which gets the same numbers in float32."""
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+    want = jax.value_and_grad(lambda given: loss(given, "reference", "auto"))(wide)
+    got = interpreted(jax.value_and_grad(lambda given: loss(given, "mosaic_gpu", mode)))(given)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for name, x in given.items():
+        g, w = np.asarray(got[1][name], np.float32), np.asarray(want[1][name])
+        assert got[1][name].dtype == x.dtype
+        assert np.abs(g - w).max() <= tolerance * np.abs(w).max(), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., Any]) -> None:
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        return linear_cross_entropy(
+            **given, labels=labels_of(70, 208), vocab_axis=axis, implementation=implementation, backward=backward
+        )
+
+    check(interpreted, loss, arrays(70, 64, 208, axis), mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("axis", "h", "v"), [(0, 64, 213), (1, 72, 213)])
+def test_every_option_and_ragged_sizes(mode: str, axis: int, h: int, v: int, interpreted: Callable[..., Any]) -> None:
+    given = arrays(70, h, v, axis, bias=jax.random.normal(jax.random.key(1), (v,)), logit_scale=jnp.float32(1.3))
+
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        return linear_cross_entropy(
+            **given,
+            labels=labels_of(70, 201),
+            vocab_axis=axis,
+            vocab_size=201,
+            logit_softcap=5.0,
+            label_smoothing=0.1,
+            z_loss=1e-3,
+            implementation=implementation,
+            backward=backward,
+        )
+
+    check(interpreted, loss, given, mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_tail_of_a_vocabulary_that_is_no_multiple(mode: str, interpreted: Callable[..., Any]) -> None:
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        labels = labels_of(40, 133).at[1].set(132)
+        return linear_cross_entropy(**given, labels=labels, implementation=implementation, backward=backward)
+
+    check(interpreted, loss, arrays(40, 64, 133), mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float16_and_blocks_within_a_small_budget(mode: str, interpreted: Callable[..., Any]) -> None:
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        budget = None if implementation == "reference" else 60_000
+        return linear_cross_entropy(
+            **given, labels=labels_of(80, 204), scratch_bytes=budget, implementation=implementation, backward=backward
+        )
+
+    check(interpreted, loss, arrays(80, 64, 204, dtype=jnp.float16), mode, TOLERANCE[jnp.float16])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "height"), [(jnp.bfloat16, 30.0), (jnp.bfloat16, 150.0), (jnp.bfloat16, -200.0), (jnp.float16, 30.0)]
+)
+def test_columns_that_the_guess_of_the_lse_misses(dtype: Any, height: float, interpreted: Callable[..., Any]) -> None:
+    # 192 columns are sampled at multiples of 3; column 100 is not among them, all others are raised where height < 0.
+    bias = (
+        jnp.zeros(192).at[100].set(height) if height > 0 else jnp.full(192, height).at[jnp.arange(1, 192, 3)].set(0.0)
+    )
+
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        return linear_cross_entropy(
+            **given, bias=bias, labels=labels_of(40, 192), implementation=implementation, backward=backward
+        )
+
+    check(interpreted, loss, arrays(40, 64, 192, dtype=dtype), "in_forward", TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_of_every_statistic(mode: str, interpreted: Callable[..., Any]) -> None:
+    u = jax.random.normal(jax.random.key(2), (208,))
+
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        return linear_loss(
+            squared_mixture,
+            **given,
+            labels=labels_of(70, 208).at[0].set(3),
+            logit_weights=u,
+            implementation=implementation,
+            backward=backward,
+        )
+
+    check(interpreted, loss, arrays(70, 64, 208), mode, 1.5 * TOLERANCE[jnp.bfloat16])
+
+
+def test_without_interpreter_and_without_gpu_nothing_falls_back() -> None:
+    with pytest.raises(ValueError, match="interpret"):
+        linear_cross_entropy(**arrays(8, 64, 64), labels=labels_of(8, 64), implementation="mosaic_gpu")

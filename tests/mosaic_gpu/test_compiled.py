@@ -1,0 +1,130 @@
+"""The kernels as machine code for an H200 at real sizes: no spills, no serialised products, memory as promised."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce.backends import Residual
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, choose
+
+h200 = pytest.importorskip("tests.compile_for_h200", reason="needs the gpu-compile extra")
+
+MIB = 2**20
+LOSS = frozenset({"lse", "target_logit"})
+EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
+OPTIONS = ("bias", "scale", "weights", "softcap")
+
+
+def arguments(n: int, v: int, h: int, axis: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    mesh = h200.h200_mesh()
+    shapes = [((n, h), dtype), ((v, h) if axis == 0 else (h, v), dtype), ((n,), jnp.int32)]
+    shapes += [((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32)]
+    return tuple(h200.shaped(mesh, *shape) for shape in shapes)
+
+
+def compiled_kernel(
+    kernel: str, n: int, v: int, h: int, axis: int, config: Config, names: frozenset[str], options: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """One kernel alone, compiled; its vectors by row stand in for each other."""
+
+    def run(hidden: Any, weight: Any, labels: Any, by_row: Any, by_column: Any, scalar: Any) -> Any:
+        def if_given(name: str, x: Any) -> Any:
+            return x if name in options else None
+
+        spec = HeadSpec(h, v, v, axis, np.dtype(hidden.dtype), if_given("softcap", 30.0))
+        head = Head(
+            weight, if_given("bias", by_column), if_given("scale", scalar), if_given("weights", by_column), spec
+        )
+        if kernel == "forward":
+            return forward_kernel.statistics(head, hidden, labels, names, config)
+        if kernel == "stash":
+            return stash_kernel.stash(head, hidden, labels, by_row, names, config)
+        every = names is EVERY
+        coefficients = Coefficients(*[by_row] * 6) if every else Coefficients(by_row, target=by_row)
+        residual = Residual(by_row, labels if every else None)
+        return dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config, bias_sum="bias" in options)
+
+    return h200.compile_for_h200(run, *arguments(n, v, h, axis))
+
+
+def assert_clean(report: Any) -> None:
+    assert report.kernels >= 1
+    assert report.spilled_bytes == 0
+    assert not report.serialised
+
+
+@pytest.mark.parametrize(
+    ("kernel", "n", "v", "axis", "names", "options"),
+    [
+        ("forward", 8192, 131072, 0, LOSS, ()),
+        ("forward", 8192, 131072, 1, LOSS | {"entropy"}, ()),
+        ("forward", 8192, 50304, 0, EVERY, OPTIONS),
+        ("stash", 2048, 131072, 0, LOSS, ()),
+        ("stash", 2048, 131072, 1, LOSS | {"mean_logit"}, ("bias",)),
+        ("stash", 2048, 50304, 0, EVERY, OPTIONS),
+        ("dlogits", 8192, 4096, 0, LOSS, ()),
+        ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
+        ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
+    ],
+)
+def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
+    vectors = len(names) if kernel != "dlogits" or names is EVERY else 2
+    compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
+    assert_clean(report)
+    # Partial statistics and their padded inputs, or sums by column of each block of rows.
+    assert compiled.memory_analysis().temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "stash", "dlogits"])
+@pytest.mark.parametrize("cluster", ["rows", "columns", None])
+@pytest.mark.parametrize("tile", [(128, 128), (64, 256)])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_every_schedule(kernel: str, cluster: Any, tile: tuple[int, int], in_flight: int) -> None:
+    piece = 64 if kernel == "dlogits" and tile[0] == 64 else None
+    config = Config(rows=tile[0], columns=tile[1], cluster=cluster, in_flight=in_flight, piece=piece)
+    assert_clean(compiled_kernel(kernel, 2048, 131072, 4096, 0, config, LOSS, ())[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("h", "v", "axis"), [(4112, 8192, 0), (4096, 8208, 1), (768, 50257, 0), (2880, 201088, 0)])
+def test_sizes_that_need_smaller_swizzles_or_leave_a_tail(h: int, v: int, axis: int) -> None:
+    assert_clean(compiled_kernel("forward", 2048, v, h, axis, Config(), LOSS, ())[1])
+    assert_clean(compiled_kernel("stash", 2048, v, h, axis, Config(), LOSS, ())[1])
+
+
+@pytest.mark.parametrize("n", [1024, 32768])
+def test_memory_of_row_statistics(n: int) -> None:
+    def statistics(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_row_statistics(hidden, weight, labels, implementation="mosaic_gpu")
+
+    compiled, report = h200.compile_for_h200(statistics, *arguments(n, 131072, 4096, 0)[:3])
+    assert_clean(report)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 * MIB
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "v", "accumulators", "bound"),
+    [
+        ("in_forward", 8192, 131072, 131072 * 4096 * 4, 512 * MIB),
+        ("recompute", 8192, 131072, 8192 * 4096 * 4, 192 * MIB),
+        ("recompute", 1024, 262144, 1024 * 4096 * 4, 192 * MIB),
+    ],
+)
+def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, accumulators: int, bound: int) -> None:
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(
+            hidden, weight, labels, backward=mode, implementation="mosaic_gpu", ignore_index=None
+        )
+
+    function = jax.value_and_grad(loss, argnums=(0, 1))
+    compiled, report = h200.compile_for_h200(function, *arguments(n, v, 4096, 0)[:3])
+    assert_clean(report)
+    assert compiled.memory_analysis().temp_size_in_bytes <= accumulators + bound

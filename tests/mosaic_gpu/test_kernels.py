@@ -1,0 +1,137 @@
+"""Each kernel against plain arithmetic, under the GPU interpreter with race detection."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import coefficients as coef
+from pallas_ce import reference
+from pallas_ce.backends import Residual
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
+from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.statistics import finalise
+from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
+
+EVERY = frozenset({"lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"})
+LOSS = frozenset({"lse", "target_logit"})
+LSE = frozenset({"lse"})
+
+SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
+ALL_OPTIONS: dict[str, Any] = {"bias": True, "scale": 1.3, "weights": True, "softcap": 5.0}
+
+# Every option, layout, schedule and ragged edge at least once.
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"n": 96, "h": 64, "v": 192}, {"cluster": None}),
+    ({"n": 96, "h": 64, "v": 192, "vocab_axis": 1}, {"cluster": "rows"}),
+    ({"n": 150, "h": 72, "v": 250, **ALL_OPTIONS}, {"cluster": "columns", "in_flight": 1, "windows": 2}),
+    ({"n": 70, "h": 144, "v": 333, "rows": 352, "vocab_axis": 1, **ALL_OPTIONS}, {"cluster": "rows", "windows": 3}),
+    ({"n": 70, "h": 80, "v": 200, "rows": 232, "bias": True}, {"columns": 128, "piece": 64, "windows": 1}),
+    ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16, "scale": 0.7}, {"columns": 192, "in_flight": 1}),
+    ({"n": 9, "h": 8, "v": 5, "vocab_axis": 1, "softcap": 3.0}, {"rows": 128, "cluster": None}),
+    ({"n": 129, "h": 64, "v": 320, "weights": True}, {"row_group": 1, "windows": 4, "stages": 2}),
+]
+
+
+def case(index: int) -> tuple[Problem, Config]:
+    problem, config = CASES[index]
+    return make_problem(**problem), Config(**{**SMALL, **config})
+
+
+def all_coefficients(n: int) -> coef.Coefficients:
+    keys = jax.random.split(jax.random.key(3), 6)
+    return coef.Coefficients(*(jax.random.normal(key, (n,)) for key in keys))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
+    p, config = case(index)
+    partial = interpreted(lambda head, h, t: forward_kernel.statistics(head, h, t, EVERY, config))(
+        p.head, p.hidden, p.labels
+    )
+    got = finalise(partial, EVERY)
+    want = reference.row_statistics(EVERY, p.hidden, p.head, p.labels, None)
+    for name in EVERY - {"argmax"}:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    z = logits_of(p)
+    chosen = jnp.take_along_axis(z, got["argmax"][:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(chosen, z.max(axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_that_are_not_asked_for_are_not_computed(interpreted: Callable[..., Any]) -> None:
+    p, config = case(0)
+    partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, None, LSE, config))(p.head, p.hidden)
+    assert [f for f in partial._fields if getattr(partial, f) is not None] == ["max", "sum_exp"]
+
+
+def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) -> None:
+    p = make_problem(64, 64, 192)
+    for scale, offset in ((1.0, 256.0), (300.0, 0.0)):
+        bias = jnp.full(192, offset / scale)
+        head = dataclasses.replace(p.head, bias=bias, logit_scale=jnp.float32(scale))
+        run = interpreted(lambda head, h: forward_kernel.statistics(head, h, None, LSE, Config(**SMALL)))
+        want = reference.row_statistics(LSE, p.hidden, head, None, None)["lse"]
+        np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
+
+
+def test_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
+    p = make_problem(512, 64, 192)
+    config = Config(**{**SMALL, "cluster": None})
+
+    def lse(head: Any, h: jax.Array, live: jax.Array) -> jax.Array:
+        return finalise(forward_kernel.statistics(head, h, None, LSE, config, live_rows=live), LSE)["lse"]
+
+    want = reference.row_statistics(LSE, p.hidden, p.head, None, None)["lse"]
+    got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
+    np.testing.assert_allclose(got[:130], want[:130], rtol=1e-5)
+    assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
+    p, config = case(index)
+    n, v = p.hidden.shape[0], p.head.spec.vocab_size
+    want = reference.row_statistics(EVERY, p.hidden, p.head, p.labels, None)
+    e = want["lse"] - 1.5
+    names = EVERY if index % 2 else LOSS
+    partial, stored = interpreted(lambda head, h, t, e: stash_kernel.stash(head, h, t, e, names, config))(
+        p.head, p.hidden, p.labels, e
+    )
+    assert stored.dtype == p.head.spec.dtype
+    exact = jnp.exp(logits_of(p) - e[:, None])
+    resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
+    np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=1e-6)
+    got = finalise(partial, names)
+    for name in names - {"argmax"}:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
+    p, config = case(index)
+    n, v, spec = p.hidden.shape[0], p.head.spec.vocab_size, p.head.spec
+    first = 3 if index % 2 else None
+    kept = reference.row_statistics(frozenset({"lse", "argmax"}), p.hidden, p.head, None, None)
+    coefficients = all_coefficients(n)
+    if index % 3 == 0:
+        coefficients = coefficients._replace(prob_log_prob=None, prob_sq=None, logit_weights=None, argmax=None)
+    residual = Residual(kept["lse"], None if coefficients.argmax is None else kept["argmax"])
+
+    def run(head: Any, h: jax.Array, t: jax.Array, residual: Residual, coefficients: coef.Coefficients) -> Any:
+        begin = None if first is None else jnp.int32(first)
+        return dlogits_kernel.dlogits(head, h, t, residual, coefficients, config, bias_sum=True, first=begin)
+
+    stored, sums = interpreted(run)(p.head, p.hidden, p.labels, residual, coefficients)
+    live = None if first is None else jnp.arange(v) >= first
+    u = None if coefficients.logit_weights is None else p.head.tile_logit_weights(0, v)
+    exact = coef.dlogits(
+        coefficients, logits_of(p), kept["lse"], jnp.arange(v), live, p.labels, residual.argmax, u, spec.softcap
+    )
+    resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
+    np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=2e-5)
+    np.testing.assert_allclose(sums, exact.sum(axis=0), rtol=1e-4, atol=2e-4)
+    assert not stored[:n, v:].any()

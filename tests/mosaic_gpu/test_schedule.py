@@ -1,0 +1,80 @@
+"""How work is cut into windows and blocks, and which heads the backend takes."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce.head import HeadSpec
+from pallas_ce.mosaic_gpu import BACKEND, operands
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, busiest, choose_windows, schedule
+
+SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
+SIZES = list(itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144)))
+
+
+@pytest.mark.parametrize(("n", "v"), SIZES)
+def test_windows_keep_the_chip_busy_within_little_memory(n: int, v: int) -> None:
+    config = Config(processors=132)
+    found = schedule(config, n, v, 8)
+    assert found.windows * n * 8 <= PARTIALS_BYTES
+    sizes = np.diff(np.arange(found.windows + 1) * found.column_blocks // found.windows)
+    ideal = found.row_blocks * found.column_blocks / 66
+    group = min(config.row_group, found.row_blocks)
+    assert busiest(sizes.astype(float), found.row_blocks, group, 66) <= 1.04 * ideal
+
+
+def test_few_rows_get_many_windows_and_many_rows_few() -> None:
+    assert choose_windows(1, 1024, 1, 66, 256) >= 33
+    assert choose_windows(66, 1024, 8, 66, 256) == 1
+
+
+def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:
+    assert schedule(Config(windows=5, processors=132), 1024, 131072, 8).windows == 5
+    assert schedule(Config(windows=5, processors=132), 1024, 300, 8).windows == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rows": 96}, "rows=96 must be a multiple of 64"),
+        ({"columns": 320}, "columns=320 must be"),
+        ({"stages": 1}, "stages=1 must be at least 2"),
+        ({"in_flight": 2}, "in_flight=2 must be 0 or 1"),
+        ({"piece": 96}, "piece=96 must be a multiple of 64"),
+    ],
+)
+def test_impossible_tiles_are_refused(change: dict[str, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Config(**change)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_wide_operands_are_refused_with_the_alternative(dtype: type) -> None:
+    reason = BACKEND.refusal(dataclasses.replace(SPEC, dtype=np.dtype(dtype)))
+    assert reason is not None
+    assert "implementation='xla'" in reason
+
+
+@pytest.mark.parametrize("mode", [None, "in_forward", "recompute"])
+@pytest.mark.parametrize("v", [1, 201, 50257, 131072])
+def test_plans_stay_within_their_budget(mode: str | None, v: int) -> None:
+    spec = dataclasses.replace(SPEC, weight_rows=v, vocab_size=v, hidden_size=64)
+    least = BACKEND.minimum_scratch(spec, mode)
+    for budget, tokens in itertools.product((least, least + 1000, 3 * least, 2**29), (1, 7, 1000, 100000)):
+        plan = BACKEND.plan(spec, tokens, mode, budget)
+        assert plan.scratch_bytes <= budget
+        assert 1 <= plan.rows <= tokens
+        assert 1 <= plan.columns <= v
+
+
+def test_only_weights_that_cannot_be_read_in_place_are_copied() -> None:
+    def copied(h: int, v: int, axis: int) -> bool:
+        return operands.weight_copied(dataclasses.replace(SPEC, hidden_size=h, weight_rows=v, vocab_axis=axis))
+
+    assert not copied(768, 50257, 0)
+    assert not copied(2880, 201088, 1)
+    assert copied(100, 1024, 0)
+    assert copied(768, 50257, 1)
