@@ -129,6 +129,7 @@ def row_statistics(
         logit_scale=options.logit_scale if logit_scale is None else logit_scale,
         dtype=compute_dtype(options, projection, hidden),
         implementation=options.implementation,
+        scratch_bytes=options.scratch_bytes,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics import STATISTICS
@@ -62,6 +63,28 @@ def head_spec(
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_placement(**arrays: Any) -> None:
+    """Refuses placements that would fail deep inside, with what works instead."""
+    for name, array in arrays.items():
+        aval = None if array is None else jax.typeof(array)
+        if aval is None:
+            continue
+        if aval.manual_axis_type.varying:
+            raise NotImplementedError(
+                f"{name} varies over the mesh axes {sorted(aval.manual_axis_type.varying)} of a shard_map that checks "
+                "them, which pallas_ce does not support yet: pass check_vma=False to shard_map, or call outside it"
+            )
+        mesh = aval.sharding.mesh
+        used = {axis for part in aval.sharding.spec for axis in (part if isinstance(part, tuple) else (part,)) if axis}
+        types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=False))
+        explicit = sorted(axis for axis in used if types.get(axis) == AxisType.Explicit)
+        if explicit:
+            raise NotImplementedError(
+                f"{name} is sharded over the explicit mesh axes {explicit}, which pallas_ce does not support yet: "
+                "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis"
+            )
 
 
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:

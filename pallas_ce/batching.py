@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -31,7 +32,9 @@ def over_rows(operation: RowsOperation) -> RowsOperation:
         arguments = (by_row, shared)
         is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
         per_example = jax.eval_shape(operation, *jax.tree.map(_one_example, arguments, is_batched))
-        if any(jax.tree.leaves(is_batched[1])) or jax.tree.leaves(per_example[1]):
+        if size == 0:
+            out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
+        elif any(jax.tree.leaves(is_batched[1])) or jax.tree.leaves(per_example[1]):
             out = _map(batched, arguments, is_batched)
         else:
             out = _fold(batched, size, by_row, is_batched[0], shared)

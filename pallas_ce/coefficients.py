@@ -56,7 +56,7 @@ def from_cotangents(cotangents: dict[str, jax.Array], statistics: dict[str, jax.
     if g_ssq is not None:
         prob_sq = 2 * g_ssq
         prob = _plus(prob, -2 * g_ssq * statistics["sum_sq_probs"])
-    return Coefficients(
+    coefficients = Coefficients(
         prob,
         prob_log_prob,
         prob_sq,
@@ -64,6 +64,8 @@ def from_cotangents(cotangents: dict[str, jax.Array], statistics: dict[str, jax.
         cotangents.get("mean_logit"),
         cotangents.get("max_logit"),
     )
+    # A row of -inf only has no distribution to change: gradient 0.
+    return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
 
 
 def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:

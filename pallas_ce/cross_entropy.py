@@ -61,13 +61,14 @@ def linear_cross_entropy(
             the vocabulary.
         token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
         class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
-        label_smoothing: α in [0, 1]; may be traced. The number 0 leaves the term out.
+        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
+            term out.
         z_loss: β; may be traced. The number 0 leaves the term out.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         logit_scale: scalar, may be traced and differentiated.
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
-        dtype: compute dtype of the products' operands; by default the inputs' common one.
+        dtype: compute dtype of the products' operands; by default hidden's and weight's common one.
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
             "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
@@ -255,6 +256,6 @@ def _metrics(
         if z_part is None
         else jnp.sum(rows.select(z_part)) * shared["inverse_z_normalizer"],
         num_tokens=count,
-        accuracy=jnp.sum(mask & (found["argmax"] == ids)) * inverse_count,
+        accuracy=jnp.sum(mask & (found["argmax"] == ids), dtype=inverse_count.dtype) * inverse_count,
         mean_lse=jnp.sum(found["lse"]) * inverse_count,
     )

@@ -38,6 +38,7 @@ def read_head(
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
     bias = None if bias is None else arguments.array("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    arguments.check_placement(hidden=hidden, weight=weight, bias=bias)
     arguments.scalar("logit_scale", logit_scale)
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
@@ -49,8 +50,12 @@ def read_labels(
     labels: Any, leading: tuple[int, ...], spec: HeadSpec, ignore_index: int | None, validate: bool
 ) -> jax.Array:
     """Checked labels; with `validate`, their values too."""
-    if not isinstance(labels, np.ndarray):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
+    if not isinstance(
+        labels, np.ndarray | np.generic
+    ):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
         labels = arguments.array("labels", labels)
+    else:
+        labels = np.asarray(labels)
     arguments.check_labels(labels, leading)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)

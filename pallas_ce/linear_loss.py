@@ -156,12 +156,18 @@ class _RowTotal:
 
     row_loss: RowLoss
     names: tuple[str, ...]
+    unread: tuple[str, ...]
     is_shared: tuple[bool, ...]
     dtype: Any
+    tokens: int
 
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given
-        values = self.row_loss(from_primitives(primitives, self.names), *_join(by_row, shared, self.is_shared))
+        rows = next((x.shape[0] for x in primitives.values()), self.tokens)
+        # A function may mention a statistic that its result does not depend on; the compiler drops the stand-in.
+        stand_ins = {name: jnp.zeros(rows, jnp.int32 if name == "argmax" else self.dtype) for name in self.unread}
+        statistics = from_primitives(primitives, self.names)._replace(**stand_ins)
+        values = self.row_loss(statistics, *_join(by_row, shared, self.is_shared))
         values = values.astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
@@ -221,7 +227,8 @@ def _linear_loss(
         inverse = safe_inverse(default if normalizer is None else jnp.asarray(normalizer, wide))
 
     names = _statistics_read(static.row_loss, spec, ids is not None, _join(by_row, shared, static.is_shared), n)
-    row_total = _RowTotal(static.row_loss, names, static.is_shared, wide)
+    unread = tuple(name for name in _available(ids is not None) if name not in names)
+    row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n)
     problem = (hidden, head, ids, mask, ((by_row, weights), (shared, inverse)))
     if static.reduction == "none":
         values, _ = evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)
@@ -230,11 +237,15 @@ def _linear_loss(
     return total
 
 
+def _available(has_labels: bool) -> list[str]:
+    return [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
+
+
 def _statistics_read(
     row_loss: RowLoss, spec: HeadSpec, has_labels: bool, row_inputs: list[jax.Array], tokens: int
 ) -> tuple[str, ...]:
     """Names of the statistics that `row_loss`'s result depends on, from its trace."""
-    names = [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
+    names = _available(has_labels)
     fields: dict[str, Any] = {
         name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else spec.accumulator) for name in names
     }
@@ -247,6 +258,11 @@ def _statistics_read(
         error.add_note(f"This happened in row_loss{without}.")
         raise
     for constant in traced.consts:
+        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
+            raise ValueError(
+                f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its closure, "
+                "but it is called on blocks of the rows that count; pass the array to linear_loss as a row input"
+            )
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(
                 f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "

@@ -71,7 +71,7 @@ class Saved:
     """What a forward leaves for the backward: the inputs themselves, and `kept`.
 
     JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
-    neither the structure nor static fields may depend on that set; shapes may. `flags` is empty or of size one, and its
+    neither the structure nor static fields may depend on that set; shapes may. `flags` holds nothing, and its
     shape says what is wanted; `kept` holds `absent()` arrays in place of None.
 
     The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
@@ -88,17 +88,20 @@ class Saved:
     @property
     def wanted(self) -> Wanted:
         """Which inputs are differentiated, read off the flags' shape."""
-        return Wanted(*map(bool, self.flags.shape))
+        return Wanted(*(size > 1 for size in self.flags.shape))
 
 
 def flags_of(wanted: Wanted) -> jax.Array:
-    """An array whose shape holds `wanted`."""
-    return jnp.zeros([int(flag) for flag in dataclasses.astuple(wanted)], jnp.int8)
+    """An array whose shape holds `wanted`: 2 for yes, 1 for no.
+
+    Never 0: XLA fails on residuals without elements that cross a `shard_map` or `pmap` boundary.
+    """
+    return jnp.zeros([1 + int(flag) for flag in dataclasses.astuple(wanted)], jnp.int8)
 
 
 def absent() -> jax.Array:
     """Stands for None among residuals."""
-    return jnp.zeros(0, jnp.int8)
+    return jnp.zeros(1, jnp.int8)
 
 
 def finish(

@@ -94,7 +94,7 @@ def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
-    wanted = wanted_inputs(*primals[:2]) if call.read else Wanted()
+    wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
     values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
     hidden, head, labels, mask, inputs = first_order_only(values)
     hidden_sum, sums = None, Accumulators(None, None)

@@ -11,6 +11,8 @@ def row_statistics(
 ) -> dict[str, jax.Array]:
     """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
     spec = head.spec
+    if mask is not None:
+        hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
     z = jnp.tensordot(
@@ -24,6 +26,8 @@ def row_statistics(
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
     any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
+    if names & {"lse", "entropy", "sum_sq_probs"}:
+        z = jnp.where(any_finite, z, jax.lax.stop_gradient(z))
     lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
     log_p = z - lse[:, None]
     p = jnp.where(any_finite, jnp.exp(log_p), 0.0)

@@ -59,3 +59,44 @@ def test_an_error_inside_the_row_loss_says_so() -> None:
     with pytest.raises(KeyError, match="mine") as raised:
         linear_loss(broken, HIDDEN, WEIGHT, None)
     assert raised.value.__notes__[0].startswith("This happened in row_loss; labels is None, so statistics.target_logit")
+
+
+def test_a_statistic_may_be_mentioned_without_being_needed() -> None:
+    def row_loss(statistics: Any) -> Any:
+        _ = statistics.entropy * 2
+        return -statistics.log_prob * jnp.ones_like(statistics.sum_sq_probs)
+
+    labels = jnp.array([0, 1, -100, 4])
+    np.testing.assert_allclose(linear_loss(row_loss, HIDDEN, WEIGHT, labels), np.log(5), rtol=1e-6)
+
+
+def test_an_array_by_row_in_the_closure_is_refused() -> None:
+    """The loss is called on blocks and in another order: the array's entries would meet other rows' statistics."""
+    advantages = jnp.arange(4.0)
+    with pytest.raises(ValueError, match=r"shape \(4,\), one entry for each token.*row input"):
+        linear_loss(lambda s: -s.log_prob * advantages, HIDDEN, WEIGHT, jnp.array([0, 1, -100, 4]))
+
+
+@every_way
+def test_a_loss_of_the_argmax_alone_has_no_gradient_but_its_inputs(implementation: Any, backward: Any) -> None:
+    def loss(hidden: Any, scale: Any) -> Any:
+        return linear_loss(
+            lambda s, scale: scale * (s.argmax == 0), hidden, WEIGHT, jnp.array([0, 1, -100, 4]), scale,
+            implementation=implementation, backward=backward,
+        )  # fmt: skip
+
+    d_hidden, d_scale = jax.grad(loss, (0, 1))(HIDDEN, 2.0)
+    assert np.all(np.asarray(d_hidden) == 0)
+    assert d_scale == 1.0
+
+
+@every_way
+def test_a_row_without_distribution_has_gradient_zero(implementation: Any, backward: Any) -> None:
+    def loss(hidden: Any, weight: Any) -> Any:
+        return linear_loss(
+            lambda s: jnp.where(jnp.isfinite(s.lse), s.lse, 0) + s.target_logit + s.max_logit + s.entropy,
+            hidden, weight, jnp.array([0, 1, 2, 4]), bias=jnp.full(5, -jnp.inf),
+            implementation=implementation, backward=backward,
+        )  # fmt: skip
+
+    assert all(np.all(np.asarray(g) == 0) for g in jax.grad(loss, (0, 1))(HIDDEN, WEIGHT))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce.cross_entropy import _linear_cross_entropy
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import STREAMED
 
@@ -73,9 +74,7 @@ def test_vmap_and_its_gradients(loss: Loss, batch: Any, axes: tuple[int | None, 
     _same(summed, loss)
 
 
-@streamed
-def test_vmap_over_token_weights_alone(loss: Loss, batch: Any) -> None:
-    del loss
+def test_vmap_over_token_weights_alone(batch: Any) -> None:
     hidden, weight, labels = (x[0] for x in batch)
     token_weights = jnp.stack([jnp.ones(N), jnp.arange(N) % 3.0])
 
@@ -193,19 +192,52 @@ def test_the_reference_differentiates_to_any_order(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["z_loss", "label_smoothing", "logit_scale", "normalizer"])
-def test_schedules_of_scalars_do_not_recompile(batch: Any, name: str) -> None:
+@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
+def test_schedules_of_scalars_do_not_recompile(batch: Any, name: str, kind: Any) -> None:
     hidden, weight, labels = (x[0] for x in batch)
-    traces = []
-
-    @jax.jit
-    def step(value: jax.Array) -> jax.Array:
-        traces.append(value)
-        scalar: dict[str, Any] = {name: value}
-        return linear_cross_entropy(hidden, weight, labels, **scalar)
-
-    losses = {float(step(value)) for value in (0.5, 0.25, 0.1)}
-    assert len(traces) == 1
+    linear_cross_entropy(hidden, weight, labels, **{name: kind(0.75)})
+    before = _linear_cross_entropy._cache_size()
+    losses = {float(linear_cross_entropy(hidden, weight, labels, **{name: kind(x)})) for x in (0.5, 0.25, 0.1)}
+    assert _linear_cross_entropy._cache_size() == before
     assert len(losses) == 3
+
+
+def test_vmap_over_no_examples(batch: Any) -> None:
+    hidden, weight, labels = batch
+    for transform in (lambda f: f, lambda f: jax.grad(f, argnums=(0, 1))):
+        for way in STREAMED:
+            found = jax.vmap(transform(_loss(*way)), (0, None, 0))(hidden[:0], weight[0], labels[:0])
+            assert {x.shape[0] for x in jax.tree.leaves(found)} == {0}
+
+
+def test_second_and_forward_derivatives_of_the_other_functions_raise(batch: Any) -> None:
+    hidden, weight, labels = (x[0] for x in batch)
+
+    def statistic(h: jax.Array) -> Any:
+        return jnp.sum(linear_row_statistics(h, weight, statistics=("entropy",)).entropy)
+
+    def loss(h: jax.Array) -> jax.Array:
+        return linear_loss(lambda s: -s.log_prob, h, weight, labels)
+
+    for function in (statistic, loss):
+        with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+            jax.hessian(function)(hidden)
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(function, (hidden,), (hidden,))
+
+
+def test_constants_get_no_gradient_and_the_normalizer_does(batch: Any) -> None:
+    hidden, weight, labels = (x[0] for x in batch)
+
+    def loss(class_weights: Any, normalizer: Any) -> jax.Array:
+        return linear_cross_entropy(
+            hidden, weight, labels, class_weights=class_weights, label_smoothing=0.1, normalizer=normalizer
+        )
+
+    value = loss(jnp.ones(V), 7.0)
+    d_class_weights, d_normalizer = jax.grad(loss, (0, 1))(jnp.ones(V), 7.0)
+    assert np.all(np.asarray(d_class_weights) == 0)
+    np.testing.assert_allclose(d_normalizer, -value / 7.0, rtol=1e-5)
 
 
 def test_a_stable_row_loss_is_traced_once(batch: Any) -> None:
