@@ -8,11 +8,10 @@ float32 parameters, where a cast in the module would have rounded it.
 from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
+from pallas_ce import Metrics, RowStatistics, inputs, linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import Backward, Implementation
 from pallas_ce.losses import Reduction
 
@@ -43,6 +42,8 @@ class Options(Protocol):
 
 def num_columns(vocab_size: int, padded_vocab_size: int | None) -> int:
     """The number of vocabulary entries the weight holds, padding included."""
+    if vocab_size < 1:
+        raise ValueError(f"{vocab_size=} must be at least 1")
     if padded_vocab_size is None:
         return vocab_size
     if padded_vocab_size < vocab_size:
@@ -94,7 +95,7 @@ def loss(
         logit_scale=options.logit_scale if logit_scale is None else logit_scale,
         reduction=options.reduction if reduction is None else reduction,
         normalizer=normalizer,
-        dtype=compute_dtype(options, projection, hidden),
+        dtype=options.dtype,
         backward=options.backward,
         implementation=options.implementation,
         scratch_bytes=options.scratch_bytes,
@@ -127,7 +128,7 @@ def row_statistics(
         vocab_size=options.vocab_size,
         logit_softcap=options.logit_softcap,
         logit_scale=options.logit_scale if logit_scale is None else logit_scale,
-        dtype=compute_dtype(options, projection, hidden),
+        dtype=options.dtype,
         implementation=options.implementation,
         scratch_bytes=options.scratch_bytes,
     )
@@ -135,34 +136,18 @@ def row_statistics(
 
 def logits(options: Options, projection: Projection, hidden: jax.Array, logit_scale: ArrayLike | None) -> jax.Array:
     """`softcap(logit_scale * (hidden @ weight + bias))`, `[..., vocab_size]`, accumulated and returned in float32."""
-    weight, vocab_axis, bias = projection
-    features = weight.shape[1 - vocab_axis]
-    if hidden.shape[-1:] != (features,):
-        raise ValueError(
-            f"hidden has shape {hidden.shape}, but this head was built with {features=}: "
-            f"its last axis must have length {features}"
-        )
-    dtype = compute_dtype(options, projection, hidden)
-    accumulator = jnp.promote_types(dtype, jnp.float32)
-    values = jax.lax.dot_general(
-        hidden.astype(dtype),
-        weight.astype(dtype),
-        (((hidden.ndim - 1,), (1 - vocab_axis,)), ((), ())),
-        # As in the loss: float32 operands keep float32 accuracy where the device's default is less.
-        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=accumulator,
+    arrays, spec = inputs.read_head(
+        hidden,
+        projection.weight,
+        projection.bias,
+        options.logit_scale if logit_scale is None else logit_scale,
+        None,
+        vocab_axis=projection.vocab_axis,
+        vocab_size=options.vocab_size,
+        logit_softcap=options.logit_softcap,
+        dtype=options.dtype,
     )
-    if bias is not None:
-        values = values + bias.astype(accumulator)
+    rows, head = inputs.flatten(arrays, spec)
     # Padding is cut from the result and not from the weight, which would be copied for it.
-    scale = options.logit_scale if logit_scale is None else logit_scale
-    values = values[..., : options.vocab_size] * jnp.asarray(scale, accumulator)
-    cap = options.logit_softcap
-    return values if cap is None else cap * jnp.tanh(values / cap)
-
-
-def compute_dtype(options: Options, projection: Projection, hidden: jax.Array) -> Dtype:
-    """Flax's rule: the `dtype` option, else what inputs and parameters promote to."""
-    if options.dtype is not None:
-        return options.dtype
-    return jnp.result_type(hidden, projection.weight)
+    values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
+    return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_ce import Metrics
-from pallas_ce.labels import NO_TARGET, canonical, counted
+from pallas_ce.labels import NO_TARGET, as_array, canonical, counted
 
 
 class Head(Protocol):
@@ -37,6 +38,8 @@ def future_labels(
     label from t to t + i does not count: an ignored label is how packed documents mark their boundary, and no head may
     look across it.
     """
+    if not isinstance(labels, jax.Array):
+        labels = as_array(np.asarray(labels))
     counts = counted(labels, ignore_index, vocab_size)
     ignored = NO_TARGET if ignore_index is None else ignore_index
     result = [labels]
@@ -69,7 +72,7 @@ def weighted_loss(
     for i, (head, hidden, label) in enumerate(zip(heads, hiddens, labels, strict=True)):
         if i and token_weights is not None:
             # A token weight belongs to the label it came with, so it moves with it.
-            token_weights = shift(token_weights, 0)
+            token_weights = shift(jnp.asarray(token_weights), 0)
         if total is not None:
             # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
             hidden, total = jax.lax.optimization_barrier((hidden, total))

@@ -57,7 +57,7 @@ class LossHead(nnx.Module):
         reduction: "mean", "sum" or "none" (one loss per token).
         backward: "auto", "recompute" or "in_forward"; which of `pallas_ce`'s two ways computes the gradient.
         implementation: which backend of `pallas_ce` runs; None chooses from the platform.
-        scratch_bytes: memory the in-forward backward may use beside its results; None for `pallas_ce`'s default.
+        scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
         rngs: random number generator of the initializers; only a tied head without bias needs none.
 
     Raises:

@@ -11,7 +11,7 @@ from pallas_ce.blocks import Tiles
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose, device_refusal
 from pallas_ce.statistics import Partial, merge
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -47,7 +47,7 @@ class MosaicGpuBackend:
             )
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        return None
+        return device_refusal()
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""

@@ -22,6 +22,8 @@ SHARED_MEMORY_BYTES = 232448
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
 
+_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+
 _MOST_WINDOWS = 256
 
 
@@ -151,6 +153,23 @@ def _local_processors() -> int:
         return int(jax.local_devices(backend="cuda")[0].core_count)
     except RuntimeError:
         return 132
+
+
+def device_refusal() -> str | None:
+    """Why the GPU lowered for cannot run the kernels; None where it can, and where no GPU is known of."""
+    if device := jax.sharding.get_abstract_mesh().abstract_device:
+        suits = any(name in device.device_kind for name in _HOPPER_NAMES)
+        return None if suits else f"its kernels are for Hopper GPUs, and this one is {device.device_kind}; use 'xla'"
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+    if device.compute_capability == "9.0":
+        return None
+    return (
+        f"its kernels are for Hopper GPUs, of compute capability 9.0, and {device.device_kind} has "
+        f"{device.compute_capability}; use 'xla'"
+    )
 
 
 def schedule(

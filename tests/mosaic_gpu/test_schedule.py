@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,3 +79,19 @@ def test_only_weights_that_cannot_be_read_in_place_are_copied() -> None:
     assert not copied(2880, 201088, 1)
     assert copied(100, 1024, 0)
     assert copied(768, 50257, 1)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [("9.0", False), ("8.0", True), ("10.0", True)])
+def test_other_gpus_are_refused_with_the_alternative(
+    monkeypatch: pytest.MonkeyPatch, capability: str, refused: bool
+) -> None:
+    class Gpu:
+        compute_capability = capability
+        device_kind = "NVIDIA Test"
+
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    reason = BACKEND.refusal(SPEC)
+    assert (reason is not None) == refused
+    if reason is not None:
+        assert capability in reason
+        assert "'xla'" in reason

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce import explain, linear_cross_entropy, linear_loss, linear_row_statistics
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, library_loss, library_results, oracle_results
 from tests.pallas_ce.problems import STREAMED, WAYS, make
 
@@ -114,6 +115,21 @@ def test_a_common_offset_of_256_changes_no_probability(implementation: str) -> N
     offset = run(p.arrays["hidden"], p.arrays["weight"], jnp.full(40, 256.0))
     # One unit in the last place of 256 is 3e-5; without cancellation nothing exceeds a few of them.
     assert_close(offset, jax.tree.map(np.asarray, plain), 1e-4)
+
+
+def test_entropy_keeps_its_accuracy_at_an_offset_of_8192_across_tiles() -> None:
+    """`Σ e^z z` would lose four digits here, be it within a tile or where tiles are merged."""
+    rng = np.random.default_rng(0)
+    # Multiples of 1/64, which are exact even at the offset.
+    hidden, weight = (rng.integers(-8, 9, size=shape).astype(np.float32) / 8 for shape in ((16, 8), (200, 8)))
+    names = ("entropy", "sum_sq_probs")
+    found = linear_row_statistics(
+        hidden, weight, bias=jnp.full(200, 8192.0), statistics=names, implementation="xla", scratch_bytes=5000
+    )
+    assert explain(hidden, weight, differentiate=(), implementation="xla", scratch_bytes=5000).columns < 100
+    want, _ = oracle.statistics(oracle.Logits({"hidden": hidden, "weight": weight}), np.zeros(16, np.int32))
+    assert_close(found.entropy, want["entropy"], 1e-6)
+    assert_close(found.sum_sq_probs, want["sum_sq_probs"], 1e-6)
 
 
 @every_way

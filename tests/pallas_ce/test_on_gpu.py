@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce import linear_row_statistics
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import library_loss, library_results, relative_error
 from tests.pallas_ce.problems import Problem, make
@@ -129,17 +129,10 @@ def test_statistics_with_their_gradients() -> None:
         assert relative_error(gradients[name], np.asarray(wanted[name], np.float64)) < 6e-3, name
 
 
-def test_a_program_for_the_cpu_of_a_gpu_machine_takes_the_cpu_backend() -> None:
-    p = make(4, 32, 16, 100)
-    with jax.default_device(jax.devices("cpu")[0]):
-        arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.arrays.items()}
-        loss = linear_cross_entropy(arrays["hidden"], arrays["weight"], p.labels)
-    assert np.isfinite(loss)
-
-
-def test_no_double_reading_of_ignored_rows() -> None:
+def test_ignored_rows_are_never_read() -> None:
     p = make(5, 400, 64, 1000)
     p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
-    clean = library_loss(p, p.arrays)
+    clean = library_loss(p, p.arrays, implementation="mosaic_gpu")
     p.arrays["hidden"][p.labels == -100] = np.nan
-    np.testing.assert_allclose(library_loss(p, p.arrays), clean, rtol=1e-6)
+    again = library_loss(p, p.arrays, implementation="mosaic_gpu")
+    np.testing.assert_allclose(again, clean, rtol=1e-6)
