@@ -13,8 +13,7 @@ from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, choose
-
-h200 = pytest.importorskip("tests.compile_for_h200", reason="needs the gpu-compile extra")
+from tests import compile_for_h200 as h200
 
 MIB = 2**20
 LOSS = frozenset({"lse", "target_logit"})

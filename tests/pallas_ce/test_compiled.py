@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_ce import explain, linear_cross_entropy
+from tests import compile_for_h200 as h200
 
 SHAPES = [(4096, 512, 32768), (32768, 4096, 262144)]
 MODES = ["in_forward", "recompute", None]
@@ -64,8 +65,6 @@ def test_memory_on_the_cpu(n: int, h: int, v: int, mode: str | None) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_on_an_h200(mode: str | None) -> None:
-    from tests import compile_for_h200 as h200  # skips where the gpu-compile extra is missing
-
     n, h, v = SHAPES[-1]
     mesh = h200.h200_mesh()
     arguments = [
