@@ -41,8 +41,8 @@ class XlaBackend:
         """Blocks of the preferred size, halved along their longer side until they fit."""
         rows = min(tokens, _ROWS)
         if mode == "in_forward":
-            # An eighth of the tokens: an eighth of the logits' memory, and still few passes over the weight.
-            rows = min(rows, max(_FEW_ROWS, -(-tokens // 8)))
+            # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
+            rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
         columns = min(spec.vocab_size, max(1, _TILE_ELEMENTS // rows))
         while _scratch(spec, mode, rows, columns) > scratch_bytes:
             if rows > 1 and (rows >= columns or 2 * _scratch(spec, mode, rows, 1) > scratch_bytes):
