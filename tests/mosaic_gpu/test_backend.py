@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import pallas_ce.mosaic_gpu
-from pallas_ce import linear_cross_entropy, linear_loss
+from pallas_ce import linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce.modes import forward
 from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.mosaic_gpu.config import Config
 
@@ -62,6 +63,27 @@ def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., An
         )
 
     check(interpreted, loss, arrays(70, 64, 208, axis), mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_rows_that_do_not_count_are_skipped_block_by_block(
+    share: float, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(forward, "_GATHERED_ROWS", 32)
+    given = arrays(150, 64, 208)
+    mask = jax.random.uniform(jax.random.key(7), (150,)) <= share
+    assert bool(mask.all()) == (share == 1.0)
+
+    def statistics(given: dict[str, jax.Array], implementation: Any) -> Any:
+        return linear_row_statistics(
+            **given, labels=labels_of(150, 208), row_mask=mask, statistics=("lse", "entropy", "argmax"),
+            implementation=implementation,
+        )  # fmt: skip
+
+    got, want = interpreted(lambda given: statistics(given, "mosaic_gpu"))(given), statistics(given, "reference")
+    np.testing.assert_array_equal(got.argmax, want.argmax)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got.entropy, want.entropy, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)

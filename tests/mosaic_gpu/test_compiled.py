@@ -109,6 +109,17 @@ def test_memory_of_row_statistics(n: int) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes <= 16 * MIB
 
 
+def test_memory_of_a_loss_whose_labels_may_be_ignored() -> None:
+    """Every row may count or not; hidden states are gathered in blocks, not as a whole (64 MiB here)."""
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, implementation="mosaic_gpu")
+
+    compiled, report = h200.compile_for_h200(loss, *arguments(8192, 131072, 4096, 0)[:3])
+    assert_clean(report)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 * MIB
+
+
 @pytest.mark.parametrize(
     ("mode", "n", "v", "accumulators", "bound"),
     [
