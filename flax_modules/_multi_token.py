@@ -40,10 +40,11 @@ def future_labels(
     """
     if not isinstance(labels, jax.Array):
         labels = as_array(np.asarray(labels))
-    counts = counted(labels, ignore_index, vocab_size)
+    ids = canonical(labels, vocab_size)
+    counts = counted(ids, ignore_index)
     ignored = NO_TARGET if ignore_index is None else ignore_index
     result = [labels]
-    shifted = jnp.where(counts, canonical(labels, vocab_size), ignored)
+    shifted = jnp.where(counts, ids, ignored)
     for _ in range(1, num_tokens):
         # One step at a time, so that each position's own label stops everything behind it.
         shifted = jnp.where(counts, shift(shifted, ignored), ignored)

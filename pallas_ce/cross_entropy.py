@@ -175,7 +175,7 @@ def _linear_cross_entropy(
 ) -> tuple[jax.Array, Metrics | None]:
     spec, leading = static.spec, arrays.hidden.shape[:-1]
     ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    mask = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
+    mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = _row_loss(static, options, ids, mask)
     if loss.smoothing and options.class_weights is not None:
         arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)

@@ -31,11 +31,10 @@ def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(inside, wide, 0).astype(jnp.int32) + jnp.where(inside, 0, NO_TARGET)
 
 
-def counted(labels: jax.Array, ignore_index: int | None, vocab_size: int) -> jax.Array:
-    """Bool, the shape of `labels`: in the vocabulary and not `ignore_index`, which may itself be a vocabulary entry."""
-    ids = canonical(labels, vocab_size)
+def counted(ids: jax.Array, ignore_index: int | None) -> jax.Array:
+    """Bool, the shape of `canonical` labels: in the vocabulary and not `ignore_index`, which may lie inside it."""
     inside = ids != NO_TARGET
-    return inside & (ids != ignore_index) if ignore_index is not None and 0 <= ignore_index < vocab_size else inside
+    return inside & (ids != ignore_index) if ignore_index is not None and 0 <= ignore_index < 2**31 else inside
 
 
 def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int) -> None:

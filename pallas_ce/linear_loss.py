@@ -215,7 +215,7 @@ def _linear_loss(
     ids = None
     if labels is not None:
         ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-        counted = label_rule.counted(labels.reshape(-1), static.ignore_index, spec.vocab_size)
+        counted = label_rule.counted(ids, static.ignore_index)
         mask = counted if mask is None else mask & counted
     weights = None if token_weights is None else token_weights.reshape(-1).astype(wide)
     by_row = [x.reshape(n, *x.shape[len(leading) :]) for x in by_row]

@@ -26,8 +26,8 @@ class Result:
 
     Attributes:
         validation_loss: over all validation rows after the last step, nats a token.
-        steps_taken: training steps of this session.
-        tokens_per_second: of this session's training steps; NaN where all of them had been taken before.
+        steps_taken: training steps since the start or the resumption.
+        tokens_per_second: of those steps; NaN where all of them had been taken before.
         peak_bytes: see `memory.peak_bytes`.
     """
 

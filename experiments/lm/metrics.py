@@ -3,7 +3,7 @@
 Every record has `kind`, `head` and `step` (the number of optimiser steps taken); by kind it also has
 
 * `train`: `loss` (mean over the batch's counted labels, before the step), `gradient_norm`, `learning_rate`, `seconds`
-  (training time so far in this session, compilation and validation excluded);
+  (training time since the start or the resumption, compilation and validation excluded);
 * `validation`: `loss`;
 * `summary`: the numbers printed at the end.
 """
