@@ -10,10 +10,12 @@ from pallas_ce.explain import explain as explain
 from pallas_ce.linear_loss import linear_loss as linear_loss
 from pallas_ce.losses import Metrics as Metrics
 from pallas_ce.row_statistics import linear_row_statistics as linear_row_statistics
+from pallas_ce.sharding import MeshAxes as MeshAxes
 from pallas_ce.statistics import RowStatistics as RowStatistics
 
 __all__ = [
     "Explanation",
+    "MeshAxes",
     "Metrics",
     "RowStatistics",
     "explain",

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics import STATISTICS
@@ -30,8 +29,12 @@ def head_spec(
     vocab_size: int | None,
     dtype: Any | None,
     logit_softcap: float | None,
+    parts: tuple[int, int] = (1, 1),
 ) -> HeadSpec:
-    """The static facts of a head, from arrays or anything with `shape` and `dtype`."""
+    """The static facts of a head, from arrays or anything with `shape` and `dtype`.
+
+    `parts` tells of how many parts of the vocabulary and of H the weight is one.
+    """
     if not _is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
     if hidden.ndim < 1:
@@ -41,7 +44,8 @@ def head_spec(
     for name, array in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
-    rows, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis]
+    held, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis] * parts[1]
+    rows = held * parts[0]
     if hidden.shape[-1] != width:
         other = " (is vocab_axis the right one?)" if hidden.shape[-1] == rows else ""
         raise ValueError(
@@ -50,8 +54,8 @@ def head_spec(
         )
     if rows < 1 or width < 1:
         raise ValueError(f"weight has shape {weight.shape}; both axes must be at least 1")
-    if bias is not None and bias.shape != (rows,):
-        raise ValueError(f"bias has shape {bias.shape}; it must be ({rows},), one entry for each of the weight's")
+    if bias is not None and bias.shape != (held,):
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
     if vocab_size is None:
         vocab_size = rows
     elif not _is_int(vocab_size) or not 1 <= vocab_size <= rows:
@@ -63,28 +67,6 @@ def head_spec(
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def check_placement(**arrays: Any) -> None:
-    """Refuses placements that would fail deep inside, with what works instead."""
-    for name, array in arrays.items():
-        aval = None if array is None else jax.typeof(array)
-        if aval is None:
-            continue
-        if aval.manual_axis_type.varying:
-            raise NotImplementedError(
-                f"{name} varies over the mesh axes {sorted(aval.manual_axis_type.varying)} of a shard_map that checks "
-                "them, which pallas_ce does not support yet: pass check_vma=False to shard_map, or call outside it"
-            )
-        mesh = aval.sharding.mesh
-        used = {axis for part in aval.sharding.spec for axis in (part if isinstance(part, tuple) else (part,)) if axis}
-        types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=False))
-        explicit = sorted(axis for axis in used if types.get(axis) == AxisType.Explicit)
-        if explicit:
-            raise NotImplementedError(
-                f"{name} is sharded over the explicit mesh axes {explicit}, which pallas_ce does not support yet: "
-                "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis"
-            )
 
 
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:

@@ -13,31 +13,31 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-RowsOperation = Callable[[Any, Any], tuple[Any, Any]]
+RowsOperation = Callable[..., tuple[Any, Any]]
 
 
 def over_rows(operation: RowsOperation) -> RowsOperation:
     """Gives `operation` its `vmap` rule.
 
     Args:
-        operation: `(by_row, shared) -> (by_row, shared)` on pytrees: leaves of the former are `[N, ...]`.
+        operation: `(by_row, *shared) -> (by_row, of_head)` on pytrees: leaves of `by_row` share their leading
+            dimensions, of which there may be any number.
     """
 
     @custom_vmap
-    def batched(by_row: Any, shared: Any) -> tuple[Any, Any]:
-        return operation(by_row, shared)
+    def batched(by_row: Any, *shared: Any) -> tuple[Any, Any]:
+        return operation(by_row, *shared)
 
     @batched.def_vmap
-    def rule(size: int, in_batched: Any, by_row: Any, shared: Any) -> tuple[Any, Any]:
-        arguments = (by_row, shared)
+    def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
         is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
         per_example = jax.eval_shape(operation, *jax.tree.map(_one_example, arguments, is_batched))
         if size == 0:
             out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
-        elif any(jax.tree.leaves(is_batched[1])) or jax.tree.leaves(per_example[1]):
+        elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
             out = _map(batched, arguments, is_batched)
         else:
-            out = _fold(batched, size, by_row, is_batched[0], shared)
+            out = batched(_fold(size, arguments[0], is_batched[0]), *arguments[1:])
         return out, jax.tree.map(lambda _: True, out)
 
     return batched
@@ -47,16 +47,15 @@ def _one_example(x: jax.Array, is_batched: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:] if is_batched else x.shape, x.dtype)
 
 
-def _fold(operation: RowsOperation, size: int, by_row: Any, rows_batched: Any, shared: Any) -> tuple[Any, Any]:
-    def flat(x: jax.Array, is_batched: bool) -> jax.Array:
-        x = x if is_batched else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)))
-        return x.reshape(size * x.shape[1], *x.shape[2:])
+def _fold(size: int, by_row: Any, is_batched: Any) -> Any:
+    """The batch as one more leading dimension of every leaf."""
+    return jax.tree.map(
+        lambda x, flag: x if flag else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
+        by_row, is_batched,
+    )  # fmt: skip
 
-    out, nothing = operation(jax.tree.map(flat, by_row, rows_batched), shared)
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), nothing
 
-
-def _map(operation: RowsOperation, arguments: tuple[Any, Any], is_batched: Any) -> tuple[Any, Any]:
+def _map(operation: RowsOperation, arguments: tuple[Any, ...], is_batched: Any) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(arguments)
     flags = jax.tree.leaves(is_batched)
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce.loops import fori_loop
+
 
 def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -22,10 +24,11 @@ def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """`total` columns in tiles of `size`."""
+    """`total` columns in tiles of `size`; with `limit []`, those from there on are live in no tile."""
 
     total: int
     size: int
+    limit: jax.Array | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= self.total:
@@ -41,6 +44,8 @@ class Tiles:
         start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
         columns = start + jnp.arange(self.size, dtype=jnp.int32)
         live = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
+        if self.limit is not None:
+            live = columns < self.limit if live is None else live & (columns < self.limit)
         return Tile(start, self.size, columns, live)
 
 
@@ -137,7 +142,7 @@ class RowBlocks:
         trips = self.tiles.count if self.rows.count is None else -(-self.rows.count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
             return body(self.block(0), init)
-        return lax.fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
+        return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
 
     def block(self, index: jax.Array | int) -> "RowBlock":
         """The block of that index; the index may be traced."""

@@ -13,7 +13,9 @@ from pallas_ce.backends import Backward, Implementation
 from pallas_ce.blocks import Rows
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import CrossEntropy, Metrics, Reduction, safe_inverse
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.settings import Settings
+from pallas_ce.sharding import MeshAxes, shards_of
 
 
 def linear_cross_entropy(
@@ -37,6 +39,7 @@ def linear_cross_entropy(
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
     validate_labels: bool = False,
     return_metrics: bool = False,
 ) -> Any:
@@ -75,6 +78,8 @@ def linear_cross_entropy(
             bfloat16 and float16; experimental), or None to choose.
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than float32 logits would take (but at
             least 1 MiB).
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
+            needed: under `jit` the arrays' own shardings are read.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
             `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
@@ -119,6 +124,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logit_softcap=logit_softcap,
         dtype=dtype,
+        mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
@@ -127,15 +133,6 @@ def linear_cross_entropy(
         arguments.scalar("normalizer", normalizer)
     if class_weights is not None:
         class_weights = arguments.by_column("class_weights", class_weights, spec.vocab_size)
-    choice = settings.choose(
-        spec,
-        inputs.tokens(leading),
-        scalar_loss=reduction != "none",
-        backward=backward,
-        implementation=implementation,
-        scratch_bytes=scratch_bytes,
-    )
-    static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
     options = _Options(
         inputs.read_by_row("token_weights", token_weights, leading),
         class_weights,
@@ -144,7 +141,19 @@ def linear_cross_entropy(
         normalizer,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
-    loss, metrics = _linear_cross_entropy(static, arrays, labels, options)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        shards=shards_of(mesh_axes, arrays, (labels, options)),
+    )
+    static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
+    loss, metrics = in_automatic_region(
+        functools.partial(_linear_cross_entropy, static), (reduction == "none", False), arrays, labels, options
+    )
     return (loss, metrics) if return_metrics else loss
 
 
@@ -173,26 +182,25 @@ class _Options:
 def _linear_cross_entropy(
     static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options
 ) -> tuple[jax.Array, Metrics | None]:
-    spec, leading = static.spec, arrays.hidden.shape[:-1]
-    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+    spec = static.spec
+    ids = label_rule.canonical(labels, spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = _row_loss(static, options, ids, mask)
     if loss.smoothing and options.class_weights is not None:
         arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)
-    hidden, head = inputs.flatten(arrays, spec)
+    hidden, head = inputs.hidden_and_head(arrays, spec)
     extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
     if static.reduction == "none":
-        values, found = evaluate.row_losses(
+        value, found = evaluate.row_losses(
             static.how, loss.names | extra, loss, hidden, head, ids, mask, (by_row, shared | _unnormalised(spec))
         )
-        value = values.reshape(leading)
     else:
         value, found = evaluate.total_loss(
             static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
         )
     if not static.return_metrics:
         return value, None
-    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(loss, found, ids, mask, (by_row, shared)))
+    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(static.how, loss, found, ids, mask, (by_row, shared)))
 
 
 def _row_loss(
@@ -210,14 +218,14 @@ def _row_loss(
     shared: dict[str, jax.Array] = {}
     weight = jnp.ones(ids.shape, wide)
     if options.token_weights is not None:
-        weight = by_row["token_weight"] = options.token_weights.reshape(-1).astype(wide)
-    z_normalizer = jnp.sum(jnp.where(mask, weight, 0))
+        weight = by_row["token_weight"] = options.token_weights.astype(wide)
+    z_normalizer = static.how.total(jnp.sum(jnp.where(mask, weight, 0)))
     normalizer = z_normalizer
     if options.class_weights is not None:
         class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
         by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
         shared["mean_class_weight"] = jnp.mean(class_weights)
-        normalizer = jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0))
+        normalizer = static.how.total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
     if options.label_smoothing is not None:
         shared["smoothing"] = jnp.asarray(options.label_smoothing, wide)
     if options.z_loss is not None:
@@ -238,24 +246,27 @@ def _unnormalised(spec: HeadSpec) -> dict[str, jax.Array]:
 
 
 def _metrics(
+    how: Settings,
     loss: CrossEntropy,
     found: dict[str, jax.Array],
     ids: jax.Array,
     mask: jax.Array,
     given: tuple[dict[str, jax.Array], dict[str, jax.Array]],
 ) -> Metrics:
-    by_row, shared = given
+    shared = given[1]
+    found, by_row, mask, ids = evaluate.flat_rows(mask.shape, (found, given[0], mask, ids))
     rows = Rows.counted(mask)
-    visited = jax.tree.map(rows.visit, found)
-    cross_entropy, z_part = loss.parts(visited, (jax.tree.map(rows.visit, by_row), shared))
-    count = jnp.sum(mask, dtype=jnp.int32)
-    inverse_count = safe_inverse(count.astype(cross_entropy.dtype))
+    visited, by_row = jax.tree.map(rows.visit, (found, by_row))
+    cross_entropy, z_part = loss.parts(visited, (by_row, shared))
+    count = how.total(jnp.sum(mask, dtype=jnp.int32))
+    wide = cross_entropy.dtype
+    inverse_count = safe_inverse(count.astype(wide))
+    z_sum = jnp.zeros((), wide) if z_part is None else how.total(jnp.sum(rows.select(z_part)))
+    hits = how.total(jnp.sum(mask & (found["argmax"] == ids), dtype=wide))
     return Metrics(
-        cross_entropy=jnp.sum(rows.select(cross_entropy)) * shared["inverse_normalizer"],
-        z_loss=jnp.zeros((), cross_entropy.dtype)
-        if z_part is None
-        else jnp.sum(rows.select(z_part)) * shared["inverse_z_normalizer"],
+        cross_entropy=how.total(jnp.sum(rows.select(cross_entropy))) * shared["inverse_normalizer"],
+        z_loss=z_sum * shared["inverse_z_normalizer"],
         num_tokens=count,
-        accuracy=jnp.sum(mask & (found["argmax"] == ids), dtype=inverse_count.dtype) * inverse_count,
-        mean_lse=jnp.sum(found["lse"]) * inverse_count,
+        accuracy=hits * inverse_count,
+        mean_lse=how.total(jnp.sum(found["lse"])) * inverse_count,
     )

@@ -49,6 +49,8 @@ class Head:
         logit_scale: `[]` in the accumulator dtype, or None for 1.
         logit_weights: `[V]` in the accumulator dtype, the u of `mean_logit`; None for 1/V. A constant.
         spec: the static facts.
+        live_columns: `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a
+            padded vocabulary may hold padding. None: all.
     """
 
     weight: jax.Array
@@ -56,6 +58,7 @@ class Head:
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
+    live_columns: jax.Array | None = None
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands, wide result."""

@@ -10,6 +10,7 @@ import numpy as np
 from pallas_ce import arguments
 from pallas_ce import labels as label_rule
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.sharding import MeshAxes
 
 
 class HeadArrays(NamedTuple):
@@ -33,12 +34,13 @@ def read_head(
     vocab_size: int | None,
     logit_softcap: float | None,
     dtype: Any | None,
+    mesh_axes: MeshAxes | None = None,
 ) -> tuple[HeadArrays, HeadSpec]:
     """Checked arrays and static facts."""
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
     bias = None if bias is None else arguments.array("bias", bias)
-    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
-    arguments.check_placement(hidden=hidden, weight=weight, bias=bias)
+    parts = (1, 1) if mesh_axes is None else mesh_axes.parts
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap, parts)
     arguments.scalar("logit_scale", logit_scale)
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
@@ -77,8 +79,8 @@ def tokens(leading: tuple[int, ...]) -> int:
     return math.prod(leading)
 
 
-def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
-    """`hidden [N, H]` and the head, inside jit."""
+def hidden_and_head(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
+    """Hidden states and the head, inside jit."""
     wide = spec.accumulator
     u = arrays.logit_weights
     head = Head(
@@ -88,4 +90,4 @@ def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
         None if u is None else jax.lax.stop_gradient(u.astype(wide)),
         spec,
     )
-    return arrays.hidden.reshape(-1, spec.hidden_size), head
+    return arrays.hidden, head

@@ -14,7 +14,9 @@ from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction, safe_inverse, zero_safe_product
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.settings import Settings
+from pallas_ce.sharding import MeshAxes, shards_of
 from pallas_ce.statistics import STATISTICS, RowStatistics, from_primitives, primitive_names
 
 RowLoss = Callable[..., jax.Array]
@@ -41,6 +43,7 @@ def linear_loss(
     dtype: Any | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
     validate_labels: bool = False,
 ) -> jax.Array:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
@@ -74,6 +77,7 @@ def linear_loss(
         dtype: compute dtype.
         implementation: "xla", "mosaic_gpu", "reference" or None.
         scratch_bytes: bound on scratch memory.
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
         validate_labels: raise on labels outside the vocabulary; only outside jit.
 
     Returns:
@@ -112,11 +116,14 @@ def linear_loss(
         vocab_size=vocab_size,
         logit_softcap=logit_softcap,
         dtype=dtype,
+        mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
     if labels is not None:
         labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
     by_row, shared, is_shared = _split(row_inputs, leading)
+    mask = inputs.read_row_mask(row_mask, leading)
+    weights = inputs.read_by_row("token_weights", token_weights, leading)
     if normalizer is not None:
         arguments.scalar("normalizer", normalizer)
     choice = settings.choose(
@@ -126,16 +133,18 @@ def linear_loss(
         backward=backward,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
+        shards=shards_of(mesh_axes, arrays, (labels, by_row, shared, mask, weights, normalizer)),
     )
     static = _Static(row_loss, is_shared, reduction, ignore_index, choice.settings, spec)
-    return _linear_loss(
-        static,
+    return in_automatic_region(
+        functools.partial(_linear_loss, static),
+        reduction == "none",
         arrays,
         labels,
         by_row,
         shared,
-        inputs.read_row_mask(row_mask, leading),
-        inputs.read_by_row("token_weights", token_weights, leading),
+        mask,
+        weights,
         normalizer,
     )
 
@@ -208,31 +217,28 @@ def _linear_loss(
     normalizer: Any | None,
 ) -> jax.Array:
     spec, leading = static.spec, arrays.hidden.shape[:-1]
-    wide = spec.accumulator
-    hidden, head = inputs.flatten(arrays, spec)
-    n = hidden.shape[0]
-    mask = None if row_mask is None else row_mask.reshape(-1)
-    ids = None
+    wide, n = spec.accumulator, inputs.tokens(leading)
+    hidden, head = inputs.hidden_and_head(arrays, spec)
+    mask, ids = row_mask, None
     if labels is not None:
-        ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+        ids = label_rule.canonical(labels, spec.vocab_size)
         counted = label_rule.counted(ids, static.ignore_index)
         mask = counted if mask is None else mask & counted
-    weights = None if token_weights is None else token_weights.reshape(-1).astype(wide)
-    by_row = [x.reshape(n, *x.shape[len(leading) :]) for x in by_row]
+    weights = None if token_weights is None else token_weights.astype(wide)
 
     inverse = jnp.ones((), wide)
     if static.reduction == "mean":
-        each = jnp.ones(n, wide) if weights is None else weights
+        each = jnp.ones(leading, wide) if weights is None else weights
         default = jnp.sum(each if mask is None else jnp.where(mask, each, 0))
-        inverse = safe_inverse(default if normalizer is None else jnp.asarray(normalizer, wide))
+        inverse = safe_inverse(static.how.total(default) if normalizer is None else jnp.asarray(normalizer, wide))
 
-    names = _statistics_read(static.row_loss, spec, ids is not None, _join(by_row, shared, static.is_shared), n)
+    examples = _join(evaluate.flat_rows(leading, by_row), shared, static.is_shared)
+    names = _statistics_read(static.row_loss, spec, ids is not None, examples, n)
     unread = tuple(name for name in _available(ids is not None) if name not in names)
     row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n)
     problem = (hidden, head, ids, mask, ((by_row, weights), (shared, inverse)))
     if static.reduction == "none":
-        values, _ = evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)
-        return values.reshape(leading)
+        return evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)[0]
     total, _ = evaluate.total_loss(static.how, primitive_names(names), frozenset(), row_total, *problem)
     return total
 

@@ -10,7 +10,9 @@ from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
 from pallas_ce.head import HeadSpec
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.settings import Settings
+from pallas_ce.sharding import MeshAxes, shards_of
 from pallas_ce.statistics import RowStatistics, from_primitives, primitive_names
 
 
@@ -30,6 +32,7 @@ def linear_row_statistics(
     dtype: Any | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
 ) -> RowStatistics:
     r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
 
@@ -56,6 +59,8 @@ def linear_row_statistics(
             bfloat16 and float16; experimental), or None to choose.
         scratch_bytes: bound on the memory of tiles; 512 MiB by default, never more than the logits would take (but at
             least 1 MiB).
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
+            needed: under `jit` the arrays' own shardings are read.
 
     Returns:
         RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for.
@@ -90,6 +95,7 @@ def linear_row_statistics(
         vocab_size=vocab_size,
         logit_softcap=logit_softcap,
         dtype=dtype,
+        mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
     if labels is not None:
@@ -102,8 +108,10 @@ def linear_row_statistics(
         scalar_loss=False,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
+        shards=shards_of(mesh_axes, arrays, (labels, mask)),
     )
-    return _row_statistics((choice.settings, spec, names), arrays, labels, mask)
+    function = functools.partial(_row_statistics, (choice.settings, spec, names))
+    return in_automatic_region(function, True, arrays, labels, mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -114,9 +122,6 @@ def _row_statistics(
     row_mask: jax.Array | None,
 ) -> RowStatistics:
     how, spec, names = static
-    leading = arrays.hidden.shape[:-1]
-    hidden, head = inputs.flatten(arrays, spec)
-    ids = None if labels is None else label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    mask = None if row_mask is None else row_mask.reshape(-1)
-    found = evaluate.statistics(how, primitive_names(names), hidden, head, ids, mask)
-    return jax.tree.map(lambda x: x.reshape(leading), from_primitives(found, names))
+    hidden, head = inputs.hidden_and_head(arrays, spec)
+    ids = None if labels is None else label_rule.canonical(labels, spec.vocab_size)
+    return from_primitives(evaluate.statistics(how, primitive_names(names), hidden, head, ids, row_mask), names)

@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from pallas_ce import arguments, backends
 from pallas_ce.backends import Backend, Backward, Mode, Plan
 from pallas_ce.head import HeadSpec
+from pallas_ce.shards import Shards
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
 
@@ -24,16 +27,22 @@ class Settings:
         implementation: a backend's name, or "reference".
         mode: the backward mode; None for the reference, which has JAX's own differentiation.
         scratch_bytes: the caller's bound, or None for the default.
+        shards: how the call is split inside a `shard_map`; None outside.
     """
 
     implementation: str
     mode: Mode | None
     scratch_bytes: int | None
+    shards: Shards | None = None
 
     @property
     def backend(self) -> Backend:
         """The backend itself; not for "reference", which is none."""
         return backends.load(self.implementation)
+
+    def total(self, rows: jax.Array) -> jax.Array:
+        """A sum over rows as this call means it, from that over this device's rows."""
+        return rows if self.shards is None else self.shards.total(rows)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one."""
@@ -69,6 +78,7 @@ def choose(
     backward: Backward = "auto",
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
+    shards: Shards | None = None,
 ) -> Choice:
     """Chooses for `tokens` rows of a head; `scalar_loss` says whether a summed row-wise loss is what is differentiated.
 
@@ -83,9 +93,11 @@ def choose(
                 f"backward={backward!r} does not apply to implementation='reference', which differentiates "
                 "materialised logits; leave backward='auto'"
             )
+        if shards is not None and (shards.vocabulary or shards.common):
+            raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
         return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
     tokens = max(tokens, 1)
-    undecided = Settings(name, None, scratch_bytes)
+    undecided = Settings(name, None, scratch_bytes, shards)
     mode, mode_reason = _mode(undecided, spec, tokens, scalar_loss, backward)
     for needed in (None, mode):
         undecided.plan(spec, tokens, needed)  # raises where the budget is too small

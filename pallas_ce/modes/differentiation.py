@@ -9,6 +9,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.head import Head, Wanted, scale_gradient
+from pallas_ce.shards import Axes, Shards, Sums, psum
 
 _REFUSAL = (
     "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
@@ -104,37 +105,66 @@ def absent() -> jax.Array:
     return jnp.zeros(1, jnp.int8)
 
 
+class HeadSums(NamedTuple):
+    """What a streamed operation makes of the head's gradients, before upstream scalar and scale; None where not wanted.
+
+    Attributes:
+        weight: the weight's shape.
+        bias: `[V']`.
+        logit_scale: `[]`; before the upstream scalar only.
+    """
+
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
+
+
+def sum_over_devices(
+    shards: Shards, hidden: jax.Array, head: Head, wanted: Wanted, hidden_sum: jax.Array | None, sums: HeadSums
+) -> tuple[jax.Array | None, HeadSums]:
+    """`dlogits·weight` of the rows that came in, and the head's sums, from this device's share of them.
+
+    The scale's gradient is made here, from the other two: see `scale_gradient`.
+    """
+    scale = None
+    if wanted.logit_scale:
+        assert hidden_sum is not None
+        scale = shards.sum_scale(scale_gradient(hidden, hidden_sum, head.bias, sums.bias))
+    return (
+        None if hidden_sum is None or not wanted.hidden else shards.sum_hidden(hidden_sum),
+        HeadSums(
+            None if sums.weight is None else shards.sum_weight(sums.weight, head.spec.vocab_axis),
+            None if sums.bias is None or not wanted.bias else shards.sum_bias(sums.bias),
+            scale,
+        ),
+    )
+
+
 def finish(
     hidden: jax.Array,
     head: Head,
-    wanted: Wanted,
     hidden_sum: jax.Array | None,
-    bias_sum: jax.Array | None,
-    factor: jax.Array,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Gradients of hidden, bias and scale from `dlogits·weight` and `Σ dlogits`, each multiplied and rounded once.
+    sums: HeadSums,
+    upstream: jax.Array | None = None,
+    axes: Sums | None = None,
+) -> Gradients:
+    """Gradients from their sums, times the upstream scalar (None: 1) and the logit scale, each rounded once.
 
-    Args:
-        hidden: `[N, H]`.
-        head: the head.
-        wanted: which of them to return.
-        hidden_sum: `[N, H]` in the accumulator dtype, before the scale.
-        bias_sum: `[V']`, likewise.
-        factor: `[]`: what undoes the normalisation, times the upstream scalar.
+    Where each device has a share of a gradient, the shares are added up over `axes`.
     """
-    scale = factor if head.logit_scale is None else factor * head.logit_scale
-    d_hidden = d_bias = d_scale = None
-    if wanted.hidden:
-        assert hidden_sum is not None
-        d_hidden = (scale * hidden_sum).astype(hidden.dtype)
-    if wanted.bias:
-        assert bias_sum is not None
-        assert head.bias is not None
-        d_bias = (scale * bias_sum).astype(head.bias.dtype)
-    if wanted.logit_scale:
-        assert hidden_sum is not None
-        d_scale = factor * scale_gradient(hidden, hidden_sum, head.bias, bias_sum)
-    return d_hidden, d_bias, d_scale
+    axes = axes or Sums()
+    upstream = jnp.ones((), head.spec.accumulator) if upstream is None else upstream
+    scale = upstream if head.logit_scale is None else upstream * head.logit_scale
+
+    def rounded(total: jax.Array | None, like: jax.Array | None, axes: Axes) -> jax.Array | None:
+        return None if total is None or like is None else psum(scale * total, axes).astype(like.dtype)
+
+    return Gradients(
+        rounded(hidden_sum, hidden, axes.hidden),
+        rounded(sums.weight, head.weight, axes.weight),
+        rounded(sums.bias, head.bias, axes.bias),
+        None if sums.logit_scale is None else psum(upstream * sums.logit_scale, axes.logit_scale),
+    )
 
 
 def input_cotangents(saved: Saved, gradients: Gradients) -> tuple[Any, ...]:

@@ -1,17 +1,16 @@
 """The plain forward over all rows, shared by both modes: row blocks in, statistics out, nothing else kept."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends import Plan
-from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.settings import Settings
+from pallas_ce.shards import RowArrays, Shards
 from pallas_ce.statistics import finalise
+from pallas_ce.streaming import streamed
 
 Statistics = dict[str, jax.Array]
 
@@ -19,9 +18,9 @@ Statistics = dict[str, jax.Array]
 _GATHERED_ROWS = 1024
 
 
-def empty_statistics(names: frozenset[str], tokens: int, spec: HeadSpec) -> Statistics:
-    """Zeros `[N]` for each statistic: what ignored rows keep."""
-    return {name: jnp.zeros(tokens, jnp.int32 if name == "argmax" else spec.accumulator) for name in sorted(names)}
+def empty_statistics(names: frozenset[str], rows: int | tuple[int, ...], spec: HeadSpec) -> Statistics:
+    """Zeros, one for each row, for each statistic: what ignored rows keep."""
+    return {name: jnp.zeros(rows, jnp.int32 if name == "argmax" else spec.accumulator) for name in sorted(names)}
 
 
 def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
@@ -37,30 +36,30 @@ def forward_statistics(
     labels: jax.Array | None,
     mask: jax.Array | None,
 ) -> Statistics:
-    """Primitive statistics `[N]` of the rows that count, 0 in the others."""
+    """Primitive statistics `[...]` of the rows that count, 0 in the others."""
 
-    def operation(by_row: Any, head: Head) -> tuple[Statistics, None]:
-        hidden, labels, mask = by_row
-        tokens = hidden.shape[0]
+    def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
+        rows, head = shards.enter(rows, head)
+        tokens = rows.hidden.shape[0]
         whole = settings.plan(head.spec, tokens, None)
 
-        def visit(rows: Rows, plan: Plan) -> Statistics:
+        def visit(counted: Rows, plan: Plan) -> Statistics:
             def body(block: RowBlock, found: Statistics) -> Statistics:
-                block_labels = None if labels is None else block.take(labels)
-                partial = settings.backend.statistics(head, block.take(hidden), block_labels, names, plan)
-                return put_all(block, found, finalise(partial, names))
+                labels = None if rows.labels is None else block.take(rows.labels)
+                partial = settings.backend.statistics(head, block.take(rows.hidden), labels, names, plan)
+                return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-            return rows.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, tokens, head.spec))
+            return counted.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, tokens, head.spec))
 
-        if mask is None or whole.rows <= _GATHERED_ROWS:
-            return visit(Rows.counted(mask), whole), None
+        if rows.mask is None or whole.rows <= _GATHERED_ROWS:
+            return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
         # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
         # needs gathering; where not, blocks are gathered one by one.
         parts = settings.plan(head.spec, _GATHERED_ROWS, None)
         found = lax.cond(
-            jnp.all(mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(mask), parts)
+            jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
         )
-        return found, None
+        return shards.own_rows(found), None
 
     with jax.named_scope("pallas_ce.forward"):
-        return over_rows(operation)((hidden, labels, mask), head)[0]
+        return streamed(settings.shards, operation)(RowArrays(hidden, labels, mask), head)[0]

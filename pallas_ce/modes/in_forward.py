@@ -14,14 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
-from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Head, Wanted
+from pallas_ce.loops import vary_like
 from pallas_ce.modes.differentiation import (
     Gradients,
+    HeadSums,
     Inputs,
     Saved,
     absent,
@@ -30,13 +32,16 @@ from pallas_ce.modes.differentiation import (
     flags_of,
     input_cotangents,
     is_zero,
+    sum_over_devices,
     values_of,
     wanted_inputs,
     zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
 from pallas_ce.settings import Settings
+from pallas_ce.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import finalise
+from pallas_ce.streaming import streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,73 +70,77 @@ def statistics_and_handle(
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[Statistics, jax.Array]:
-    """Statistics `[N]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
+    """Statistics `[...]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
     `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss:
     that of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
 
     Args:
         call: the static facts.
-        hidden: `[N, H]`.
+        hidden: `[..., H]`.
         head: the head.
-        labels: `[N]` int32 or None.
-        mask: `[N]` bool, which rows count; None: all.
-        inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
+        labels: `[...]` int32 or None.
+        mask: `[...]` bool, which rows count; None: all.
+        inputs: `(by_row, shared)` for `row_loss`: pytrees of `[..., *K]` and of whole arrays.
     """
     found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    return _with_handle(found, inputs, head)
+    return _with_handle(call, found, inputs, head)
 
 
-def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics, jax.Array]:
+def _with_handle(call: Call, found: Statistics, inputs: Any, head: Head) -> tuple[Statistics, jax.Array]:
     """Statistics and handle, made to depend on each other and on `inputs`.
 
     Under vmap each example then has a handle of its own, and this function and its forward rule, which also reads
     `inputs`, agree on which outputs are batched, as JAX requires.
     """
-    firsts = (leaf.ravel()[:1] for leaf in jax.tree.leaves((found, inputs)))
+    firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in jax.tree.leaves((found, inputs)))
     zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
-    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, zero.astype(head.spec.accumulator)
+    handle = call.settings.total(zero.astype(head.spec.accumulator))
+    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, handle
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
     values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
     hidden, head, labels, mask, inputs = first_order_only(values)
-    hidden_sum, sums = None, Accumulators(None, None)
+    hidden_sum, sums = None, HeadSums()
     if wanted:
         with jax.named_scope("pallas_ce.in_forward"):
-            operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
-            by_row = (hidden, labels, mask, inputs[0])
-            (found, hidden_sum), sums = operation(by_row, (head, inputs[1]))
+            shards = call.settings.shards
+            if shards is not None:
+                # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
+                shards = dataclasses.replace(shards, sums=Sums())
+            operation = streamed(shards, functools.partial(_statistics_and_sums, call, wanted))
+            rows = RowArrays(hidden, labels, mask, more=inputs[0])
+            (found, hidden_sum), sums = operation(rows, head, inputs[1])
     else:
         found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    return _with_handle(found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    return _with_handle(call, found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    del call
+    shards = call.settings.shards or Shards()
     kept, inputs = saved.kept
-    upstream, head, wanted = cotangents[1], saved.head, saved.wanted
+    upstream, wanted = cotangents[1], dataclasses.astuple(saved.wanted)
     gradients = Gradients()
-    if wanted and not is_zero(upstream):
-        (hidden_sum, weight_sum, bias_sum), upstream = first_order_only((kept, upstream))
-        d_hidden, d_bias, d_scale = finish(saved.hidden, head, wanted, hidden_sum, bias_sum, upstream)
-        d_weight = None
-        if wanted.weight:
-            scale = upstream if head.logit_scale is None else upstream * head.logit_scale
-            d_weight = (scale * weight_sum).astype(head.weight.dtype)
-        gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
+    if any(wanted) and not is_zero(upstream):
+        kept, upstream = first_order_only((kept, upstream))
+        hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, wanted, strict=True))
+        upstream = psum(upstream, shards.cotangents_of_total)
+        gradients = finish(saved.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
     return *input_cotangents(saved, gradients), zero_cotangent(inputs)
 
 
 statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -> tuple[Any, Accumulators]:
-    """Statistics and `dlogits·weight` by row, and the head's accumulators, all before upstream scalar and scale."""
-    hidden, labels, mask, row_inputs = by_row
-    head, shared_inputs = shared
+def _statistics_and_sums(
+    call: Call, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
+    """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
+    rows, head = shards.enter(rows, head)
+    hidden, labels = rows.hidden, rows.labels
     spec, backend, tokens = head.spec, call.settings.backend, hidden.shape[0]
     plan = call.settings.plan(spec, tokens, "in_forward")
     wide = spec.accumulator
@@ -142,13 +151,13 @@ def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -
         block_hidden = block.take(hidden)
         block_labels = None if labels is None else block.take(labels)
         partial, stash = backend.stash(head, block_hidden, block_labels, names, plan)
-        statistics = finalise(partial, names)
-        cotangents = _cotangents(call, statistics, block, (jax.tree.map(block.take, row_inputs), shared_inputs))
+        statistics = finalise(shards.merge(partial, head), names)
+        cotangents = _cotangents(call, statistics, block, (jax.tree.map(block.take, rows.more), shared_inputs))
         coefficients = coef.from_cotangents(cotangents, statistics)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
             statistics["lse"] if coefficients.need_probabilities else None,
-            statistics["argmax"] if coefficients.argmax is not None else None,
+            shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
             head, block_hidden, block_labels, residual, coefficients, factor, stash, sums, wanted, plan
@@ -163,8 +172,9 @@ def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -
     )
     hidden_sum = jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None
     carry = (empty_statistics(call.names, tokens, spec), hidden_sum, sums)
-    found, hidden_sum, sums = Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, carry)
-    return (found, hidden_sum), sums
+    found, hidden_sum, sums = Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, carry)
+    hidden_sum, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(*sums))
+    return (shards.own_rows(found), hidden_sum), of_head
 
 
 def _cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
@@ -173,5 +183,6 @@ def _cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tup
     def summed(varied: Statistics) -> jax.Array:
         return jnp.sum(call.row_loss({**statistics, **varied}, inputs))
 
-    varied = {name: statistics[name] for name in call.read if name != "argmax"}
+    # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
+    varied = {name: vary_like(statistics[name], inputs) for name in call.read if name != "argmax"}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

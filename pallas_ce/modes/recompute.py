@@ -14,11 +14,12 @@ from jax import lax
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
-from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows, Tiles
 from pallas_ce.head import Head, Wanted
+from pallas_ce.loops import fori_loop
 from pallas_ce.modes.differentiation import (
     Gradients,
+    HeadSums,
     Inputs,
     Saved,
     finish,
@@ -26,11 +27,14 @@ from pallas_ce.modes.differentiation import (
     flags_of,
     input_cotangents,
     is_zero,
+    sum_over_devices,
     values_of,
     wanted_inputs,
 )
 from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.settings import Settings
+from pallas_ce.shards import RowArrays, Shards, psum
+from pallas_ce.streaming import streamed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -42,7 +46,7 @@ def row_statistics(
     labels: jax.Array | None,
     mask: jax.Array | None,
 ) -> Statistics:
-    """Primitive statistics `[N]` of `hidden [N, H]`, differentiable in `hidden` and the head's arrays but u."""
+    """Primitive statistics `[...]` of `hidden [..., H]`, differentiable in `hidden` and the head's arrays but u."""
     return forward_statistics(settings, names, hidden, head, labels, mask)
 
 
@@ -61,35 +65,46 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
     gradients = Gradients()
     if given and saved.wanted:
         used, given = first_order_only((saved, given))
+        if settings.shards is not None:
+            given = {name: psum(g, settings.shards.cotangents_by_row) for name, g in given.items()}
         coefficients = coef.from_cotangents(given, used.kept)
         with jax.named_scope("pallas_ce.recompute"):
-            operation = over_rows(functools.partial(_gradients, settings, saved.wanted))
-            by_row = (used.hidden, used.labels, used.mask, used.kept, coefficients)
-            d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, used.head)
-        gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
+            operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted))
+            kept = dict(used.kept)
+            rows = RowArrays(used.hidden, used.labels, used.mask, kept.pop("argmax", None), (kept, coefficients))
+            hidden_sum, of_head = operation(rows, used.head)
+        finished = finish(used.hidden, used.head, hidden_sum, of_head._replace(weight=None))
+        gradients = finished._replace(weight=of_head.weight)
     return input_cotangents(saved, gradients)
 
 
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> tuple[jax.Array | None, Any]:
-    """The gradient of hidden, and those of weight, bias and scale, in their dtypes; None where not wanted."""
-    hidden, labels, mask, kept, coefficients = by_row
+def _gradients(
+    settings: Settings, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head
+) -> tuple[jax.Array | None, HeadSums]:
+    """`dlogits·weight` by row and the head's sums, before the scale; the weight's is its gradient, in its dtype."""
+    weight_dtype = head.weight.dtype
+    rows, head = shards.enter(rows, head)
+    hidden, (kept, coefficients) = rows.hidden, rows.more
     spec, tokens = head.spec, hidden.shape[0]
     plan = settings.plan(spec, tokens, "recompute")
-    tiles, rows, wide = Tiles(spec.vocab_size, plan.columns), Rows.counted(mask), spec.accumulator
-    blocks = rows.blocks(tokens, plan.rows)
+    tiles, counted, wide = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask), spec.accumulator
+    blocks = counted.blocks(tokens, plan.rows)
     tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
 
-    if mask is not None:
-        coefficients = coef.select(coefficients, mask)
+    if rows.mask is not None:
+        coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
     scale = factor if head.logit_scale is None else factor * head.logit_scale
     residual = Residual(
         kept["lse"] if coefficients.need_probabilities else None,
-        kept["argmax"] if coefficients.argmax is not None else None,
+        rows.argmax if coefficients.argmax is not None else None,
     )
+    # A tile of the weight's gradient is summed over the devices in float32 and rounded at once. Where the parts that
+    # the devices hold are not parts of a tile, all of it is kept in float32 and summed at the end.
+    by_tile = not shards.gathered_vocabulary
 
     def tile_body(i: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         hidden_sum, d_weight, bias_sum = carry
@@ -101,7 +116,7 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
             for_hidden, for_weight, for_bias = settings.backend.dlogits_products(
                 head,
                 block.take(hidden),
-                None if labels is None else block.take(labels),
+                None if rows.labels is None else block.take(rows.labels),
                 jax.tree.map(block.take, residual),
                 block_coefficients,
                 i,
@@ -123,18 +138,27 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
         # Added, not set: the last tile overlaps its neighbour, with exact zeros there.
         tile = tiles.tile(i)
         if tile_weight is not None:
-            d_weight = tile.add(d_weight, scale * tile_weight, spec.vocab_axis)
+            tile_weight = scale * tile_weight
+            if by_tile and shards.sums.weight + shards.gathered_width:
+                # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
+                tile_weight = lax.optimization_barrier(shards.sum_weight(tile_weight, spec.vocab_axis))
+            d_weight = tile.add(d_weight, tile_weight, spec.vocab_axis)
         if tile_bias is not None:
             bias_sum = tile.add(bias_sum, tile_bias)
         return hidden_sum, d_weight, bias_sum
 
+    weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     init = (
         jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
-        jnp.zeros_like(head.weight) if wanted.weight else None,
+        jnp.zeros(weight_shape, weight_dtype if by_tile else wide) if wanted.weight else None,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
-    hidden_sum, d_weight, bias_sum = lax.fori_loop(0, tiles.count, tile_body, init)
+    hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
+    if d_weight is not None and not by_tile:
+        d_weight = shards.sum_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
     if hidden_sum is not None:
-        hidden_sum = rows.in_row_order(hidden_sum)
-    d_hidden, d_bias, d_scale = finish(hidden, head, wanted, hidden_sum, bias_sum, factor)
-    return d_hidden, (d_weight, d_bias, d_scale)
+        hidden_sum = factor * counted.in_row_order(hidden_sum)
+    if bias_sum is not None:
+        bias_sum = factor * bias_sum
+    hidden_sum, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(None, bias_sum))
+    return hidden_sum, of_head._replace(weight=d_weight)

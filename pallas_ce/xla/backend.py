@@ -15,6 +15,7 @@ from pallas_ce.backends import Accumulators, Mode, Plan, Residual
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.coefficients import Coefficients, dlogits
 from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.loops import fori_loop
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
 # Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
@@ -61,7 +62,7 @@ class XlaBackend:
 
         tiles = _tiles(head, plan)
         first = step(tiles.tile(0))
-        return lax.fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
+        return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
 
     def dlogits_products(
         self,
@@ -97,7 +98,7 @@ class XlaBackend:
         partial, logits = step(tiles.tile(0))
         kept = jnp.zeros((tiles.count, *logits.shape), logits.dtype)
         kept = lax.dynamic_update_index_in_dim(kept, logits, 0, 0)
-        return lax.fori_loop(1, tiles.count, body, (partial, kept))
+        return fori_loop(1, tiles.count, body, (partial, kept))
 
     def stash_products(
         self,
@@ -131,7 +132,7 @@ class XlaBackend:
             return _Sums(sums, weight, bias)
 
         zeros = jnp.zeros(hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
-        sums = lax.fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
+        sums = fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
         return sums.hidden, Accumulators(sums.weight, sums.bias)
 
 
@@ -154,7 +155,7 @@ class _Sums(NamedTuple):
 
 
 def _tiles(head: Head, plan: Plan) -> Tiles:
-    return Tiles(head.spec.vocab_size, plan.columns)
+    return Tiles(head.spec.vocab_size, plan.columns, head.live_columns)
 
 
 def _tile_logits(head: Head, hidden: jax.Array, tile: Tile) -> jax.Array:

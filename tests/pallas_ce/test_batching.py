@@ -21,10 +21,10 @@ class Operation:
         self.with_sum, self.rows = with_sum, list[int]()
 
     def __call__(self, by_row: Any, shared: Any) -> tuple[Any, Any]:
-        self.rows.append(by_row["x"].shape[0])
+        self.rows.append(by_row["x"].size // H)
         y = by_row["x"] @ shared["weight"]
         y = y if by_row["mask"] is None else jnp.where(by_row["mask"], y, 0)
-        return {"y": y}, by_row["x"].sum(0) if self.with_sum else None
+        return {"y": y}, by_row["x"].reshape(-1, H).sum(0) if self.with_sum else None
 
 
 def _run(with_sum: bool, axes: Any, by_row: Any, weight: jax.Array) -> tuple[Any, str, list[int]]:

@@ -1,19 +1,31 @@
-"""On two devices: shard_map, pmap and sharded arrays, in a process that has two CPU devices."""
+"""On eight CPU devices: every parallelism, each section of `mesh_program.py` in a process of its own."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_devices_give_the_result_of_one() -> None:
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+@pytest.mark.parametrize(
+    ("section", "checks"),
+    [
+        ("auto", 32),
+        ("others", 7),
+        pytest.param("explicit", 16, marks=pytest.mark.slow),
+        pytest.param("checked", 32, marks=pytest.mark.slow),
+        pytest.param("unchecked", 32, marks=pytest.mark.slow),
+    ],
+)
+def test_eight_devices_give_the_result_of_one(section: str, checks: int) -> None:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_ce.mesh_program"],
+        [sys.executable, "-m", "tests.pallas_ce.mesh_program", section],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 10
+    assert done.stdout.count("passed") == checks, done.stdout

@@ -1,0 +1,39 @@
+"""`fori_loop` that also works where JAX tracks over which mesh axes each value varies.
+
+Inside a `shard_map` with `check_vma=True` a loop's carry must not change its type, and zeros that become sums over a
+device's own rows do: they start the same on all devices and differ afterwards.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
+    """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
+    while jax.sharding.get_abstract_mesh().manual_axes:
+        after = jax.eval_shape(body, jnp.int32(0), init)
+        declared = jax.tree.map(vary_like, init, after)
+        if all(map(operator.is_, jax.tree.leaves(declared), jax.tree.leaves(init))):
+            break
+        init = declared
+    return lax.fori_loop(start, stop, body, init)
+
+
+def vary_like(x: jax.Array, other: Any) -> jax.Array:
+    """`x`, declared to vary over the mesh axes, too, that any array of the tree `other` varies over."""
+    missing = tuple(sorted(varying(other) - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying(tree: Any) -> frozenset[str]:
+    """The mesh axes of a surrounding `shard_map` over which JAX knows some array of the tree to vary."""
+    return frozenset().union(*(axis_type.varying for x in jax.tree.leaves(tree) if (axis_type := _axis_type(x))))
+
+
+def _axis_type(x: Any) -> Any:
+    return x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).manual_axis_type

@@ -1,0 +1,153 @@
+"""How a streamed operation is split under `jit`, from the shardings of its arrays alone.
+
+XLA cannot see through a kernel: left to itself it gathers the weight on every device. `custom_partitioning` hands the
+decision to this file. The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes;
+`split` decides what that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from pallas_ce.head import Head
+from pallas_ce.shards import Axes, RowArrays, Shards, lay_out
+
+Operation = Callable[..., tuple[Any, Any]]
+
+# An array's dimensions by name. `row0`, `row1`, …, `vocabulary` and `width` may be split, others are left whole.
+Names = tuple[str, ...]
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
+    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits.
+
+    Args:
+        operation: `(shards, rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading
+            dimensions; those of `of_head` are of the weight's shape, `[V']` or scalar; `shared` are whole arrays.
+    """
+
+    def entered(rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten((rows, head, *shared))
+        names = _names(rows, head, shared)
+        out_names: list[Names] = []
+        out_structure: Any = None
+
+        def flat(shards: Shards, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+            nonlocal out_structure
+            out = operation(shards, *jax.tree.unflatten(structure, leaves))
+            out_names[:] = _out_names(*out, rows, head)
+            results, out_structure = jax.tree.flatten(out)
+            return results
+
+        @custom_partitioning
+        def call(*leaves: jax.Array) -> list[jax.Array]:
+            return flat(Shards(), leaves)
+
+        def rule(*_: Any) -> SdyShardingRule:
+            return SdyShardingRule(
+                tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
+            )
+
+        def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
+            del result
+            given_rows, given_head, *_ = jax.tree.unflatten(structure, [leaf.sharding.spec for leaf in given])
+            axes, shards = split(mesh, given_rows.hidden, given_head.weight, rows, head)
+
+            def place(dims: Names) -> NamedSharding:
+                return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
+
+            def local(*leaves: jax.Array) -> list[jax.Array]:
+                with jax.sharding.use_abstract_mesh(_NO_MESH):  # a device knows the axes by their names only
+                    return flat(shards, leaves)
+
+            return mesh, local, [place(dims) for dims in out_names], tuple(place(dims) for dims in names)
+
+        call.def_partition(partition=partition, sharding_rule=rule)
+        results = call(*leaves)
+        return jax.tree.unflatten(out_structure, results)
+
+    return entered
+
+
+def split(
+    mesh: Mesh, hidden: PartitionSpec, weight: PartitionSpec, rows: RowArrays, head: Head
+) -> tuple[dict[str, Axes], Shards]:
+    """The mesh axes of every dimension that is split, and what they amount to.
+
+    Args:
+        mesh: the mesh.
+        hidden: how the hidden states lie.
+        weight: how the weight lies.
+        rows: the rows, for their shapes.
+        head: the head, likewise.
+
+    Raises:
+        ValueError: the weight does not divide evenly, or its pieces are interleaved.
+    """
+    row_names, weight_names = _row_names(rows), _weight_names(head)
+    axes = {name: _axes(mesh, part) for name, part in zip(row_names, hidden, strict=False)}
+    for name, size in zip(row_names, rows.hidden.shape, strict=False):
+        if size % _devices(mesh, axes[name]):
+            axes[name] = ()  # an intermediate value may lie unevenly; the partitioner evens it out
+    for name, part, size in zip(weight_names, weight, head.weight.shape, strict=True):
+        axes[name] = _axes(mesh, part)
+        if size % _devices(mesh, axes[name]):
+            raise ValueError(
+                f"weight has {size} entries along its {name}, which do not divide evenly over the mesh axes "
+                f"{axes[name]}: pad the weight, and pass vocab_size where it is the vocabulary that is padded"
+            )
+    over_rows = tuple(axis for name in row_names for axis in axes[name])
+    vocabulary = axes["vocabulary"]
+    hidden_bytes = rows.hidden.size * rows.hidden.dtype.itemsize // _devices(mesh, over_rows)
+    weight_bytes = head.weight.size * head.spec.dtype.itemsize // _devices(mesh, vocabulary)
+    return axes, lay_out(over_rows, vocabulary, axes["width"], hidden_bytes, weight_bytes)
+
+
+def _axes(mesh: Mesh, part: Any) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec, without those of one device."""
+    names = () if part is None else part if isinstance(part, tuple) else (part,)
+    return tuple(name for name in names if mesh.shape[name] > 1)
+
+
+def _devices(mesh: Mesh, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _row_names(rows: RowArrays) -> Names:
+    return tuple(f"row{i}" for i in range(rows.hidden.ndim - 1))
+
+
+def _weight_names(head: Head) -> Names:
+    return ("vocabulary", "width") if head.spec.vocab_axis == 0 else ("width", "vocabulary")
+
+
+def _names(rows: RowArrays, head: Head, shared: Any) -> list[Names]:
+    """The dimensions of every leaf of `(rows, head, *shared)`."""
+    given = {"weight": _weight_names(head), "bias": ("vocabulary",)}
+    arrays = [field.name for field in dataclasses.fields(head) if field.name != "spec"]
+    of_head = [given.get(name, ()) for name in arrays if getattr(head, name) is not None]
+    leaves = jax.tree.leaves((rows, head, *shared))
+    known = [_row_names(rows)] * len(jax.tree.leaves(rows)) + of_head
+    return _with_whole("in", leaves, known)
+
+
+def _out_names(by_row: Any, of_head: Any, rows: RowArrays, head: Head) -> list[Names]:
+    """Likewise of an operation's results."""
+    by_row, of_head = jax.tree.leaves(by_row), jax.tree.leaves(of_head)
+    kinds = {0: (), 1: ("vocabulary",), 2: _weight_names(head)}
+    return _with_whole("out", by_row + of_head, [_row_names(rows)] * len(by_row) + [kinds[x.ndim] for x in of_head])
+
+
+def _with_whole(prefix: str, leaves: list[jax.Array], known: list[Names]) -> list[Names]:
+    """Names for all dimensions: those that are left whole get one each, since equal names would mean equal sizes."""
+    new = (f"{prefix}{i}" for i in itertools.count())
+    known = known + [()] * (len(leaves) - len(known))
+    return [(*names, *itertools.islice(new, x.ndim - len(names))) for x, names in zip(leaves, known, strict=True)]

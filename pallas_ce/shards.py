@@ -1,0 +1,264 @@
+"""How one call is split over mesh axes, and the few collectives that make the parts agree.
+
+A streamed operation runs on each device on its own rows and its own slice of the vocabulary. What it needs of the other
+devices is here, as methods that do nothing where nothing is split:
+
+* rows split (data parallelism): the head's gradients are summed over the row axes, in the accumulator dtype;
+* vocabulary split (tensor parallelism): partial statistics merge by the rule of `statistics.merge`, and the gradient
+  of the hidden states, of which each device has a share, is summed;
+* both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
+  (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
+  bytes;
+* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_ce.head import Head
+from pallas_ce.labels import NO_TARGET
+from pallas_ce.statistics import Partial, merge
+
+Axes = tuple[str, ...]
+
+
+class RowArrays(NamedTuple):
+    """What an operation knows of each row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
+
+    Attributes:
+        hidden: `[..., H]`.
+        labels: `[...]` int32, -1 for no target.
+        mask: `[...]` bool, which rows count.
+        argmax: `[...]` int32, the row's column of the largest logit, where a backward reads it.
+        more: any pytree.
+    """
+
+    hidden: jax.Array
+    labels: jax.Array | None
+    mask: jax.Array | None
+    argmax: jax.Array | None = None
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Mesh axes over which each input's gradient is added up."""
+
+    hidden: Axes = ()
+    weight: Axes = ()
+    bias: Axes = ()
+    logit_scale: Axes = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Static. Every field names mesh axes, major to minor; those of one array's dimensions are disjoint.
+
+    Attributes:
+        rows: the rows are split over these.
+        vocabulary: the weight's vocabulary is split over these, and so is the work.
+        sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
+        gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
+        gathered_width: likewise for H.
+        sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
+        cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
+        cotangents_of_total: likewise that of a loss summed over rows.
+        typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
+    """
+
+    rows: Axes = ()
+    vocabulary: Axes = ()
+    sequence: Axes = ()
+    gathered_vocabulary: Axes = ()
+    gathered_width: Axes = ()
+    sums: Sums = Sums()
+    cotangents_by_row: Axes = ()
+    cotangents_of_total: Axes = ()
+    typed: bool = False
+
+    @property
+    def common(self) -> Axes:
+        """The axes that split both rows and weight: a sum over rows is one over all rows of such a group."""
+        weight = self.vocabulary + self.gathered_vocabulary + self.gathered_width
+        return tuple(axis for axis in self.rows if axis in weight)
+
+    def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
+        """What this device works on: gathered rows, the head's own columns, labels counted from the first of them."""
+        if self.sequence:
+            rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
+        head = self._local_head(head)
+        return rows._replace(labels=self.columns(rows.labels, head), argmax=self.columns(rows.argmax, head)), head
+
+    def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
+        """Vocabulary ids as columns of this device; `NO_TARGET` for those of another."""
+        if ids is None or not self.vocabulary:
+            return ids
+        columns = ids - self._start(local)
+        return jnp.where((columns >= 0) & (columns < local.spec.weight_rows), columns, NO_TARGET)
+
+    def _local_head(self, head: Head) -> Head:
+        """The columns that this device streams, after gathering what is gathered."""
+        spec = head.spec
+        weight, bias = head.weight, head.bias
+        if self.gathered_vocabulary or self.gathered_width:
+            if jnp.dtype(spec.dtype).itemsize < weight.dtype.itemsize:
+                weight = weight.astype(spec.dtype)  # what is computed with is what is moved
+            weight = _gather(weight, self.gathered_width, 1 - spec.vocab_axis)
+            weight = _gather(weight, self.gathered_vocabulary, spec.vocab_axis)
+            bias = None if bias is None else _gather(bias, self.gathered_vocabulary, 0)
+        if not self.vocabulary:
+            return dataclasses.replace(head, weight=weight, bias=bias)
+        size = weight.shape[spec.vocab_axis]
+        local = dataclasses.replace(spec, weight_rows=size, vocab_size=size)
+        head = dataclasses.replace(head, weight=weight, bias=bias, spec=local)
+        start = self._start(head)
+        u = head.logit_weights
+        if u is None:
+            u = jnp.full((size,), 1.0 / spec.vocab_size, spec.accumulator)
+        else:
+            padded = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
+            u = lax.dynamic_slice_in_dim(padded, start, size)
+        live = None
+        if spec.vocab_size < size * axis_size(self.vocabulary):
+            live = jnp.clip(spec.vocab_size - start, 0, size)
+        return dataclasses.replace(head, logit_weights=u, live_columns=live)
+
+    def _start(self, local: Head) -> jax.Array:
+        """The vocabulary id of this device's first column."""
+        return lax.axis_index(self.vocabulary).astype(jnp.int32) * local.spec.weight_rows
+
+    def merge(self, partial: Partial, local: Head) -> Partial:
+        """Statistics over the whole vocabulary from those of this device's columns: one maximum, then one sum."""
+        if not self.vocabulary:
+            return partial
+        top = argmax = None
+        if partial.max is not None:
+            top = lax.pmax(partial.max, self.vocabulary)
+            if partial.argmax is not None:
+                # Ties: the lowest id. Columns are counted from 0 again on the way out.
+                own = jnp.where(partial.max == top, partial.argmax + self._start(local), np.iinfo(np.int32).max)
+                argmax = lax.pmin(own, self.vocabulary)
+            nothing = jax.tree.map(jnp.zeros_like, partial)._replace(max=top)
+            partial = merge(partial, nothing)
+        sums = partial._replace(max=None, argmax=None)
+        leaves, structure = jax.tree.flatten(sums)
+        if leaves:
+            leaves = list(lax.psum(jnp.stack(leaves), self.vocabulary))
+        return jax.tree.unflatten(structure, leaves)._replace(max=top, argmax=argmax)
+
+    def own_rows[Tree](self, rows: Tree) -> Tree:
+        """Of values `[N, ...]` that all devices agree on, those of the rows that came in on this one."""
+        if not self.sequence:
+            return rows
+
+        def own(x: jax.Array) -> jax.Array:
+            size = x.shape[0] // axis_size(self.sequence)
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.sequence) * size, size)
+
+        return jax.tree.map(own, rows)
+
+    def sum_hidden(self, partial: jax.Array) -> jax.Array:
+        """The gradient `[N, H]` of the rows that came in, from each device's share of it."""
+        return _scatter(psum(partial, self.sums.hidden), self.sequence, 0)
+
+    def sum_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
+        """The gradient of the weight as this device holds it, from the sum over this device's rows."""
+        total = self._own_part(psum(partial, self.sums.weight), self.gathered_width, 1 - vocab_axis)
+        return self._own_part(total, self.gathered_vocabulary, vocab_axis)
+
+    def sum_bias(self, partial: jax.Array) -> jax.Array:
+        """Likewise the gradient of the bias."""
+        return self._own_part(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
+
+    def sum_scale(self, partial: jax.Array) -> jax.Array:
+        """Likewise that of the logit scale."""
+        return psum(partial, self.sums.logit_scale)
+
+    def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
+        """The shape of `sum_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
+        width = shape[1 - vocab_axis] // axis_size(self.gathered_width)
+        return (shape[0], width) if vocab_axis == 0 else (width, shape[1])
+
+    def total(self, rows: jax.Array) -> jax.Array:
+        """The sum over the devices that share a weight of what each has of its own rows."""
+        if not self.common:
+            return rows
+        return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
+
+    def _own_part(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """Reduce-scatters over those of `axes` that split the rows; over the others all devices have the same."""
+        for axis in axes:  # major to minor: each one's parts are cut out of the one before
+            if axis in self.rows:
+                x = _scatter(x, (axis,), dim)
+            else:
+                size = x.shape[dim] // axis_size((axis,))
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+        return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _replicated_sum(shards: Shards, x: jax.Array) -> jax.Array:
+    """`psum` with the derivative of a sum that every device uses as its own: JAX's own one would count it n times."""
+    return lax.psum(x, shards.common)
+
+
+_replicated_sum.defvjp(
+    lambda shards, x: (_replicated_sum(shards, x), None),
+    lambda shards, _, g: (lax.psum(g, shards.common) if shards.cotangents_of_total else g,),
+)
+
+
+def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
+    """What it amounts to that rows, vocabulary and width are split over these axes, and each array is whole elsewhere.
+
+    Args:
+        rows: axes that split the rows.
+        vocabulary: axes that split the vocabulary.
+        width: axes that split the weight's width.
+        hidden_bytes: what a device holds of the hidden states.
+        weight_bytes: what a device holds of the weight once its width is gathered.
+    """
+    common = tuple(axis for axis in vocabulary if axis in rows)
+    others = _without(vocabulary, common)
+    # One side is gathered over the axes that split both. A device's part of the gathered weight is one run of columns
+    # only where these are the last of the vocabulary's axes.
+    sequence: Axes = common
+    gathered: Axes = ()
+    if common and weight_bytes < hidden_bytes and vocabulary == others + common:
+        vocabulary, sequence, gathered = others, (), common
+    sums = Sums(
+        hidden=_without(vocabulary, sequence),
+        weight=_without(rows, sequence + gathered + width),
+        bias=_without(rows, sequence + gathered),
+        logit_scale=tuple(dict.fromkeys(rows + vocabulary)),
+    )
+    return Shards(rows, vocabulary, sequence, gathered, width, sums)
+
+
+def _without(axes: Axes, others: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis not in others)
+
+
+def axis_size(axes: Axes) -> int:
+    """The number of devices along `axes`."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+    """`lax.psum`, and `x` itself without axes."""
+    return lax.psum(x, axes) if axes else x
+
+
+def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x

@@ -1,0 +1,96 @@
+"""What a sharded program moves between H200s: compiled for 2, 4 and 8 of them, nothing is run."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_ce import linear_cross_entropy
+from tests import compile_for_h200 as h200
+
+H, V = 256, 8192
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+
+def collectives(text: str) -> list[tuple[str, str, int]]:
+    """Kind, dtype and elements of what each collective of a compiled program returns."""
+    found = []
+    for line in text.splitlines():
+        if match := re.search(rf"= (\(?.*?) ({KINDS})(-start)?\(", line):
+            shapes, kind, start = match.groups()
+            arrays = re.findall(r"(pred|bf16|[fsu]\d+)\[([\d,]*)\]", shapes)
+            if start and kind != "all-reduce":
+                arrays = arrays[len(arrays) // 2 :]  # operands and results
+            elif start and len(arrays) > 1:
+                arrays = arrays[len(arrays) // 2 :]
+            found += [(kind, dtype, math.prod(int(x) for x in shape.split(",") if x)) for dtype, shape in arrays]
+    return found
+
+
+def program(n: int, mode: str | None, gpus: int, hidden: P, weight: P) -> Any:
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, backward=mode or "auto", implementation="xla")
+
+    mesh = h200.h200_mesh(gpus)
+    function = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
+    arguments = (
+        h200.shaped(mesh, (n, H), jnp.bfloat16, hidden),
+        h200.shaped(mesh, (V, H), jnp.bfloat16, weight),
+        h200.shaped(mesh, (n,), jnp.int32, hidden),
+    )
+    return h200.compile_for_h200(function, *arguments)[0]
+
+
+def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str, str, int]]:
+    """The collectives of more than O(tokens) numbers. One in the recompute mode's loop moves a tile of the weight."""
+    weight, hidden = V * H, n * H
+    gathered = {
+        "DP": [],
+        "TP": [],
+        "SP": [("all-gather", "bf16", hidden)],
+        "FSDP over V": [("all-gather", "bf16", weight)],
+        "FSDP over H": [("all-gather", "bf16", weight)],
+    }[layout]
+    if mode is None:
+        return gathered
+    tile = weight if mode == "in_forward" else 2048 * H
+    summed = {
+        "DP": ("all-reduce", "f32", tile),
+        "TP": ("all-reduce", "f32", hidden),
+        "SP": ("reduce-scatter", "f32", hidden // gpus),
+        "FSDP over V": ("reduce-scatter", "f32", weight // gpus),
+        "FSDP over H": ("reduce-scatter", "f32", tile // gpus),
+    }[layout]
+    return [*(gathered * (2 if mode == "recompute" else 1)), summed]
+
+
+LAYOUTS = {
+    "DP": (P("gpu"), P(), 2048),
+    "TP": (P(), P("gpu"), 2048),
+    "SP": (P("gpu"), P("gpu"), 2048),
+    "FSDP over V": (P("gpu"), P("gpu"), 16384),
+    "FSDP over H": (P("gpu"), P(None, "gpu"), 2048),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "mode", "gpus"),
+    [
+        *((layout, mode, 2) for layout in LAYOUTS for mode in ("in_forward", "recompute", None)),
+        *((layout, "in_forward", gpus) for layout in ("DP", "TP", "SP") for gpus in (4, 8)),
+    ],
+)
+def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus: int) -> None:
+    hidden, weight, n = LAYOUTS[layout]
+    found = collectives(program(n, mode, gpus, hidden, weight).as_text())
+    few = 4 * n  # O(tokens) numbers; small collectives may also be merged into a large one
+    large = sorted(c for c in found if c[2] > few)
+    want = sorted(expected(layout, mode, n, gpus))
+    assert [c[:2] for c in large] == [c[:2] for c in want]
+    for (*_, size), (*_, least) in zip(large, want, strict=True):
+        assert least <= size <= least + few
