@@ -44,9 +44,19 @@ def row_losses(
     """`row_total` of each row `[N]`, 0 where masked, with the statistics; for `reduction="none"`."""
     found = statistics(settings, names, hidden, head, labels, mask)
     rows = Rows.counted(mask)
+    return rows.in_row_order(values_of_rows(rows, names, row_total, found, inputs)), found
+
+
+def values_of_rows(
+    rows: Rows, names: frozenset[str], row_total: RowTotal, found: dict[str, jax.Array], inputs: tuple[Any, Any]
+) -> jax.Array:
+    """`row_total` of the rows that count, in visiting order `[N]`; 0 behind the last of them.
+
+    Only rows that count reach the loss, so that no stand-in value can turn into nan under a user's function.
+    """
+    read = {name: rows.visit(found[name]) for name in names}
     by_row, shared = rows.guard(inputs)
-    values = row_total(jax.tree.map(rows.visit, found), (jax.tree.map(rows.visit, by_row), shared))
-    return rows.in_row_order(rows.select(values)), found
+    return rows.select(row_total(read, (jax.tree.map(rows.visit, by_row), shared)))
 
 
 def total_loss(
@@ -81,8 +91,5 @@ def total_loss(
     else:
         found = statistics(settings, names | extra_names, hidden, head, labels, mask)
         handle = jnp.zeros((), head.spec.accumulator)
-    # Only rows that count reach the loss, so that no stand-in value can turn into nan under a user's function.
-    read = {name: rows.visit(found[name]) for name in names}
-    by_row, shared = rows.guard(inputs)
-    values = rows.select(row_total(read, (jax.tree.map(rows.visit, by_row), shared)))
+    values = values_of_rows(rows, names, row_total, found, inputs)
     return jnp.sum(values) + handle, jax.tree.map(jax.lax.stop_gradient, found)

@@ -38,6 +38,8 @@ from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statis
 from pallas_ce.settings import Settings
 from pallas_ce.statistics import finalise
 
+RowLoss = Callable[[Statistics, Any], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -51,7 +53,7 @@ class Call:
     """
 
     settings: Settings
-    row_loss: Callable[[Statistics, Any], jax.Array]
+    row_loss: RowLoss
     read: frozenset[str]
     names: frozenset[str]
 
@@ -79,10 +81,10 @@ def statistics_and_handle(
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
     """
     found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    return _with_handle(found, inputs, head)
+    return with_handle(found, inputs, head.spec.accumulator)
 
 
-def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics, jax.Array]:
+def with_handle(found: Statistics, inputs: Any, dtype: Any) -> tuple[Statistics, jax.Array]:
     """Statistics and handle, made to depend on each other and on `inputs`.
 
     Under vmap each example then has a handle of its own, and this function and its forward rule, which also reads
@@ -90,7 +92,7 @@ def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics
     """
     firsts = (leaf.ravel()[:1] for leaf in jax.tree.leaves((found, inputs)))
     zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
-    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, zero.astype(head.spec.accumulator)
+    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, zero.astype(dtype)
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
@@ -106,7 +108,7 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
     else:
         found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    return _with_handle(found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    return with_handle(found, inputs, head.spec.accumulator), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -143,7 +145,8 @@ def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -
         block_labels = None if labels is None else block.take(labels)
         partial, stash = backend.stash(head, block_hidden, block_labels, names, plan)
         statistics = finalise(partial, names)
-        cotangents = _cotangents(call, statistics, block, (jax.tree.map(block.take, row_inputs), shared_inputs))
+        block_inputs = (jax.tree.map(block.take, row_inputs), shared_inputs)
+        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
         coefficients = coef.from_cotangents(cotangents, statistics)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
@@ -167,11 +170,13 @@ def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -
     return (found, hidden_sum), sums
 
 
-def _cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
-    """d Σ row_loss / d statistics for the block's live rows, exactly 0 for the others."""
+def row_cotangents(
+    row_loss: RowLoss, read: frozenset[str], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]
+) -> Statistics:
+    """d Σ row_loss / d statistics, of those in `read`, for the block's live rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:
-        return jnp.sum(call.row_loss({**statistics, **varied}, inputs))
+        return jnp.sum(row_loss({**statistics, **varied}, inputs))
 
-    varied = {name: statistics[name] for name in call.read if name != "argmax"}
+    varied = {name: statistics[name] for name in read if name != "argmax"}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))
