@@ -1,25 +1,42 @@
 """Losses of language model heads, computed through row statistics, without storing logits.
 
 `linear_cross_entropy` is the loss; `linear_row_statistics` gives the statistics for losses of your own, `linear_loss`
-reduces such a loss in either backward mode, and `explain` tells how a call will be carried out. DESIGN.md has the idea.
+reduces such a loss in either backward mode, and `explain` tells how a call will be carried out. For logits that are
+already there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 """
 
 from pallas_ce.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from pallas_ce.explain import Explanation as Explanation
 from pallas_ce.explain import explain as explain
+from pallas_ce.given_logits import chunked_cross_entropy as chunked_cross_entropy
+from pallas_ce.given_logits import cross_entropy as cross_entropy
+from pallas_ce.given_logits import mean_squared_lse as mean_squared_lse
 from pallas_ce.linear_loss import linear_loss as linear_loss
 from pallas_ce.losses import Metrics as Metrics
+from pallas_ce.registry import LossConfig as LossConfig
+from pallas_ce.registry import build_loss_fn as build_loss_fn
+from pallas_ce.registry import loss_names as loss_names
+from pallas_ce.registry import register_loss as register_loss
 from pallas_ce.row_statistics import linear_row_statistics as linear_row_statistics
+from pallas_ce.selective import selective_log_softmax as selective_log_softmax
 from pallas_ce.sharding import MeshAxes as MeshAxes
 from pallas_ce.statistics import RowStatistics as RowStatistics
 
 __all__ = [
     "Explanation",
+    "LossConfig",
     "MeshAxes",
     "Metrics",
     "RowStatistics",
+    "build_loss_fn",
+    "chunked_cross_entropy",
+    "cross_entropy",
     "explain",
     "linear_cross_entropy",
     "linear_loss",
     "linear_row_statistics",
+    "loss_names",
+    "mean_squared_lse",
+    "register_loss",
+    "selective_log_softmax",
 ]

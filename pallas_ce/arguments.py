@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.statistics import STATISTICS
 
 
@@ -65,6 +65,27 @@ def head_spec(
     )
 
 
+def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> LogitsSpec:
+    """The static facts of given logits, from an array or anything with `shape` and `dtype`; V may be 0."""
+    if logits.ndim < 1:
+        raise ValueError(f"logits have shape {logits.shape}; they must be [..., V]")
+    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
+    columns = logits.shape[-1]
+    if vocab_size is None:
+        vocab_size = columns
+    elif not _is_int(vocab_size) or not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+    return LogitsSpec(columns, int(vocab_size), np.dtype(logits.dtype), _cap(logit_softcap))
+
+
+def chunk(name: str, value: Any, default: int) -> int:
+    """A number of rows; 0 stands for `default`."""
+    if not _is_int(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {default}")
+    return int(value) or default
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -97,12 +118,12 @@ def _cap(logit_softcap: float | None) -> float | None:
     return cap
 
 
-def check_labels(labels: Any, leading: tuple[int, ...]) -> None:
+def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's") -> None:
     """Integers (not bool), one for each token."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
     if labels.shape != leading:
-        raise ValueError(f"labels have shape {labels.shape}; hidden's leading shape {leading} is needed")
+        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading} is needed")
 
 
 def ignored(ignore_index: Any) -> int | None:
@@ -114,11 +135,11 @@ def ignored(ignore_index: Any) -> int | None:
     return int(ignore_index)
 
 
-def by_row(name: str, value: Any, leading: tuple[int, ...]) -> jax.Array:
+def by_row(name: str, value: Any, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array:
     """`value` as an array with one entry for each token."""
     values = array(name, value)
     if values.shape != leading:
-        raise ValueError(f"{name} has shape {values.shape}; hidden's leading shape {leading} is needed")
+        raise ValueError(f"{name} has shape {values.shape}; {of} leading shape {leading} is needed")
     return values
 
 

@@ -22,6 +22,11 @@ def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: 
     return update if buffer.shape == update.shape else lax.dynamic_update_slice_in_dim(buffer, update, start, axis)
 
 
+def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
+    """`[N, ...]` leaves from `[*leading, ...]` ones."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """`total` columns in tiles of `size`; with `limit []`, those from there on are live in no tile."""

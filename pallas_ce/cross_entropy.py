@@ -5,15 +5,14 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
-from pallas_ce.blocks import Rows
 from pallas_ce.head import HeadSpec
-from pallas_ce.losses import CrossEntropy, Metrics, Reduction, safe_inverse
+from pallas_ce.losses import Metrics, Reduction
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.options import Options, call_metrics, read_options, row_loss, unnormalised
 from pallas_ce.settings import Settings
 from pallas_ce.sharding import MeshAxes, shards_of
 
@@ -127,18 +126,13 @@ def linear_cross_entropy(
         mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
-    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    arguments.scalar("z_loss", z_loss)
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
-    if class_weights is not None:
-        class_weights = arguments.by_column("class_weights", class_weights, spec.vocab_size)
-    options = _Options(
+    options = read_options(
         inputs.read_by_row("token_weights", token_weights, leading),
         class_weights,
-        None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
-        None if arguments.is_known(z_loss, 0.0) else z_loss,
+        label_smoothing,
+        z_loss,
         normalizer,
+        spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
     choice = settings.choose(
@@ -152,7 +146,12 @@ def linear_cross_entropy(
     )
     static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
     loss, metrics = in_automatic_region(
-        functools.partial(_linear_cross_entropy, static), (reduction == "none", False), arrays, labels, options
+        functools.partial(_linear_cross_entropy, static),
+        (reduction == "none", False),
+        arrays.hidden,
+        arrays,
+        labels,
+        options,
     )
     return (loss, metrics) if return_metrics else loss
 
@@ -166,107 +165,24 @@ class _Static:
     spec: HeadSpec
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """Optional arrays of a call; None where a term is absent."""
-
-    token_weights: Any | None
-    class_weights: Any | None
-    label_smoothing: Any | None
-    z_loss: Any | None
-    normalizer: Any | None
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_cross_entropy(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options
 ) -> tuple[jax.Array, Metrics | None]:
     spec = static.spec
     ids = label_rule.canonical(labels, spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
-    loss, by_row, shared = _row_loss(static, options, ids, mask)
-    if loss.smoothing and options.class_weights is not None:
-        arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)
+    loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
+    arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
     hidden, head = inputs.hidden_and_head(arrays, spec)
     extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
     if static.reduction == "none":
-        value, found = evaluate.row_losses(
-            static.how, loss.names | extra, loss, hidden, head, ids, mask, (by_row, shared | _unnormalised(spec))
-        )
+        unreduced = (by_row, shared | unnormalised(spec.accumulator))
+        value, found = evaluate.row_losses(static.how, loss.names | extra, loss, hidden, head, ids, mask, unreduced)
     else:
         value, found = evaluate.total_loss(
             static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
         )
     if not static.return_metrics:
         return value, None
-    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(static.how, loss, found, ids, mask, (by_row, shared)))
-
-
-def _row_loss(
-    static: _Static, options: _Options, ids: jax.Array, mask: jax.Array
-) -> tuple[CrossEntropy, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The row loss, its inputs by row `[N]`, and those all rows share, the normalisers' inverses included."""
-    wide = static.spec.accumulator
-    loss = CrossEntropy(
-        smoothing=options.label_smoothing is not None,
-        z_loss=options.z_loss is not None,
-        class_weights=options.class_weights is not None,
-        token_weights=options.token_weights is not None,
-    )
-    by_row: dict[str, jax.Array] = {}
-    shared: dict[str, jax.Array] = {}
-    weight = jnp.ones(ids.shape, wide)
-    if options.token_weights is not None:
-        weight = by_row["token_weight"] = options.token_weights.astype(wide)
-    z_normalizer = static.how.total(jnp.sum(jnp.where(mask, weight, 0)))
-    normalizer = z_normalizer
-    if options.class_weights is not None:
-        class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
-        by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
-        shared["mean_class_weight"] = jnp.mean(class_weights)
-        normalizer = static.how.total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
-    if options.label_smoothing is not None:
-        shared["smoothing"] = jnp.asarray(options.label_smoothing, wide)
-    if options.z_loss is not None:
-        shared["z_loss"] = jnp.asarray(options.z_loss, wide)
-    if options.normalizer is not None:
-        normalizer = z_normalizer = jnp.asarray(options.normalizer, wide)
-    if static.reduction == "sum":
-        shared |= _unnormalised(static.spec)
-    else:
-        shared["inverse_normalizer"] = safe_inverse(normalizer)
-        shared["inverse_z_normalizer"] = safe_inverse(z_normalizer)
-    return loss, by_row, shared
-
-
-def _unnormalised(spec: HeadSpec) -> dict[str, jax.Array]:
-    one = jnp.ones((), spec.accumulator)
-    return {"inverse_normalizer": one, "inverse_z_normalizer": one}
-
-
-def _metrics(
-    how: Settings,
-    loss: CrossEntropy,
-    found: dict[str, jax.Array],
-    ids: jax.Array,
-    mask: jax.Array,
-    given: tuple[dict[str, jax.Array], dict[str, jax.Array]],
-) -> Metrics:
-    shared = given[1]
-    found, by_row, mask, ids = evaluate.flat_rows(mask.shape, (found, given[0], mask, ids))
-    rows = Rows.counted(mask)
-    visited, by_row = jax.tree.map(rows.visit, (found, by_row))
-    cross_entropy, z_part = loss.parts(visited, (by_row, shared))
-    count = how.total(jnp.sum(mask, dtype=jnp.int32))
-    wide = cross_entropy.dtype
-    inverse_count = safe_inverse(count.astype(wide))
-    z_sum = jnp.zeros((), wide) if z_part is None else how.total(jnp.sum(rows.select(z_part)))
-    hits = how.total(jnp.sum(mask & (found["argmax"] == ids), dtype=wide))
-    return Metrics(
-        cross_entropy=how.total(jnp.sum(rows.select(cross_entropy))) * shared["inverse_normalizer"],
-        z_loss=z_sum * shared["inverse_z_normalizer"],
-        num_tokens=count,
-        accuracy=hits * inverse_count,
-        mean_lse=how.total(jnp.sum(found["lse"])) * inverse_count,
-    )
+    return value, call_metrics(loss, found, ids, mask, (by_row, shared), static.how.total)

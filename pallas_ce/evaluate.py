@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import reference
-from pallas_ce.blocks import Rows
+from pallas_ce.blocks import Rows, flat_rows
 from pallas_ce.head import Head
 from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.forward import empty_statistics
@@ -47,7 +47,7 @@ def row_losses(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
     found = statistics(settings, names, hidden, head, labels, mask)
-    rows, values = _visited_values(row_total, found, hidden.shape[:-1], mask, inputs)
+    rows, values = visited_values(row_total, found, hidden.shape[:-1], mask, inputs)
     return rows.in_row_order(values).reshape(hidden.shape[:-1]), found
 
 
@@ -83,16 +83,11 @@ def total_loss(
         found = statistics(settings, names | extra_names, hidden, head, labels, mask)
         handle = jnp.zeros((), head.spec.accumulator)
     read = {name: found[name] for name in names}
-    _, values = _visited_values(row_total, read, hidden.shape[:-1], mask, inputs)
+    _, values = visited_values(row_total, read, hidden.shape[:-1], mask, inputs)
     return settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
 
 
-def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
-    """`[N, ...]` leaves from `[*leading, ...]` ones."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
-
-
-def _visited_values(
+def visited_values(
     row_total: RowTotal,
     found: dict[str, jax.Array],
     leading: tuple[int, ...],

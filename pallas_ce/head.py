@@ -7,6 +7,42 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def accumulator_of(dtype: np.dtype) -> np.dtype:
+    """The dtype of sums, statistics and losses over operands of `dtype`: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """`c·tanh(x/c)`, or the logits themselves where there is no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsSpec:
+    """Static facts of logits that the caller holds; hashable.
+
+    Attributes:
+        columns: entries of a row, padding included.
+        vocab_size: V, the entries that exist; those from V on are padding.
+        dtype: the logits' own, which their gradient has too.
+        softcap: the cap c of `c·tanh(x/c)`, or None.
+    """
+
+    columns: int
+    vocab_size: int
+    dtype: np.dtype
+    softcap: float | None
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype of statistics and losses: float32, or float64 for float64."""
+        return accumulator_of(self.dtype)
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Stored logits in the accumulator dtype, under the soft cap."""
+        return soft_cap(logits.astype(self.accumulator), self.softcap)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
     """Static facts of a head; hashable, so that they key compilation caches.
@@ -30,7 +66,7 @@ class HeadSpec:
     @property
     def accumulator(self) -> np.dtype:
         """The dtype of products, statistics and losses: float32, or float64 for float64."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return accumulator_of(self.dtype)
 
     @property
     def precision(self) -> jax.lax.Precision | None:
@@ -82,9 +118,7 @@ class Head:
             z = z + bias.astype(z.dtype)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        if self.spec.softcap is not None:
-            z = self.spec.softcap * jnp.tanh(z / self.spec.softcap)
-        return z
+        return soft_cap(z, self.spec.softcap)
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""

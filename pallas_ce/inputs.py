@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_ce import arguments
 from pallas_ce import labels as label_rule
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Head, HeadSpec, LogitsSpec
 from pallas_ce.sharding import MeshAxes
 
 
@@ -49,7 +49,12 @@ def read_head(
 
 
 def read_labels(
-    labels: Any, leading: tuple[int, ...], spec: HeadSpec, ignore_index: int | None, validate: bool
+    labels: Any,
+    leading: tuple[int, ...],
+    spec: HeadSpec | LogitsSpec,
+    ignore_index: int | None,
+    validate: bool,
+    of: str = "hidden's",
 ) -> jax.Array:
     """Checked labels; with `validate`, their values too."""
     if not isinstance(
@@ -58,15 +63,15 @@ def read_labels(
         labels = arguments.array("labels", labels)
     else:
         labels = np.asarray(labels)
-    arguments.check_labels(labels, leading)
+    arguments.check_labels(labels, leading, of)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
     return label_rule.as_array(labels)
 
 
-def read_by_row(name: str, array: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
+def read_by_row(name: str, array: Any | None, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array | None:
     """A checked array with one entry for each token, or None."""
-    return None if array is None else arguments.by_row(name, array, leading)
+    return None if array is None else arguments.by_row(name, array, leading, of)
 
 
 def read_row_mask(mask: Any | None, leading: tuple[int, ...]) -> jax.Array | None:

@@ -12,6 +12,7 @@ from jax.extend import core as jex
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
+from pallas_ce.blocks import flat_rows
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.meshes import in_automatic_region
@@ -139,6 +140,7 @@ def linear_loss(
     return in_automatic_region(
         functools.partial(_linear_loss, static),
         reduction == "none",
+        arrays.hidden,
         arrays,
         labels,
         by_row,
@@ -232,7 +234,7 @@ def _linear_loss(
         default = jnp.sum(each if mask is None else jnp.where(mask, each, 0))
         inverse = safe_inverse(static.how.total(default) if normalizer is None else jnp.asarray(normalizer, wide))
 
-    examples = _join(evaluate.flat_rows(leading, by_row), shared, static.is_shared)
+    examples = _join(flat_rows(leading, by_row), shared, static.is_shared)
     names = _statistics_read(static.row_loss, spec, ids is not None, examples, n)
     unread = tuple(name for name in _available(ids is not None) if name not in names)
     row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n)

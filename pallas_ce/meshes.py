@@ -7,20 +7,21 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
-def in_automatic_region(function: Callable[..., Any], by_row: Any, *arguments: Any) -> Any:
+def in_automatic_region(function: Callable[..., Any], by_row: Any, rows: jax.Array, *arguments: Any) -> Any:
     """`function(*arguments)`, with the explicit axes of the arguments' mesh made automatic inside, if there are any.
 
     Args:
         function: on arrays; differentiable.
-        by_row: a prefix of the result's tree: whether a result has the leading dimensions of the first argument's
-            `hidden`, and lies as they do, or is a replicated scalar.
-        *arguments: pytrees; the first has a field `hidden`.
+        by_row: a prefix of the result's tree: whether a result has the leading dimensions of `rows` and lies as they
+            do, or is a replicated scalar.
+        rows: `[..., K]`, for how its leading dimensions lie.
+        *arguments: pytrees.
     """
     mesh = _explicit_mesh(arguments)
     if mesh is None:
         return function(*arguments)
-    rows = PartitionSpec(*jax.typeof(arguments[0].hidden).sharding.spec[:-1])
-    places = jax.tree.map(lambda flag: NamedSharding(mesh, rows if flag else PartitionSpec()), by_row)
+    spec = PartitionSpec(*jax.typeof(rows).sharding.spec[: rows.ndim - 1])
+    places = jax.tree.map(lambda flag: NamedSharding(mesh, spec if flag else PartitionSpec()), by_row)
     return jax.sharding.auto_axes(function, out_sharding=places)(*arguments)
 
 

@@ -32,9 +32,10 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
     Args:
         operation: `(shards, rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading
             dimensions; those of `of_head` are of the weight's shape, `[V']` or scalar; `shared` are whole arrays.
+            Without a head (None), only the rows are split.
     """
 
-    def entered(rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
+    def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((rows, head, *shared))
         names = _names(rows, head, shared)
         out_names: list[Names] = []
@@ -59,7 +60,8 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
             del result
             given_rows, given_head, *_ = jax.tree.unflatten(structure, [leaf.sharding.spec for leaf in given])
-            axes, shards = split(mesh, given_rows.hidden, given_head.weight, rows, head)
+            weight = None if given_head is None else given_head.weight
+            axes, shards = split(mesh, given_rows.hidden, weight, rows, head)
 
             def place(dims: Names) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
@@ -78,33 +80,35 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
 
 
 def split(
-    mesh: Mesh, hidden: PartitionSpec, weight: PartitionSpec, rows: RowArrays, head: Head
+    mesh: Mesh, hidden: PartitionSpec, weight: PartitionSpec | None, rows: RowArrays, head: Head | None
 ) -> tuple[dict[str, Axes], Shards]:
     """The mesh axes of every dimension that is split, and what they amount to.
 
     Args:
         mesh: the mesh.
         hidden: how the hidden states lie.
-        weight: how the weight lies.
+        weight: how the weight lies; None without a head.
         rows: the rows, for their shapes.
         head: the head, likewise.
 
     Raises:
-        ValueError: the weight does not divide evenly, or its pieces are interleaved.
+        ValueError: the weight does not divide evenly.
     """
-    row_names, weight_names = _row_names(rows), _weight_names(head)
+    row_names = _row_names(rows)
     axes = {name: _axes(mesh, part) for name, part in zip(row_names, hidden, strict=False)}
     for name, size in zip(row_names, rows.hidden.shape, strict=False):
         if size % _devices(mesh, axes[name]):
             axes[name] = ()  # an intermediate value may lie unevenly; the partitioner evens it out
-    for name, part, size in zip(weight_names, weight, head.weight.shape, strict=True):
+    over_rows = tuple(axis for name in row_names for axis in axes[name])
+    if head is None or weight is None:
+        return axes, Shards(over_rows)
+    for name, part, size in zip(_weight_names(head), weight, head.weight.shape, strict=True):
         axes[name] = _axes(mesh, part)
         if size % _devices(mesh, axes[name]):
             raise ValueError(
                 f"weight has {size} entries along its {name}, which do not divide evenly over the mesh axes "
                 f"{axes[name]}: pad the weight, and pass vocab_size where it is the vocabulary that is padded"
             )
-    over_rows = tuple(axis for name in row_names for axis in axes[name])
     vocabulary = axes["vocabulary"]
     hidden_bytes = rows.hidden.size * rows.hidden.dtype.itemsize // _devices(mesh, over_rows)
     weight_bytes = head.weight.size * head.spec.dtype.itemsize // _devices(mesh, vocabulary)
@@ -125,21 +129,23 @@ def _row_names(rows: RowArrays) -> Names:
     return tuple(f"row{i}" for i in range(rows.hidden.ndim - 1))
 
 
-def _weight_names(head: Head) -> Names:
+def _weight_names(head: Head | None) -> Names:
+    if head is None:
+        return ()
     return ("vocabulary", "width") if head.spec.vocab_axis == 0 else ("width", "vocabulary")
 
 
-def _names(rows: RowArrays, head: Head, shared: Any) -> list[Names]:
+def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
     """The dimensions of every leaf of `(rows, head, *shared)`."""
     given = {"weight": _weight_names(head), "bias": ("vocabulary",)}
-    arrays = [field.name for field in dataclasses.fields(head) if field.name != "spec"]
+    arrays = [field.name for field in dataclasses.fields(Head) if field.name != "spec" and head is not None]
     of_head = [given.get(name, ()) for name in arrays if getattr(head, name) is not None]
     leaves = jax.tree.leaves((rows, head, *shared))
     known = [_row_names(rows)] * len(jax.tree.leaves(rows)) + of_head
     return _with_whole("in", leaves, known)
 
 
-def _out_names(by_row: Any, of_head: Any, rows: RowArrays, head: Head) -> list[Names]:
+def _out_names(by_row: Any, of_head: Any, rows: RowArrays, head: Head | None) -> list[Names]:
     """Likewise of an operation's results."""
     by_row, of_head = jax.tree.leaves(by_row), jax.tree.leaves(of_head)
     kinds = {0: (), 1: ("vocabulary",), 2: _weight_names(head)}

@@ -111,7 +111,7 @@ def linear_row_statistics(
         shards=shards_of(mesh_axes, arrays, (labels, mask)),
     )
     function = functools.partial(_row_statistics, (choice.settings, spec, names))
-    return in_automatic_region(function, True, arrays, labels, mask)
+    return in_automatic_region(function, True, arrays.hidden, arrays, labels, mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -29,3 +29,17 @@ def streamed(shards: Shards | None, operation: Operation) -> Callable[..., tuple
     if shards is None:
         return over_rows(partitioned(on_any_shape))
     return over_rows(functools.partial(on_any_shape, shards))
+
+
+def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Likewise for an operation without a head: `((logits, *by_row), *shared) -> by_row`, on flat `[N, ...]` leaves."""
+
+    def headless(shards: Shards, rows: RowArrays, head: None, *shared: Any) -> tuple[Any, None]:
+        del shards, head
+        return operation((rows.hidden, *rows.more), *shared), None
+
+    def entered(by_row: tuple[Any, ...], *shared: Any) -> Any:
+        rows = RowArrays(by_row[0], None, None, more=by_row[1:])
+        return streamed(None, headless)(rows, None, *shared)[0]
+
+    return entered

@@ -84,8 +84,11 @@ def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec |
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
 
 
-def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Report]:
+def compile_for_h200(
+    function: Callable[..., Any], *arguments: Any, donate_argnums: int | tuple[int, ...] = ()
+) -> tuple[Any, Report]:
     """The program compiled for the arguments' devices, and the report on its kernels."""
+    jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
     one_gpu = len(arguments[0].sharding.device_set) == 1
@@ -93,9 +96,9 @@ def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> tuple[Any
         with _printing_to(log):
             if one_gpu:
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-                    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+                    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
             else:
-                lowered = jax.jit(function).lower(*arguments)
+                lowered = jitted.lower(*arguments)
             compiled = lowered.compile()
         log.seek(0)
         said = log.read().decode(errors="replace")

@@ -37,10 +37,11 @@ def _option(
     most: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
+    section: str | None = None,
 ) -> Any:
-    """A field: its default on a CPU, its default on an accelerator where that differs, and its limits."""
+    """A field: its default on a CPU, its default on an accelerator where that differs, its limits, its TOML section."""
     limits = {"least": least, "above": above, "most": most, "below": below}
-    metadata = {"help": text, "accelerator": accelerator, "limits": limits, "choices": choices}
+    metadata = {"help": text, "accelerator": accelerator, "limits": limits, "choices": choices, "section": section}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -66,9 +67,22 @@ class TrainConfig:
     )
     remat: bool = _option(False, "recompute each block in the backward pass to save memory", accelerator=True)
 
+    # The section that `pallas_ce.build_loss_fn` reads too; a test compares the names with those it has registered.
+    loss_fn: str = _option(
+        "fused_linear_cross_entropy",
+        "the loss: through the fused head, or on stored logits",
+        choices=("fused_linear_cross_entropy", "cross_entropy", "chunked_cross_entropy"),
+        section="train",
+    )
+    ce_chunk_size: int = _option(0, "rows at a time of chunked_cross_entropy; 0: 4096", least=0, section="train")
+    z_loss_weight: float = _option(0.0, "weight of the mean squared log-sum-exp, in training", least=0, section="train")
+    label_smoothing: float = _option(0.0, "label smoothing, in training", least=0, most=1, section="train")
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
+    optimizer: str = _option(
+        "adamw", "muon is for the matrices of the blocks; AdamW has the rest", choices=("adamw", "muon")
+    )
     steps: int = _option(200, "optimiser steps", accelerator=600, least=1)
     sequence_length: int = _option(128, "tokens per row", accelerator=1024, least=1)
     batch_size: int = _option(8, "rows per step", accelerator=16, least=1)
@@ -87,8 +101,16 @@ class TrainConfig:
 
     def loss_heads(self) -> tuple[str, ...]:
         """The loss heads to train, in order; the fused one first, so that its peak memory is its own."""
-        return ("fused", "canonical") if self.head == "both" else (self.head,)
+        if self.head == "both":
+            return ("fused", "canonical")
+        return ("logits",) if self.head == "fused" and self.loss_fn != _FUSED else (self.head,)
 
+    def without_regularisers(self) -> "TrainConfig":
+        """The configuration of the validation loss, which is in nats a token."""
+        return dataclasses.replace(self, z_loss_weight=0.0, label_smoothing=0.0)
+
+
+_FUSED = "fused_linear_cross_entropy"
 
 # These may differ between a run and its resumption: they change where and when things are written, never a number that
 # is computed. The text itself is compared by its digest.
@@ -110,19 +132,29 @@ def default_config(backend: str) -> TrainConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file.
+    """Reads a TOML file; the options of its `[train]` section, those of the loss, join the others.
 
     Raises:
-        UsageError: if it is missing, unreadable or not TOML.
+        UsageError: if it is missing, unreadable or not TOML, or if the section is not what it should be.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"the configuration file {path} does not exist") from None
     except OSError as error:
         raise UsageError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the configuration file {path} is not valid TOML: {error}") from None
+    section = values.pop("train", {})
+    if not isinstance(section, dict):
+        raise UsageError(f"{path} sets train to {section!r}; it must be a section, [train]")
+    known = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata["section"] == "train"]
+    for name in section:
+        if name not in known:
+            raise UsageError(f"[train] of {path} has the unknown key {name!r}; known keys: {', '.join(known)}")
+        if name in values:
+            raise UsageError(f"{path} sets {name} twice, in its [train] section and outside")
+    return values | section
 
 
 def merge(base: TrainConfig, values: Mapping[str, Any], source: str) -> TrainConfig:
@@ -164,6 +196,11 @@ def check(config: TrainConfig) -> None:
         choices = field.metadata["choices"]
         if choices and getattr(config, field.name) not in choices:
             raise UsageError(f"{field.name} is {getattr(config, field.name)!r}; it must be one of {', '.join(choices)}")
+    if config.head != "fused" and (config.loss_fn, config.z_loss_weight, config.label_smoothing) != (_FUSED, 0.0, 0.0):
+        raise UsageError(
+            f"head is {config.head!r}, which trains the plain cross entropy of stored logits; "
+            "leave loss_fn, z_loss_weight and label_smoothing at their defaults, or head at 'fused'"
+        )
     if config.width % config.attention_heads:
         raise UsageError(
             f"attention_heads is {config.attention_heads}, which does not divide width ({config.width}); "
@@ -211,6 +248,9 @@ def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -
 def to_toml(config: TrainConfig) -> str:
     """The configuration as TOML that `--config` reads back, less the folder it was written to."""
     # A JSON string, number or boolean is the same in TOML, as long as characters are not escaped as surrogates.
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "out"}
-    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
-    return "\n".join(lines) + "\n"
+    lines: dict[str | None, list[str]] = {None: [], "train": ["", "[train]"]}
+    for field in dataclasses.fields(TrainConfig):
+        if field.name != "out":
+            value = json.dumps(getattr(config, field.name), ensure_ascii=False)
+            lines[field.metadata["section"]].append(f"{field.name} = {value}")
+    return "\n".join(lines[None] + lines["train"]) + "\n"

@@ -132,6 +132,8 @@ class LanguageModel(nnx.Module):
         self.body = Transformer(config, end_of_text, rngs=rngs)
         options: dict[str, Any] = {
             "dtype": jnp.dtype(config.dtype),
+            "label_smoothing": config.label_smoothing,
+            "z_loss": config.z_loss_weight,
             "backward": config.backward,
             "implementation": None if config.implementation == "auto" else config.implementation,
         }

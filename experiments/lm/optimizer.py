@@ -1,4 +1,6 @@
-"""AdamW with linear warm-up, cosine decay and clipping by the global norm."""
+"""AdamW, or Muon for the matrices of the blocks, with warm-up, cosine decay and clipping by the global norm."""
+
+from typing import Any
 
 import jax
 import optax
@@ -23,11 +25,31 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW as configured; weight decay touches matrices only, not the scales of the norms."""
-    adamw = optax.adamw(
-        learning_rate_schedule(config),
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-    )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    """As configured; weight decay touches matrices only, not the scales of the norms."""
+    schedule = learning_rate_schedule(config)
+    adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=_matrices)
+    chosen = adamw if config.optimizer == "adamw" else _muon(config, schedule, adamw)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), chosen)
+
+
+def _muon(
+    config: TrainConfig, schedule: optax.Schedule, adamw: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Muon for the matrices of the blocks; AdamW for embedding, loss head and norms, as Muon's authors advise.
+
+    Its orthogonal updates are scaled to the size that AdamW's usually have (a root mean square of 0.2), so that one
+    learning rate serves both: "Muon is Scalable for LLM Training", section 2.2.
+    """
+    muon = optax.contrib.muon(schedule, weight_decay=config.weight_decay, consistent_rms=0.2)
+    return optax.partition({"muon": muon, "adamw": adamw}, _which)
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _which(params: Any) -> Any:
+    def name(path: Any, leaf: Any) -> str:
+        return "muon" if "blocks" in jax.tree_util.keystr(path) and leaf.ndim == 2 else "adamw"
+
+    return jax.tree_util.tree_map_with_path(name, params)

@@ -31,7 +31,8 @@ def write_plots(records: list[Record], unigram_entropy: float, folder: Path) -> 
 def _loss_figure(records: list[Record], unigram_entropy: float) -> Figure:
     figure, axes = _axes("loss (nats per token)")
     # Two curves that agree hide each other: the second is drawn dashed on top of the first.
-    for head, colour, dashes in (("fused", "tab:blue", "-"), ("canonical", "tab:orange", "--")):
+    styles = (("fused", "tab:blue", "-"), ("logits", "tab:green", "-"), ("canonical", "tab:orange", "--"))
+    for head, colour, dashes in styles:
         training, validation = curve(records, "train", head), curve(records, "validation", head)
         if training:
             axes.plot(

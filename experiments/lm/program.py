@@ -1,5 +1,6 @@
 """The training step and the validation loss, compiled once for one loss head."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from flax import nnx
 from experiments.lm.config import TrainConfig
 from experiments.lm.errors import UsageError
 from experiments.lm.model import LanguageModel
-from experiments.lm.objective import OBJECTIVES
+from experiments.lm.objective import objective
 from experiments.lm.optimizer import make_optimizer
 
 Params = nnx.State[Any, Any]
@@ -63,27 +64,28 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
 
     Args:
         config: model and optimiser.
-        head: `"fused"` or `"canonical"`.
+        head: `"fused"`, `"logits"` or `"canonical"`.
         end_of_text: the id of the token that ends a document.
 
     Raises:
         UsageError: if the fused loss cannot be served as configured, for instance by the implementation asked for.
     """
     started = time.perf_counter()
-    objective = OBJECTIVES[head]
     optimizer = make_optimizer(config)
 
-    def make_model(seed: int) -> LanguageModel:
+    def make_model(seed: int, config: TrainConfig = config) -> LanguageModel:
         return LanguageModel(config, end_of_text, rngs=nnx.Rngs(jax.random.key(seed)))
-
-    graph = nnx.graphdef(nnx.eval_shape(make_model, 0))
 
     def initial_state(seed: int) -> TrainState:
         params = nnx.state(make_model(seed), nnx.Param)
         return TrainState(params, optimizer.init(params))
 
-    def loss(params: Params, rows: jax.Array) -> jax.Array:
-        return objective(nnx.merge(graph, params), rows)
+    def loss_of(config: TrainConfig) -> Callable[[Params, jax.Array], jax.Array]:
+        graph = nnx.graphdef(nnx.eval_shape(functools.partial(make_model, config=config), 0))
+        minimised = objective(config, head)
+        return lambda params, rows: minimised(nnx.merge(graph, params), rows)
+
+    loss, validation_loss = loss_of(config), loss_of(config.without_regularisers())
 
     def train(state: TrainState, rows: jax.Array) -> tuple[TrainState, StepNumbers]:
         value, gradients = jax.value_and_grad(loss)(state.params, rows)
@@ -98,7 +100,7 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
     with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
         try:
             lowered_train = jax.jit(train, donate_argnums=0).lower(abstract_state, rows)
-            lowered_validate = jax.jit(loss).lower(abstract_state.params, rows)
+            lowered_validate = jax.jit(validation_loss).lower(abstract_state.params, rows)
         except (ValueError, NotImplementedError) as error:
             raise UsageError(f"this configuration cannot be trained: {error}") from error
         compiled_train, compiled_validate = lowered_train.compile(), lowered_validate.compile()

@@ -1,6 +1,7 @@
 """What both modes' `custom_vjp` rules share: which inputs are differentiated, and refusing to go further."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,23 +15,23 @@ from pallas_ce.shards import Axes, Shards, Sums, psum
 _REFUSAL = (
     "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
     "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
-    "implementation='reference' materialises the logits and supports any order."
 )
+_USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
 
 
-@jax.custom_jvp
-def _barrier(tree: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _barrier(instead: str, tree: Any) -> Any:
     return tree
 
 
 @_barrier.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(_REFUSAL)
+def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(_REFUSAL + instead)
 
 
-def first_order_only(tree: Any) -> Any:
-    """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError."""
-    return _barrier(tree)
+def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
+    """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError naming `instead`."""
+    return _barrier(instead, tree)
 
 
 def wanted_inputs(hidden: Any, head: Any) -> Wanted:

@@ -43,6 +43,8 @@ from pallas_ce.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import finalise
 from pallas_ce.streaming import streamed
 
+RowLoss = Callable[[Statistics, Any], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -56,7 +58,7 @@ class Call:
     """
 
     settings: Settings
-    row_loss: Callable[[Statistics, Any], jax.Array]
+    row_loss: RowLoss
     read: frozenset[str]
     names: frozenset[str]
 
@@ -84,10 +86,12 @@ def statistics_and_handle(
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[..., *K]` and of whole arrays.
     """
     found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    return _with_handle(call, found, inputs, head)
+    return with_handle(found, inputs, head.spec.accumulator, call.settings.total)
 
 
-def _with_handle(call: Call, found: Statistics, inputs: Any, head: Head) -> tuple[Statistics, jax.Array]:
+def with_handle(
+    found: Statistics, inputs: Any, dtype: Any, total: Callable[[jax.Array], jax.Array] = lambda rows: rows
+) -> tuple[Statistics, jax.Array]:
     """Statistics and handle, made to depend on each other and on `inputs`.
 
     Under vmap each example then has a handle of its own, and this function and its forward rule, which also reads
@@ -95,8 +99,7 @@ def _with_handle(call: Call, found: Statistics, inputs: Any, head: Head) -> tupl
     """
     firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in jax.tree.leaves((found, inputs)))
     zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
-    handle = call.settings.total(zero.astype(head.spec.accumulator))
-    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, handle
+    return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
@@ -116,7 +119,8 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
     else:
         found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    return _with_handle(call, found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    kept_for_backward = Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    return with_handle(found, inputs, head.spec.accumulator, call.settings.total), kept_for_backward
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -152,7 +156,8 @@ def _statistics_and_sums(
         block_labels = None if labels is None else block.take(labels)
         partial, stash = backend.stash(head, block_hidden, block_labels, names, plan)
         statistics = finalise(shards.merge(partial, head), names)
-        cotangents = _cotangents(call, statistics, block, (jax.tree.map(block.take, rows.more), shared_inputs))
+        block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
+        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
         coefficients = coef.from_cotangents(cotangents, statistics)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
@@ -177,12 +182,14 @@ def _statistics_and_sums(
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def _cotangents(call: Call, statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
-    """d Σ row_loss / d statistics for the block's live rows, exactly 0 for the others."""
+def row_cotangents(
+    row_loss: RowLoss, read: frozenset[str], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]
+) -> Statistics:
+    """d Σ row_loss / d statistics, of those in `read`, for the block's live rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:
-        return jnp.sum(call.row_loss({**statistics, **varied}, inputs))
+        return jnp.sum(row_loss({**statistics, **varied}, inputs))
 
     # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
-    varied = {name: vary_like(statistics[name], inputs) for name in call.read if name != "argmax"}
+    varied = {name: vary_like(statistics[name], inputs) for name in read if name != "argmax"}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

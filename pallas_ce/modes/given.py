@@ -1,0 +1,349 @@
+"""Mode *given*: the caller holds the logits `[N, V]`. Statistics by blocks of rows, dlogits over the logits' buffer.
+
+Streaming over the vocabulary saves nothing here; what costs is a second array of the logits' size, and each further
+pass over them. So rows are taken in blocks that stay in a cache: of each block the statistics, the row loss's
+derivatives and dlogits are made at once, and dlogits take the logits' place. XLA lets them have the very buffer where
+the logits are not needed any more: an intermediate of a training step, or an argument that the caller donates. No
+float32 copy of narrower logits is ever larger than a block.
+
+`block_statistics` and `block_gradient` are all that a kernel would have to replace.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce import coefficients as coef
+from pallas_ce.blocks import RowBlock, RowBlocks, Rows
+from pallas_ce.head import LogitsSpec
+from pallas_ce.modes import differentiation as diff
+from pallas_ce.modes.forward import Statistics, put_all
+from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
+from pallas_ce.statistics import finalise, partial_of_tile
+from pallas_ce.streaming import over_rows_only
+
+# Elements of a block of rows: 8 MiB of float32.
+_BLOCK_ELEMENTS = 2**21
+
+_INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """How a call is carried out; static and hashable.
+
+    Attributes:
+        spec: the logits' static facts.
+        chunk: at most so many rows a block; None for no bound but the cache's.
+    """
+
+    spec: LogitsSpec
+    chunk: int | None = None
+
+    def blocks(self, tokens: int) -> RowBlocks:
+        """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
+        rows = max(1, _BLOCK_ELEMENTS // self.spec.columns)
+        return Rows.counted(None).blocks(tokens, min(rows, tokens, self.chunk or tokens))
+
+    @property
+    def normalises(self) -> bool:
+        """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
+        return self.spec.dtype == np.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Static facts of a summed row loss.
+
+    Attributes:
+        given: how it is carried out.
+        row_loss: `(statistics [n], inputs) -> [n]`, each row's share of the total.
+        read: the primitive statistics that `row_loss` reads.
+        names: those to return, `read` included.
+    """
+
+    given: Given
+    row_loss: RowLoss
+    read: frozenset[str]
+    names: frozenset[str]
+
+
+class Residual(NamedTuple):
+    """What the forward of `statistics_and_handle` leaves: dlogits and their rows' factors; `absent()` if not made."""
+
+    dlogits: jax.Array
+    factor: jax.Array
+
+
+def block_statistics(
+    spec: LogitsSpec,
+    names: frozenset[str],
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+) -> Statistics:
+    """Primitive statistics of a block of rows.
+
+    Args:
+        spec: the logits' static facts.
+        names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
+        logits: `[n, columns]`, as stored.
+        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
+    """
+    columns, live = _columns(spec)
+    targets = names & {"target_logit", "log_prob"}
+    streamed = names - targets | ({"lse"} if "log_prob" in names else set())
+    partial = partial_of_tile(spec.capped(logits), columns, live, None, logit_weights, streamed)
+    found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
+    if targets:
+        assert labels is not None
+        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+        picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
+        if "target_logit" in names:
+            found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
+        if "log_prob" in names:
+            assert partial.max is not None
+            assert partial.sum_exp is not None
+            # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
+            top = jnp.where(jnp.isneginf(partial.max), 0.0, partial.max)[:, None]
+            total = jnp.where(partial.sum_exp > 0, partial.sum_exp, 1.0)[:, None]
+            log_prob = (picked - top - jnp.log(total)).reshape(labels.shape)
+            found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
+    return found
+
+
+def block_gradient(
+    spec: LogitsSpec,
+    coefficients: coef.Coefficients,
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    statistics: Statistics,
+    live_rows: jax.Array | None,
+) -> jax.Array:
+    """dlogits `[n, columns]` of a block of rows, in the accumulator dtype; exactly 0 where `live_rows [n]` is False.
+
+    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
+    """
+    columns, live = _columns(spec)
+    several = None if labels is None or labels.ndim == 1 else coefficients.target
+    if several is not None:
+        assert spec.softcap is None  # its slope at the labels would have to be applied to what is added below
+        coefficients = coefficients._replace(target=None)
+    gradient = coef.dlogits(
+        coefficients,
+        spec.capped(logits),
+        statistics.get("lse"),
+        columns,
+        live,
+        labels,
+        statistics.get("argmax"),
+        logit_weights,
+        spec.softcap,
+    )
+    if several is not None:
+        assert labels is not None
+        ids = jnp.where(labels >= 0, labels, spec.columns)
+        gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
+    return gradient if live_rows is None else jnp.where(live_rows[:, None], gradient, 0.0)
+
+
+def _columns(spec: LogitsSpec) -> tuple[jax.Array, jax.Array | None]:
+    columns = jnp.arange(spec.columns, dtype=jnp.int32)
+    return columns, None if spec.columns == spec.vocab_size else columns < spec.vocab_size
+
+
+def _zeros(
+    given: Given, names: frozenset[str], logits: jax.Array, logit_weights: jax.Array | None, labels: jax.Array | None
+) -> Statistics:
+    shapes = jax.eval_shape(functools.partial(block_statistics, given.spec, names), logits, logit_weights, labels)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+
+def _take(block: RowBlock, tree: Any) -> Any:
+    return jax.tree.map(block.take, tree)
+
+
+def _select(mask: jax.Array | None, found: Statistics) -> Statistics:
+    """Statistics of rows that do not count are 0, whatever their logits hold."""
+    if mask is None:
+        return found
+    return {name: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for name, x in found.items()}
+
+
+def _forward_statistics(given: Given, names: frozenset[str], *arrays: Any) -> Statistics:
+    def operation(by_row: Any, logit_weights: Any) -> Statistics:
+        logits, labels, _ = by_row
+
+        def body(block: RowBlock, found: Statistics) -> Statistics:
+            block_logits, block_labels, live = _take(block, by_row)
+            values = block_statistics(given.spec, names, block_logits, logit_weights, block_labels)
+            return put_all(block, found, _select(live, values))
+
+        return given.blocks(logits.shape[0]).for_each(body, _zeros(given, names, logits, logit_weights, labels))
+
+    logits, logit_weights, labels, mask = arrays
+    with jax.named_scope("pallas_ce.given.forward"):
+        return over_rows_only(operation)((logits, labels, mask), logit_weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def row_statistics(
+    given: Given,
+    names: frozenset[str],
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    mask: jax.Array | None,
+) -> Statistics:
+    """Primitive statistics of `logits [N, columns]`, N and V at least 1; differentiable in the logits, any cotangents.
+
+    Args:
+        given: how.
+        names: which statistics.
+        logits: as stored.
+        logit_weights: `[columns]`, the u of `mean_logit`.
+        labels: `[N]` or `[N, K]` int32, -1 for no target.
+        mask: `[N]` bool; the statistics of rows where it is False are 0, and so is their gradient.
+    """
+    return _forward_statistics(given, names, logits, logit_weights, labels, mask)
+
+
+def _forward(given: Given, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
+    values = diff.values_of(primals)
+    saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
+    found = _forward_statistics(given, names | saved, *diff.first_order_only(values, _INSTEAD))
+    return {name: found[name] for name in names}, (values, {name: found[name] for name in saved})
+
+
+def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
+    del names
+    cotangents = {name: g for name, g in cotangents.items() if name != "argmax" and not diff.is_zero(g)}
+    if not cotangents:
+        return None, None, None, None
+    ((logits, logit_weights, labels, mask), kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
+
+    def operation(by_row: Any, logit_weights: Any) -> jax.Array:
+        logits, *rest = by_row
+
+        def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
+            block_labels, live, statistics, cotangents = _take(block, rest)
+            coefficients = _coefficients(cotangents, statistics, block_labels)
+            values = block_gradient(
+                given.spec, coefficients, block.take(buffer), logit_weights, block_labels, statistics, live
+            )
+            return block.put(buffer, values)
+
+        return given.blocks(logits.shape[0]).for_each(body, logits)
+
+    with jax.named_scope("pallas_ce.given.backward"):
+        gradient = over_rows_only(operation)((logits, labels, mask, kept, cotangents), logit_weights)
+    return gradient, None, None, None
+
+
+def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
+    """As `coefficients.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
+    by_row = {name: g for name, g in cotangents.items() if name not in ("target_logit", "log_prob")}
+    target = cotangents.get("target_logit")
+    if "log_prob" in cotangents:
+        assert labels is not None
+        g = jnp.where(labels >= 0, cotangents["log_prob"], 0.0)
+        target = g if target is None else target + g
+        lse = -g.reshape(g.shape[0], -1).sum(axis=1)
+        by_row["lse"] = by_row["lse"] + lse if "lse" in by_row else lse
+    coefficients = coef.from_cotangents(by_row, statistics)
+    if target is not None and "lse" in statistics:  # a row of -inf only has no distribution to change
+        some = ~jnp.isneginf(statistics["lse"])
+        target = jnp.where(some.reshape(-1, *[1] * (target.ndim - 1)), target, 0.0)
+    return coefficients._replace(target=target)
+
+
+row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def statistics_and_handle(
+    call: Call,
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    mask: jax.Array | None,
+    inputs: tuple[Any, Any],
+) -> tuple[Statistics, jax.Array]:
+    """As `in_forward.statistics_and_handle`: dlogits are made in the forward, the backward scales them.
+
+    Args:
+        call: the static facts.
+        logits: `[N, columns]`, N and V at least 1.
+        logit_weights: `[columns]`, the u of `mean_logit`.
+        labels: `[N]` int32.
+        mask: `[N]` bool, which rows count; None: all.
+        inputs: `(by_row, shared)` for `row_loss`.
+    """
+    found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.given.spec.accumulator)
+
+
+def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
+    wanted = primals[0].perturbed and call.read - {"argmax"}
+    logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
+    residual = Residual(diff.absent(), diff.absent())
+    if wanted:
+        with jax.named_scope("pallas_ce.given.forward_and_gradient"):
+            operation = over_rows_only(functools.partial(_statistics_and_gradient, call))
+            by_row = (logits, labels, mask, inputs[0])
+            found, *made = operation(by_row, (logit_weights, inputs[1]))
+        residual = Residual(*(diff.absent() if x is None else x for x in made))
+    else:
+        found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.given.spec.accumulator), residual
+
+
+def _statistics_and_gradient(call: Call, by_row: Any, shared: Any) -> Any:
+    """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
+    logits, labels, *_ = by_row
+    logit_weights, shared_inputs = shared
+    given, spec = call.given, call.given.spec
+    names = call.names | coef.saved_statistics(call.read)
+    largest = 0.0 if logit_weights is None else jnp.max(jnp.abs(logit_weights))
+
+    def body(block: RowBlock, carry: Any) -> Any:
+        found, buffer, factors = carry
+        block_labels, live, row_inputs = _take(block, by_row[1:])
+        block_logits = block.take(buffer)
+        statistics = block_statistics(spec, names, block_logits, logit_weights, block_labels)
+        # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
+        statistics = jax.lax.optimization_barrier(_select(live, statistics))
+        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, (row_inputs, shared_inputs))
+        coefficients = coef.from_cotangents(cotangents, statistics)
+        if live is not None:
+            coefficients = coef.select(coefficients, live)
+        if factors is not None:
+            coefficients, factor = coef.normalise(coefficients, largest)
+            factors = block.put(factors, jnp.broadcast_to(factor, block_logits.shape[:1]))
+        values = block_gradient(spec, coefficients, block_logits, logit_weights, block_labels, statistics, live)
+        return put_all(block, found, statistics), block.put(buffer, values), factors
+
+    factors = jnp.zeros(logits.shape[0], spec.accumulator) if given.normalises else None
+    carry = (_zeros(given, names, logits, logit_weights, labels), logits, factors)
+    found, gradient, factors = given.blocks(logits.shape[0]).for_each(body, carry)
+    return {name: found[name] for name in call.names}, gradient, factors
+
+
+def _fused_backward(call: Call, residual: Residual, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    upstream = cotangents[1]
+    made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
+    if not made or diff.is_zero(upstream):
+        return None, None, None, None, None
+    (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
+    spec = call.given.spec
+    scale = upstream * factor[:, None] if call.given.normalises else upstream
+    return (scale * dlogits.astype(spec.accumulator)).astype(spec.dtype), None, None, None, None
+
+
+statistics_and_handle.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)

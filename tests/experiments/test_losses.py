@@ -1,0 +1,80 @@
+"""Training with a loss that the configuration names."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.lm import config as configs
+from experiments.lm.config import TrainConfig, check, field_types, merge, read_toml, to_toml
+from experiments.lm.errors import UsageError
+from experiments.lm.metrics import curve, read_records
+from pallas_ce import LossConfig, loss_names
+
+Train = Callable[..., Any]
+RECIPE = Path(configs.__file__).parents[1] / "configs" / "muon_chunked_z_loss.toml"
+
+
+def _losses(run: Path, head: str, kind: str = "train") -> list[float]:
+    return list(curve(list(read_records(run / "metrics.jsonl")), kind, head).values())
+
+
+def test_the_reference_recipe_trains(train: Train, tmp_path: Path) -> None:
+    """Muon, chunked cross entropy and z-loss together, from the file that ships."""
+    finished = train("--config", str(RECIPE), out=tmp_path / "run", steps=30)
+    assert finished.code == 0, finished.err
+    losses = _losses(tmp_path / "run", "logits")
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.5
+    stored = LossConfig.from_toml(tmp_path / "run" / "config.toml")
+    assert stored == LossConfig.from_toml(RECIPE) == LossConfig("chunked_cross_entropy", 4096, 1e-4)
+    assert train("--resume", out=tmp_path / "run", steps=30).code == 0
+
+
+def test_every_loss_trains_alike_and_validates_without_its_regularisers(train: Train, tmp_path: Path) -> None:
+    options = {"z-loss-weight": 1e-2, "label-smoothing": 0.1}
+    runs = {}
+    for name, head in (("fused_linear_cross_entropy", "fused"), ("cross_entropy", "logits")):
+        assert train(out=tmp_path / name, **{"loss-fn": name}, **options).code == 0
+        runs[name] = (_losses(tmp_path / name, head), _losses(tmp_path / name, head, "validation"))
+    (fused, fused_validation), (logits, logits_validation) = runs.values()
+    np.testing.assert_allclose(fused, logits, atol=1e-4)
+    np.testing.assert_allclose(fused_validation, logits_validation, atol=1e-4)
+    assert fused_validation[-1] < fused[-1] - 0.1  # at a log-sum-exp of 5 or more the z part alone is 0.25
+
+
+def test_the_choices_of_the_command_are_the_losses_that_the_library_has_registered() -> None:
+    (field,) = [field for field in TrainConfig.__dataclass_fields__.values() if field.name == "loss_fn"]
+    assert set(field.metadata["choices"]) <= set(loss_names())
+    section = {f.name for f in TrainConfig.__dataclass_fields__.values() if f.metadata["section"] == "train"}
+    assert section == set(LossConfig.__dataclass_fields__)
+    assert section <= set(field_types())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nsteps = 3", r"\[train\] of .* has the unknown key 'steps'; known keys: loss_fn, ce_chunk_size"),
+        ("loss_fn = 'x'\n[train]\nloss_fn = 'y'", r"sets loss_fn twice, in its \[train\] section and outside"),
+        ("train = 1", r"sets train to 1; it must be a section"),
+    ],
+)
+def test_a_train_section_that_is_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "my.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        read_toml(tmp_path / "my.toml")
+
+
+def test_a_stored_configuration_keeps_its_section(tmp_path: Path) -> None:
+    config = TrainConfig(loss_fn="cross_entropy", z_loss_weight=1e-4, optimizer="muon")
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert merge(TrainConfig(), read_toml(tmp_path / "config.toml"), "test") == config
+    assert LossConfig.from_toml(tmp_path / "config.toml") == LossConfig("cross_entropy", 0, 1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"loss_fn": "cross_entropy"}, {"z_loss_weight": 0.1}, {"label_smoothing": 0.1}])
+def test_the_plain_loss_takes_no_options(changes: dict[str, Any]) -> None:
+    for head in ("both", "canonical"):
+        with pytest.raises(UsageError, match=f"head is '{head}', which trains the plain cross entropy"):
+            check(merge(TrainConfig(head=head), changes, "test"))

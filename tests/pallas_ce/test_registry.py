@@ -1,0 +1,149 @@
+"""Losses picked from a configuration."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import LossConfig, build_loss_fn, loss_names, register_loss, registry
+from tests.pallas_ce.checks import assert_close
+
+HIDDEN = jax.random.normal(jax.random.key(0), (2, 7, 5))
+WEIGHT = jax.random.normal(jax.random.key(1), (11, 5))
+LABELS = jnp.array([[0, 3, 10, -100, 11, 2, -1], [5, 5, -100, 7, 1, 0, 4]])
+BUILT_IN = ("cross_entropy", "chunked_cross_entropy", "fused_linear_cross_entropy")
+
+
+@pytest.fixture(autouse=True)
+def _registry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    return
+
+
+def _called(config: Any, hidden: Any, weight: Any, labels: Any = LABELS) -> Any:
+    loss_fn = build_loss_fn(config)
+    name = config["loss_fn"]
+    if registry.loss_entry(name).takes == "hidden":
+        return loss_fn(hidden, weight, labels)
+    return loss_fn(hidden @ weight.T, labels)
+
+
+def _plain(hidden: Any, weight: Any, z_loss_weight: float = 0.0, label_smoothing: float = 0.0) -> Any:
+    logits = hidden @ weight.T
+    log_probs, lse = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, -1)
+    counts = (LABELS >= 0) & (LABELS < 11)
+    target = jnp.take_along_axis(log_probs, jnp.where(counts, LABELS, 0)[..., None], -1)[..., 0]
+    each = -(1 - label_smoothing) * target - label_smoothing * log_probs.mean(-1) + z_loss_weight * lse**2
+    return jnp.where(counts, each, 0).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.1, "label_smoothing": 0.2}, {"ce_chunk_size": 3}])
+def test_every_built_in_loss_is_the_same_mean_over_the_labels_that_count(name: str, options: Any) -> None:
+    got = jax.value_and_grad(lambda h, w: _called({"loss_fn": name, **options}, h, w), (0, 1))(HIDDEN, WEIGHT)
+    plain = {k: v for k, v in options.items() if k != "ce_chunk_size"}
+    want = jax.value_and_grad(lambda h, w: _plain(h, w, **plain), (0, 1))(HIDDEN, WEIGHT)
+    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_nothing_that_counts_is_zero(name: str) -> None:
+    ignored = jnp.full_like(LABELS, -100)
+    loss, gradient = jax.value_and_grad(lambda h: _called({"loss_fn": name, "z_loss_weight": 1.0}, h, WEIGHT, ignored))(
+        HIDDEN
+    )
+    assert loss == 0.0
+    assert not gradient.any()
+
+
+def test_the_z_loss_wraps_a_users_loss_of_either_kind() -> None:
+    register_loss("mean_logit", lambda logits, labels: jnp.mean(logits))
+    register_loss("mean_product", lambda hidden, weight, labels: jnp.mean(hidden @ weight.T), takes="hidden")
+
+    def want(hidden: Any, weight: Any) -> Any:
+        return jnp.mean(hidden @ weight.T) + _plain(hidden, weight, 0.3) - _plain(hidden, weight)
+
+    exact = jax.tree.map(np.asarray, jax.value_and_grad(want, (0, 1))(HIDDEN, WEIGHT))
+    for name in ("mean_logit", "mean_product"):
+        got = jax.value_and_grad(
+            lambda h, w, name=name: _called({"loss_fn": name, "z_loss_weight": 0.3}, h, w), (0, 1)
+        )(HIDDEN, WEIGHT)
+        assert_close(got, exact, 1e-5, floor=2e-6)
+
+
+@pytest.mark.parametrize("name", ["mine", *BUILT_IN])
+def test_a_weight_of_zero_adds_no_work(name: str) -> None:
+    register_loss("mine", lambda logits, labels: jnp.mean(logits))
+
+    def program(weight: dict[str, float]) -> str:
+        return str(jax.make_jaxpr(lambda h: _called({"loss_fn": name, **weight}, h, WEIGHT))(HIDDEN))
+
+    assert program({"z_loss_weight": 0.0}) == program({})
+    assert len(program({"z_loss_weight": 0.1})) > len(program({}))
+    if name == "mine":
+        assert build_loss_fn({"loss_fn": "mine"}) is registry.loss_entry("mine").build(LossConfig())
+
+
+def test_an_auxiliary_loss_adds_on_outside() -> None:
+    loss_fn = build_loss_fn({"loss_fn": "chunked_cross_entropy", "z_loss_weight": 1e-3})
+
+    def balance(logits: Any) -> Any:  # of a router
+        share = jax.nn.softmax(logits).mean((0, 1))
+        return share.size * jnp.sum(share**2)
+
+    logits = HIDDEN @ WEIGHT.T
+    got = jax.grad(lambda z: loss_fn(z, LABELS) + 0.01 * balance(z))(logits)
+    want = jax.grad(lambda z: loss_fn(z, LABELS))(logits) + 0.01 * jax.grad(balance)(logits)
+    assert_close(got, np.asarray(want), 1e-5, floor=1e-7)
+
+
+def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('steps = 3\n[train]\nloss_fn = "chunked_cross_entropy"\nz_loss_weight = 1\n', encoding="utf-8")
+    config = LossConfig.from_toml(path)
+    assert config == LossConfig("chunked_cross_entropy", 0, 1.0, 0.0)
+    logits = HIDDEN @ WEIGHT.T
+    assert build_loss_fn(str(path))(logits, LABELS) == build_loss_fn(config)(logits, LABELS)
+    path.write_text("steps = 3\n", encoding="utf-8")
+    assert LossConfig.from_toml(path) == LossConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (
+            "[train]\nloss = 'x'",
+            ValueError,
+            r"\[train\] of .*run.toml has the unknown key 'loss'; known keys: loss_fn, ce",
+        ),
+        ("[train]\nz_loss_weight = 'x'", TypeError, "sets z_loss_weight to 'x', which must be of type float"),
+        ("[train]\nce_chunk_size = 1.5", TypeError, "sets ce_chunk_size to 1.5, which must be of type int"),
+        ("[train]\nce_chunk_size = true", TypeError, "sets ce_chunk_size to True, which must be of type int"),
+        ("[train]\nce_chunk_size = -1", ValueError, "ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
+        ("[train]\nz_loss_weight = -1.0", ValueError, "z_loss_weight=-1.0 must be a finite number, at least 0"),
+        ("[train]\nz_loss_weight = nan", ValueError, "z_loss_weight=nan must be a finite number"),
+        ("[train]\nlabel_smoothing = 2.0", ValueError, "label_smoothing=2.0 must be between 0 and 1"),
+        ("[train]\nloss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
+        ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
+        ("[train", ValueError, "Expected"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(kind, match=message):
+        build_loss_fn(path)
+
+
+def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
+    assert loss_names()[:3] == BUILT_IN
+    with pytest.raises(ValueError, match="name='cross_entropy' is taken; registered are cross_entropy, chunked"):
+        register_loss("cross_entropy", jnp.mean)
+    with pytest.raises(TypeError, match=r"loss_fn=3 must be a function of \(logits, labels\)"):
+        register_loss("three", 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes='both' must be 'logits'"):
+        register_loss("three", jnp.mean, takes="both")  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""`selective_log_softmax` is the float32 log-softmax and a gather, without the log-softmax."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import selective_log_softmax
+from tests.pallas_ce.checks import assert_close, relative_error
+
+
+def _plain(logits: Any, index: Any) -> Any:
+    """In the dtype of `logits`; entries outside the vocabulary are 0."""
+    log_probs = jax.nn.log_softmax(logits)
+    if index.ndim == logits.ndim - 1:
+        return _plain(logits, index[..., None])[..., 0]
+    inside = (index >= 0) & (index < logits.shape[-1])
+    return jnp.where(inside, jnp.take_along_axis(log_probs, jnp.where(inside, index, 0), axis=-1), 0)
+
+
+def _results(function: Any, logits: Any, index: Any, cotangent: Any) -> Any:
+    @jax.jit
+    def run(logits: Any) -> Any:
+        value, vjp = jax.vjp(lambda z: function(z, index), logits)
+        return value, vjp(cotangent.astype(value.dtype))[0]
+
+    return jax.tree.map(np.asarray, run(logits))
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    leading=st.sampled_from([(1,), (7,), (2, 3), (130,)]),
+    several=st.sampled_from([(), (1,), (3,)]),
+    v=st.sampled_from([1, 2, 130, 20_000]),
+    scale=st.sampled_from([(0.01, 0.0), (4.0, 256.0), (30.0, -1e4)]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64]),
+    seed=st.integers(0, 2**16),
+)
+def test_values_and_gradients_are_those_of_the_exact_log_softmax(
+    leading: Any, several: Any, v: int, scale: Any, dtype: Any, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    index = rng.integers(-1, v + 1, size=leading + several)
+    cotangent = rng.normal(size=index.shape)
+    with jax.enable_x64(dtype == jnp.float64):
+        logits = jnp.asarray(rng.normal(size=(*leading, v)) * scale[0] + scale[1], dtype)
+        value, gradient = _results(selective_log_softmax, logits, index, jnp.asarray(cotangent))
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.asarray(logits).astype(np.float64))
+        want, exact = _results(_plain, wide, index, jnp.asarray(cotangent))
+    assert value.dtype == (np.float64 if dtype == jnp.float64 else np.float32)
+    assert gradient.dtype == dtype
+    unit = float(jnp.finfo(value.dtype).eps)
+    # The sum over the row and the two differences that follow round a few times at the result's own size.
+    assert_close(value, want, 0, floor=16 * unit * max(1.0, np.abs(want).max()))
+    # The gradient knows the row by its log-sum-exp, whose rounding is relative to it.
+    lse = np.abs(np.asarray(logits).astype(np.float64)).max() + np.log(v)
+    rounding = relative_error(exact.astype(dtype), exact)
+    assert relative_error(gradient, exact) <= 1.05 * rounding + 8 * unit * max(1.0, lse) or np.abs(exact).max() < 1e-6
+
+
+def test_bfloat16_is_exact_where_a_bfloat16_logsumexp_is_off_by_a_sixteenth() -> None:
+    logits = jax.random.normal(jax.random.key(0), (4, 64, 32768)).astype(jnp.bfloat16)
+    index = jax.random.randint(jax.random.key(1), (4, 64), 0, 32768)
+    exact = _plain(logits.astype(jnp.float32), index)
+    trick = jnp.take_along_axis(logits, index[..., None], -1)[..., 0] - jax.nn.logsumexp(logits, axis=-1).astype(
+        jnp.bfloat16
+    )
+    assert np.abs(trick.astype(jnp.float32) - exact).max() > 0.02
+    assert np.abs(selective_log_softmax(logits, index) - exact).max() < 4e-6
+
+
+def test_an_entry_asked_for_twice_has_both_gradients() -> None:
+    logits, index = jnp.array([[0.0, 1.0, 2.0]]), jnp.array([[2, 2, 0]])
+    cotangent = jnp.array([[1.0, 10.0, 100.0]])
+    got, want = (_results(f, logits, index, cotangent) for f in (selective_log_softmax, _plain))
+    assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+@pytest.mark.parametrize("several", [(), (2,)])
+def test_vmap(axes: Any, several: Any) -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(3, 5, 9) if axes[0] == 0 else (5, 9)).astype(np.float32))
+    index = jnp.asarray(rng.integers(-1, 9, size=((3, 5) if axes[1] == 0 else (5,)) + several))
+
+    def both(f: Any) -> Any:
+        mapped = jax.vmap(lambda z, i: jnp.square(f(z, i)).sum(), axes)
+        return jax.jit(lambda z: (mapped(z, index), jax.grad(lambda z: mapped(z, index).sum())(z)))(logits)
+
+    assert_close(both(selective_log_softmax), jax.tree.map(np.asarray, both(_plain)), 1e-5, floor=1e-6)
+
+
+def test_rows_that_cannot_be_normalised_have_finite_gradients() -> None:
+    logits = jnp.array([[-jnp.inf, -jnp.inf], [jnp.nan, 0.0], [-jnp.inf, 3.0]])
+    index = jnp.array([0, -1, 0])
+    value, gradient = jax.value_and_grad(lambda z: selective_log_softmax(z, index)[1])(logits)
+    assert value == 0
+    assert np.isneginf(selective_log_softmax(logits, index)[jnp.array([0, 2])]).all()
+    total = jax.grad(lambda z: selective_log_softmax(z, index).sum())(logits)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(total).all()
+
+
+@pytest.mark.parametrize(("shape", "index_shape"), [((0, 4), (0,)), ((3, 4), (3, 0)), ((3, 0), (3,)), ((3, 0), (3, 2))])
+def test_nothing_to_gather_gives_nothing_or_zero(shape: Any, index_shape: Any) -> None:
+    value = selective_log_softmax(jnp.zeros(shape), jnp.zeros(index_shape, int))
+    assert value.shape == index_shape
+    assert not value.any()
+
+
+def test_differentiating_twice_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        jax.hessian(lambda z: selective_log_softmax(z, jnp.array([0])).sum())(jnp.ones((1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("logits", "index", "kind", "message"),
+    [
+        (jnp.zeros((2, 3)), jnp.zeros(2), TypeError, "index has dtype float32; it must be an integer one"),
+        (jnp.zeros((2, 3)), jnp.zeros(3, int), ValueError, r"index has shape \(3,\); logits' leading shape \(2,\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((2, 1, 1), int), ValueError, r"index has shape \(2, 1, 1\)"),
+        (jnp.zeros((2, 3), int), jnp.zeros(2, int), TypeError, "logits have dtype int32"),
+    ],
+)
+def test_impossible_arguments_are_named(logits: Any, index: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        selective_log_softmax(logits, index)

@@ -1,0 +1,162 @@
+"""The PyTorch function that reinforcement learning libraries import: exact, and never a second array of logits."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_bridge import selective  # noqa: E402
+from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax  # noqa: E402
+
+
+def _exact(logits: Any, index: Any) -> Any:
+    index = index[..., None] if index.ndim < logits.ndim else index
+    return logits.double().log_softmax(-1).gather(-1, index)
+
+
+@pytest.fixture(params=[2**24, 37], ids=["one chunk", "many chunks"])
+def _chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("_chunked")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("several", [(), (1,), (4,)])
+@pytest.mark.parametrize(("scale", "offset"), [(3.0, 0.0), (30.0, -1e4)])
+def test_values_and_gradients_are_those_of_the_exact_log_softmax(
+    dtype: Any, several: Any, scale: float, offset: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, 7, 19, generator=generator, dtype=torch.float64) * scale + offset).to(dtype)
+    logits.requires_grad_()
+    index = torch.randint(0, 19, (3, 7, *several), generator=generator)
+    upstream = torch.randn(index.shape, generator=generator, dtype=torch.float64)
+    value = selective_log_softmax(logits, index)
+    (gradient,) = torch.autograd.grad(value, logits, upstream.to(value.dtype))
+
+    wide = logits.detach().double().requires_grad_()
+    want = _exact(wide, index).reshape(index.shape)
+    (exact,) = torch.autograd.grad(want, wide, upstream)
+    unit = torch.finfo(value.dtype).eps
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert gradient.dtype == dtype
+    assert (value - want).abs().max() <= 16 * unit * max(1.0, float(want.detach().abs().max()))
+    rounding = (exact.to(dtype).double() - exact).norm() / exact.norm()
+    assert (gradient.double() - exact).norm() / exact.norm() <= 1.05 * rounding + 64 * unit
+
+
+def test_bfloat16_is_exact_where_the_logsumexp_trick_is_off_by_a_sixteenth() -> None:
+    logits = torch.randn(4, 32, 32768, generator=torch.Generator().manual_seed(0)).bfloat16()
+    index = torch.randint(0, 32768, (4, 32), generator=torch.Generator().manual_seed(1))
+    exact = _exact(logits, index)[..., 0]
+    trick = logits.gather(-1, index[..., None])[..., 0] - torch.logsumexp(logits, -1)
+    assert (trick - exact).abs().max() > 0.02
+    assert (selective_log_softmax(logits, index) - exact).abs().max() < 4e-6
+
+
+def test_a_slice_of_the_logits_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trainers pass: all positions but the last."""
+    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", 64)
+    whole = torch.randn(3, 5, 11, requires_grad=True)
+    index = torch.randint(0, 11, (3, 4))
+    for _, rows in selective._chunks(whole.detach()[:, :-1]):
+        assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    value = selective_log_softmax(whole[:, :-1], index)
+    torch.testing.assert_close(value, _exact(whole[:, :-1], index)[..., 0].float())
+    (gradient,) = torch.autograd.grad(value.sum(), whole)
+    (exact,) = torch.autograd.grad(_exact(whole[:, :-1], index).sum(), whole)
+    torch.testing.assert_close(gradient, exact)
+    assert not gradient[:, -1].any()
+
+
+def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                    self.elements = max(self.elements, x.untyped_storage().nbytes() // 2)
+                    self.made += x.untyped_storage().nbytes() // 2 >= logits.numel()
+            return out
+
+    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", 256)
+    logits = torch.randn(2, 8, 256).bfloat16().requires_grad_()
+    with Largest() as forward:
+        value = selective_log_softmax(logits, torch.zeros(2, 8, dtype=torch.long)).sum()
+    assert forward.elements <= 2 * 256
+    with Largest() as backward:
+        value.backward()
+    assert backward.made == 1
+
+
+def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for() -> None:
+    leaf = torch.randn(4, 9, requires_grad=True)
+    index = torch.randint(0, 9, (4,))
+    logits = leaf * 1.0
+    logits.retain_grad()
+    selective_log_softmax(logits, index, inplace_backward=True).sum().backward()
+    (exact,) = torch.autograd.grad(_exact(leaf, index).sum(), leaf)
+    torch.testing.assert_close(leaf.grad, exact)
+    torch.testing.assert_close(logits.detach(), exact)
+    with pytest.raises(ValueError, match="inplace_backward=True on logits that are a leaf"):
+        selective_log_softmax(leaf, index, inplace_backward=True)
+
+
+def test_the_names_that_verl_and_openrlhf_import() -> None:
+    logits, labels = torch.randn(2, 3, 9, requires_grad=True), torch.randint(0, 9, (2, 3))
+    torch.testing.assert_close(logprobs_from_logits(logits, labels), _exact(logits, labels)[..., 0].float())
+    torch.testing.assert_close(
+        log_probs_from_logits(logits, labels, temperature=0.7), _exact(logits / 0.7, labels)[..., 0].float()
+    )
+    with pytest.raises(ValueError, match="temperature=0 must be above 0"):
+        log_probs_from_logits(logits, labels, temperature=0)
+
+
+def test_columns_of_probability_zero_and_rows_of_nothing_else_have_finite_gradients() -> None:
+    logits = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]], requires_grad=True)
+    value = selective_log_softmax(logits, torch.tensor([0, 0]))
+    assert value[0] == 0
+    assert value[1] == -torch.inf
+    value[0].backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize(("shape", "index_shape"), [((0, 4), (0,)), ((3, 4), (3, 0)), ((0, 2, 4), (0, 2))])
+def test_nothing_asked_for_gives_nothing(shape: Any, index_shape: Any) -> None:
+    logits = torch.zeros(shape, requires_grad=True)
+    value = selective_log_softmax(logits, torch.zeros(index_shape, dtype=torch.long))
+    assert value.shape == index_shape
+    value.sum().backward()
+    assert not logits.grad.any()
+
+
+def test_differentiating_twice_is_refused() -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    value = selective_log_softmax(logits, torch.tensor([0, 1])).square().sum()
+    (gradient,) = torch.autograd.grad(value, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("logits", "index", "kind", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2), TypeError, "index has dtype torch.float32; it must be an integer one"),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), ValueError, r"index has shape \(3,\); logits' leading"),
+        (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), TypeError, "logits have dtype"),
+        (torch.zeros(2, 0), torch.zeros(2, dtype=torch.long), ValueError, r"logits of shape \(2, 0\), which have none"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), RuntimeError, "out of bounds"),
+    ],
+)
+def test_impossible_arguments_are_named(logits: Any, index: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        selective_log_softmax(logits, index)

@@ -1,0 +1,176 @@
+"""`selective_log_softmax` in PyTorch: what reinforcement learning libraries import under that name, in O(rows) memory.
+
+Plain PyTorch, on any device. Rows are taken in chunks, of which a float32 copy exists at a time; the backward makes the
+gradient the same way, straight in the logits' dtype.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# Elements of a chunk, by device: 64 MiB of float32 keep a GPU busy; 4 MiB stay in a CPU's cache.
+_CHUNK_ELEMENTS = {"cpu": 2**20}
+_CHUNK_ELEMENTS_ELSEWHERE = 2**24
+
+
+def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
+    r"""`log_softmax(logits)` at `index` only, for each row `z_i - log Σ_v exp z_v`.
+
+    A drop-in for the function of this name in TRL: `trl.trainer.utils.selective_log_softmax = selective_log_softmax`.
+    It equals `logits.float().log_softmax(-1).gather(-1, index)`, also for bfloat16 logits, and returns float32 for them
+    where TRL's returns bfloat16. Beside logits and gradient it takes a chunk of rows and a few numbers a row.
+
+    Args:
+        logits: `[..., V]` bfloat16, float16, float32 or float64.
+        index: `[...]` or `[..., K]` integers in `[0, V)`.
+        inplace_backward: write the gradient over the logits' memory. They must not be needed after this function, by
+            anything: the values there are lost.
+
+    Returns:
+        Tensor: the shape of `index`, float32 (float64 for float64); differentiable once.
+
+    Raises:
+        ValueError: shapes that do not fit, `inplace_backward` on a leaf.
+        TypeError: dtypes that do not fit.
+        RuntimeError: from PyTorch, an index out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge.selective import selective_log_softmax
+        >>> logits = torch.tensor([[1.0, 2.0, 5.0], [3.0, 3.0, 2.0]]).log()
+        >>> selective_log_softmax(logits, torch.tensor([2, 0])).exp()
+        tensor([0.6250, 0.3750])
+        >>> selective_log_softmax(logits, torch.tensor([[2, 0], [0, 1]])).exp()
+        tensor([[0.6250, 0.1250],
+                [0.3750, 0.3750]])
+
+    References:
+        "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
+    """
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
+    leading = logits.shape[:-1]
+    if logits.ndim < 1 or index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
+        raise ValueError(
+            f"index has shape {tuple(index.shape)}; logits' leading shape {tuple(leading)} is needed, or that and an "
+            "axis of K entries"
+        )
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward=True on logits that are a leaf would overwrite a parameter; pass False")
+    if index.numel() and not logits.shape[-1]:
+        raise ValueError(f"index asks for entries of logits of shape {tuple(logits.shape)}, which have none")
+    picked = index.reshape(leading.numel(), index.shape[len(leading) :].numel()).long()
+    function: Any = _SelectiveLogSoftmax
+    values: torch.Tensor = function.apply(logits, picked, inplace_backward)
+    return values.reshape(index.shape)
+
+
+def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = False) -> torch.Tensor:
+    """`selective_log_softmax` under the name and with the arguments that verl calls it by.
+
+    There `inplace_backward` defaults to True, which overwrites the logits; here it has to be asked for.
+
+    Args:
+        logits: `[..., V]`.
+        labels: `[...]` integers.
+        inplace_backward: see `selective_log_softmax`.
+
+    Returns:
+        Tensor: `[...]` float32 (float64 for float64).
+    """
+    return selective_log_softmax(logits, labels, inplace_backward=inplace_backward)
+
+
+def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """`selective_log_softmax(logits / temperature, labels)`, under OpenRLHF's name and with its arguments.
+
+    The logits are left as they are; at a temperature other than 1 a divided copy is made, where OpenRLHF divides in
+    place.
+
+    Args:
+        logits: `[..., V]`.
+        labels: `[...]` integers.
+        temperature: above 0.
+
+    Returns:
+        Tensor: `[...]` float32 (float64 for float64).
+
+    Raises:
+        ValueError: a temperature that is not above 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r} must be above 0")
+    return selective_log_softmax(logits if temperature == 1.0 else logits / temperature, labels)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _from(top: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`logits - top` in `top`'s dtype, in memory of its own."""
+    return logits.to(top.dtype, copy=True).sub_(top)
+
+
+def _chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
+    if not logits.numel():
+        return
+    if not _flattens(logits):
+        each = logits.shape[1:-1].numel()
+        for number, part in enumerate(logits.unbind(0)):
+            yield from _chunks(part, start + number * each)
+        return
+    rows = logits.view(-1, logits.shape[-1])
+    size = max(1, _CHUNK_ELEMENTS.get(rows.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // rows.shape[1])
+    for first in range(0, rows.shape[0], size):
+        part = rows[first : first + size]
+        yield slice(start + first, start + first + part.shape[0]), part
+
+
+def _flattens(logits: torch.Tensor) -> bool:
+    """Whether the leading axes are one axis in memory."""
+    axes = [axis for axis in range(logits.ndim - 1) if logits.shape[axis] > 1]
+    return all(
+        logits.stride(outer) == logits.stride(inner) * logits.shape[inner] for outer, inner in itertools.pairwise(axes)
+    )
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    """`(logits [..., V], index [N, K]) -> [N, K]`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
+        wide = _wide(logits.dtype)
+        values = torch.empty(index.shape, dtype=wide, device=logits.device)
+        top, log_sum = torch.empty((2, index.shape[0], 1), dtype=wide, device=logits.device)
+        for part, rows in _chunks(logits):
+            largest = rows.amax(dim=1, keepdim=True)
+            top[part] = torch.where(torch.isneginf(largest), 0.0, largest)
+            # The largest entry alone contributes 1; only a row of -inf throughout has less.
+            log_sum[part] = _from(top[part], rows).exp_().sum(dim=1, keepdim=True).clamp_min_(1.0).log_()
+            # As log-softmax does: distances from the maximum are exact where it matters, at any offset of the row.
+            values[part] = _from(top[part], rows.gather(1, index[part])).sub_(log_sum[part])
+        ctx.save_for_backward(logits, index, top, log_sum)
+        ctx.inplace_backward = inplace_backward
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """`Σ_k g_k·(onehot(i_k) - p)`, rounded once."""
+        logits, index, top, log_sum = ctx.saved_tensors
+        gradient = (
+            logits if ctx.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        )
+        by_row = gradient.view(index.shape[0], logits.shape[-1]) if not ctx.inplace_backward else None
+        for part, rows in _chunks(logits):
+            p = _from(top[part], rows).sub_(log_sum[part]).exp_()
+            p.mul_(-upstream[part].sum(dim=1, keepdim=True)).scatter_add_(1, index[part], upstream[part])
+            (rows if by_row is None else by_row[part]).copy_(p)
+        return gradient, None, None
