@@ -2,202 +2,86 @@
 
 Sections, each a JSON file under `experiments/results/` with the machine and versions:
 
+    compile  seconds to compile one call, at about N 8192, V 131072
     grid     the paper's grid, N × V at H 4096: forward and forward+backward of stored logits and of ours
     heads    heads of published models, N 8192
     options  ignored rows, frozen weight, entropy, half the scratch, at N 16384, V 131072
+    windows  the forward with given numbers of vocabulary windows, at N 1024, V 262144
 
 Everything is timed on the device, in one process, in turn, and reported as a ratio: forwards to the bare product
-`hidden·weightᵀ`, forward+backward to that and the two gradient products ("three products").
+`hidden·weightᵀ`, forward+backward to that and the two gradient products ("three products"). Each point is written when
+it is measured; run the command again to go on. `python -m experiments.gpu_report` makes tables and plots.
 """
 
 import argparse
-import concurrent.futures
-import itertools
-import json
-import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
-
+from experiments.gpu import timing
+from experiments.gpu.points import Point, Setting, sections, standard
+from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
 from experiments.machine import describe
-from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends import Backward
 
-RESULTS = Path(__file__).parent / "results"
-GRID = [(n, v, 4096) for n, v in itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144))]
-HEADS = {
-    "Llama-3 8B": (8192, 128256, 4096),
-    "Qwen3 1.7B": (8192, 151936, 2048),
-    "Qwen3 8B": (8192, 151936, 4096),
-    "Gemma-3 4B": (8192, 262144, 2560),
-    "gpt-oss": (8192, 201088, 2880),
-    "DeepSeek-V3": (8192, 129280, 7168),
-    "GPT-2": (8192, 50257, 768),
-}
-Program = Callable[..., Any]
+COMPILE = "compile"
+_COMPILE_SHAPE = (8192, 131072, 4096)
+_DRY_DIVISOR = 64
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.bfloat16)
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes each section as it goes; returns the exit status."""
+    names = [COMPILE, *sections(Setting())]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=names, metavar="SECTION", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=5, help="times each program of a point is timed")
+    parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
+    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
+    parser.add_argument("--again", action="store_true", help="measure points that the files already hold")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the commands work")
+    options = parser.parse_args(words)
+    if unknown := [name for name in options.sections if name not in names]:
+        parser.error(f"there is no section {unknown[0]!r}; choose from {', '.join(names)}")
+    if options.dry_run and options.out is None:
+        parser.error("--dry-run needs --out: its results are not those of the paper's sizes")
+    setting = Setting("xla", _DRY_DIVISOR) if options.dry_run else Setting()
+    clock = timing.CLOCKS[options.clock]
+    start = time.monotonic()
+    budget = Budget(None if options.minutes is None else 60 * options.minutes, time.monotonic)
+    compiled_shape = Point(COMPILE, setting.shape(_COMPILE_SHAPE), lambda: standard(setting))
 
+    def measure(point: Point) -> dict[str, Any]:
+        if point is compiled_shape:
+            return timing.compile_seconds(point.shape, point.programs())
+        return timing.measure(point.shape, point.programs(), options.rounds, clock)
 
-def bare(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """The logits' product alone, written as bfloat16."""
-    del labels
-    return _dot(hidden, weight, (1, 1))
-
-
-def for_hidden(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
-    """The product of hidden's gradient, from any `[N, V]` in place of dlogits."""
-    del hidden
-    return _dot(logits, weight, (1, 0))
-
-
-def for_weight(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
-    """The product of the weight's gradient."""
-    del weight
-    return _dot(logits, hidden, (0, 0))
-
-
-def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross entropy of stored bfloat16 logits, the fastest of the plain ways."""
-    logits = bare(hidden, weight, labels)
-    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)
-    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) - target)
-
-
-def ours(**options: Any) -> Program:
-    """Our loss by the Hopper kernels, with these options."""
-    return lambda hidden, weight, labels: linear_cross_entropy(
-        hidden, weight, labels, **{"implementation": "mosaic_gpu"} | options
-    )
-
-
-def both(loss: Program) -> Program:
-    """Loss and both gradients."""
-    return jax.value_and_grad(loss, argnums=(0, 1))
-
-
-def compiled(programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Compiles all programs at once, on as many threads as the machine has."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {
-            n: pool.submit(lambda p, a: jax.jit(p).lower(*a).compile(), p, arguments[n]) for n, p in programs.items()
-        }
-        return {name: job.result() for name, job in jobs.items()}
-
-
-def timed(programs: dict[str, Any], arguments: dict[str, tuple[Any, ...]], rounds: int) -> dict[str, dict[str, float]]:
-    """Median device milliseconds of each program, in turn, and its temporary MiB."""
-    samples: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            _, milliseconds = profiler.measure(program, iterations=2)(*arguments[name])
-            samples[name] += milliseconds or []
-    return {
-        name: {
-            "ms": statistics.median(samples[name]),
-            "temporary_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        }
-        for name, program in programs.items()
-    }
-
-
-def inputs(n: int, v: int, h: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (n, h), jnp.bfloat16)
-    weight = (jax.random.normal(keys[1], (v, h), jnp.float32) / h**0.5).astype(jnp.bfloat16)
-    return hidden, weight, jax.random.randint(keys[2], (n,), 0, v)
-
-
-def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int) -> dict[str, Any]:
-    """The bare products and `extra` programs of one shape, with ratios: "forward…" to one product, others to three."""
-    n, v, h = shape
-    data = inputs(n, v, h)
-    logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
-    base: dict[str, Program] = {"bare": bare, "for_hidden": for_hidden, "for_weight": for_weight}
-    programs = base | extra
-    arguments = {name: (*data[:2], logits) if name in ("for_hidden", "for_weight") else data for name in programs}
-    found: dict[str, Any] = timed(compiled(programs, arguments), arguments, rounds)
-    three = sum(found[name]["ms"] for name in base)
-    for name in extra:
-        floor = found["bare"]["ms"] if name.startswith("forward") else three
-        found[name]["ratio"] = found[name]["ms"] / floor
-    found["three"] = {"ms": three}
-    return {"n": n, "v": v, "h": h, "results": found}
-
-
-def standard() -> dict[str, Program]:
-    """What grid and heads compare."""
-    return {
-        "forward": ours(),
-        "forward canonical": canonical,
-        "in_forward": both(ours(backward="in_forward")),
-        "recompute": both(ours(backward="recompute")),
-        "canonical": both(canonical),
-    }
-
-
-def option_programs(n: int) -> dict[str, Program]:
-    """Variants at one shape; `quarter` has three rows in four ignored at random."""
-    ignored = jax.random.bernoulli(jax.random.key(5), 0.75, (n,))
-
-    def quarter(backward: Backward) -> Program:
-        loss = ours(backward=backward)
-        return lambda hidden, weight, labels: loss(hidden, weight, jnp.where(ignored, -100, labels))
-
-    def statistics_of(*names: str) -> Program:
-        return lambda hidden, weight, labels: linear_row_statistics(
-            hidden, weight, labels, statistics=names, implementation="mosaic_gpu"
+    def told(name: str, record: dict[str, Any]) -> None:
+        shown = {k: round(r.get("ratio", r.get("compile_seconds", 0)), 3) for k, r in record["results"].items()}
+        shown = {k: number for k, number in shown.items() if number}
+        print(
+            f"[{time.monotonic() - start:5.0f}s] {section} {name} N {record['n']} V {record['v']}: {shown}", flush=True
         )
 
-    return {
-        "in_forward": both(ours(backward="in_forward")),
-        "in_forward quarter": both(quarter("in_forward")),
-        "in_forward frozen weight": jax.value_and_grad(ours(backward="in_forward")),
-        "in_forward half scratch": both(ours(backward="in_forward", scratch_bytes=256 * 2**20)),
-        "in_forward eighth scratch": both(ours(backward="in_forward", scratch_bytes=64 * 2**20)),
-        "recompute": both(ours(backward="recompute")),
-        "recompute quarter": both(quarter("recompute")),
-        "forward log_prob": statistics_of("log_prob"),
-        "forward log_prob and entropy": statistics_of("log_prob", "entropy"),
-    }
-
-
-def sections() -> dict[str, Callable[[int], Iterable[dict[str, Any]]]]:
-    """Each section's records, made one by one."""
-    return {
-        "grid": lambda rounds: (measure(shape, standard(), rounds) for shape in GRID),
-        "heads": lambda rounds: ({"model": m} | measure(shape, standard(), rounds) for m, shape in HEADS.items()),
-        "options": lambda rounds: iter([measure((16384, 131072, 4096), option_programs(16384), rounds)]),
-    }
-
-
-def main() -> None:
-    """Measures, prints and writes each section as it goes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=list(sections()), choices=[*sections(), []], metavar="SECTION")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    start = time.monotonic()
+    left = 0
     for section in options.sections:
-        records = []
-        for record in sections()[section](options.rounds):
-            records.append(record)
-            shown = {k: round(r["ratio"], 3) for k, r in record["results"].items() if "ratio" in r}
-            title = record.get("model", "")
-            print(f"[{time.monotonic() - start:5.0f}s] {section} {title} N {record['n']} V {record['v']}: {shown}")
-            document = {"command": f"python -m experiments.gpu_head {section}", **describe(), "records": records}
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"gpu_head_{section}.json").write_text(json.dumps(document, indent=2) + "\n")
+        points = [compiled_shape] if section == COMPILE else sections(setting)[section]
+        if not points:
+            print(f"{section}: left out, implementation {setting.implementation!r} has no such thing")
+            continue
+        path = (options.out or FOLDER) / f"gpu_head_{section}.json"
+        machine = describe() | {"clock": options.clock, "rounds": options.rounds}
+        try:
+            results = Results(path, f"python -m experiments.gpu_head {section}", machine, options.again)
+        except ResultError as error:
+            print(error, file=sys.stderr)
+            return 2
+        left += run_points(points, lambda point: point.name, measure, results, budget, told)
+    if left:
+        print(f"time is up with {left} points left; run the same command again to go on")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -34,6 +34,26 @@ class Plan(NamedTuple):
     scratch_bytes: int
 
 
+class Launch(NamedTuple):
+    """A kernel that a pass launches for each block, as `explain` tells it.
+
+    Attributes:
+        kernel: its name, as profilers show it.
+        tile_rows: rows of the tile that a thread block works on.
+        tile_columns: its vocabulary columns.
+        cluster: thread blocks that share loads.
+        windows: parts of the vocabulary that are worked on independently.
+        source: where tile and cluster come from.
+    """
+
+    kernel: str
+    tile_rows: int
+    tile_columns: int
+    cluster: int
+    windows: int
+    source: str
+
+
 class Accumulators(NamedTuple):
     """Gradients under way, in the accumulator dtype; None where not wanted.
 
@@ -69,6 +89,15 @@ class Backend(Protocol):
 
         They fit within `scratch_bytes`, which is at least `minimum_scratch`.
         """
+
+    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
+        """The kernels that one block of a pass launches for the plain cross entropy; none where XLA does everything.
+
+        `options` is how many of bias, scale and soft cap the head has.
+        """
+
+    def weight_copy_bytes(self, spec: HeadSpec) -> int:
+        """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""
 
     def statistics(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan

@@ -99,10 +99,13 @@ class Rows:
         n = mask.shape[0]
         if n == 0:
             return cls(None, None, None)
-        count = jnp.sum(mask, dtype=jnp.int32)
+        ids = jnp.arange(n, dtype=jnp.int32)
+        place = jnp.cumsum(mask, dtype=jnp.int32) - 1
         # Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
-        order = jnp.nonzero(mask, size=n, fill_value=0)[0].astype(jnp.int32)
-        return cls(order[jnp.minimum(jnp.arange(n), jnp.maximum(count - 1, 0))], count, mask)
+        last = jnp.max(jnp.where(mask, ids, 0))
+        target = jnp.where(mask, place, n + ids)
+        order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
+        return cls(order, jnp.sum(mask, dtype=jnp.int32), mask)
 
     def visit(self, x: jax.Array) -> jax.Array:
         """`x [N, ...]` in visiting order; places behind the last counted row repeat it."""

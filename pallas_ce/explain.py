@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments, inputs, settings
-from pallas_ce.backends import Backward, Implementation
+from pallas_ce.backends import Backward, Implementation, Launch, Mode
 from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.losses import Reduction
 
@@ -33,6 +33,10 @@ class Explanation:
         gradient_bytes: the gradients returned.
         peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
         logits_bytes: what float32 logits would take, for comparison.
+        weight_copy_bytes: a copy of the weight, part of the scratch, that is made because its rows do not lie at
+            multiples of the bytes that the kernels read; 0 where none is made.
+        launches: the kernels of each block, with tiles, clusters, windows of the vocabulary, and where these come from;
+            none for "xla" and "reference".
     """
 
     implementation: str
@@ -47,16 +51,20 @@ class Explanation:
     gradient_bytes: int
     peak_bytes: int
     logits_bytes: int
+    weight_copy_bytes: int = 0
+    launches: tuple[Launch, ...] = ()
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
+        copied = f", {_mib(self.weight_copy_bytes)} of it at first a padded copy of the weight"
         return "\n".join(
             [
                 f"implementation  {self.implementation}: {self.implementation_reason}",
                 f"backward        {self.backward or 'none'}: {self.backward_reason}",
                 f"products        {self.gemms} (2·N·H·V operations each)",
                 f"tiles           {tiles}",
-                f"scratch         {_mib(self.scratch_bytes)}",
+                *map(_launch, self.launches),
+                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}",
                 f"accumulators    {_mib(self.accumulator_bytes)}",
                 f"gradients       {_mib(self.gradient_bytes)}",
                 f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
@@ -157,7 +165,12 @@ def explain(
             logits,
         )
     mode = choice.settings.mode if wanted else None
-    plan = choice.settings.plan(spec, max(tokens, 1), mode)
+    backend = choice.settings.backend
+    passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
+    plans = [choice.settings.plan(spec, max(tokens, 1), needed) for needed in passes]
+    options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
+    launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
+    plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans)
     accumulators = _accumulator_bytes(spec, tokens, mode, wanted)
     by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
     return Explanation(
@@ -168,11 +181,13 @@ def explain(
         1 + wanted.products + (1 if mode == "recompute" else 0),
         plan.rows,
         plan.columns,
-        plan.scratch_bytes,
+        scratch,
         accumulators,
         gradients,
-        plan.scratch_bytes + accumulators + gradients + by_row,
+        scratch + accumulators + gradients + by_row,
         logits,
+        backend.weight_copy_bytes(spec),
+        tuple(launch for of_pass in launches for launch in of_pass),
     )
 
 
@@ -197,6 +212,13 @@ def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wa
     if mode == "in_forward":
         elements += spec.weight_rows * spec.hidden_size * wanted.weight
     return elements * spec.accumulator.itemsize
+
+
+def _launch(launch: Launch) -> str:
+    clusters = f", clusters of {launch.cluster}" if launch.cluster > 1 else ""
+    windows = f"{launch.windows} window{'s' if launch.windows > 1 else ''}"
+    tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}{clusters}, {windows}"
+    return f"kernel          {launch.kernel}: {tile}, chosen by {launch.source}"
 
 
 def _mib(count: int) -> str:

@@ -133,11 +133,11 @@ def partial_of_tile(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the partial statistics of two disjoint sets of columns, those of `a` lying before those of `b`.
+    """Joins the partial statistics of two disjoint sets of columns, in either order.
 
     Both sides are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
-    Associative up to rounding. `Partial`s without columns (m = -inf) are neutral.
+    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral.
     """
     top = total = shifted = squares = arg = None
     if a.max is not None and b.max is not None:
@@ -153,7 +153,8 @@ def merge(a: Partial, b: Partial) -> Partial:
         if a.sum_exp_sq is not None and b.sum_exp_sq is not None:
             squares = scale_a * scale_a * a.sum_exp_sq + scale_b * scale_b * b.sum_exp_sq
         if a.argmax is not None and b.argmax is not None:
-            arg = jnp.where(b.max > a.max, b.argmax, a.argmax)
+            lowest = jnp.where(b.max == a.max, jnp.minimum(a.argmax, b.argmax), a.argmax)
+            arg = jnp.where(b.max > a.max, b.argmax, lowest)
     return Partial(
         top, total, shifted, squares, _sum(a.target_logit, b.target_logit), _sum(a.weighted_sum, b.weighted_sum), arg
     )

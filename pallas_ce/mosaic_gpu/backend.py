@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import Accumulators, Mode, Plan, Residual
+from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import Tiles
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, HeadSpec, Wanted
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose, device_refusal
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products, tuning
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -22,8 +22,15 @@ _LARGEST_VOCABULARY = 2**24
 # The recompute mode's block of dlogits may take this much; larger ones save passes over the float32 sums.
 _RECOMPUTE_BYTES = 160 * 2**20
 
+# What each pass launches, and the vectors by row of the plain cross entropy: two statistics, or two coefficients.
+_KERNELS: dict[Mode | None, Kernel] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
+_PLAIN_VECTORS = 2
+
+# Statistics that a window may leave of each row.
+_PARTIAL_FIELDS = 7
+
 # Blocks of rows and of columns are multiples of these where the problem is large enough, so that tiles are full.
-_ROW_STEP = 256
+_ROW_STEP = 128
 _COLUMN_STEP = 256
 
 
@@ -32,7 +39,7 @@ class MosaicGpuBackend:
     """See `pallas_ce.backends.Backend`.
 
     Attributes:
-        config: tiles of every kernel, for tests and tuning; None to choose by what a kernel has to do.
+        config: tiles of every kernel, for tests; None to have `tuning` choose.
     """
 
     name = "mosaic_gpu"
@@ -63,15 +70,31 @@ class MosaicGpuBackend:
             rows = _even_rows(tokens, blocks)
             bytes_needed = _scratch(spec, mode, rows, spec.vocab_size, blocks)
             if bytes_needed <= scratch_bytes or rows == 1:
+                if mode is None:
+                    bytes_needed += self._partial_bytes(spec, rows)
                 return Plan(rows, spec.vocab_size, min(bytes_needed, scratch_bytes))
             blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+
+    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
+        """One; those that only run where exponentials do not fit 16 bits are left out."""
+        kernel = _KERNELS[mode]
+        config, source = self._choice(kernel, spec, plan.rows, plan.columns, _PLAIN_VECTORS, options)
+        bytes_per_row = 0 if kernel == "dlogits" else 4 * _PLAIN_VECTORS
+        found = schedule(config, plan.rows, plan.columns, bytes_per_row, min(PARTIALS_BYTES, plan.scratch_bytes))
+        return (
+            Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns, config.cluster_size, found.windows, source),
+        )
+
+    def weight_copy_bytes(self, spec: HeadSpec) -> int:
+        """All of the weight where TMA cannot read it; see `operands`."""
+        return _copied(spec)
 
     def statistics(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
     ) -> Partial:
         """One kernel; the tail by XLA."""
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
-        config = self._config("forward", head, len(names))
+        config = self._config("forward", head, hidden.shape[0], len(names))
         partial = forward_kernel.statistics(head, hidden, labels, names, config, partial_bytes)
         if (rest := operands.tail(head)) is not None:
             partial = merge(partial, products.tail_logits_and_partial(head, rest, hidden, labels, names)[1])
@@ -109,7 +132,7 @@ class MosaicGpuBackend:
             _from(labels, tile.start, columns),
             Residual(residual.lse, _from(residual.argmax, tile.start, columns)),
             coefficients,
-            self._config("dlogits", head, sum(c is not None for c in coefficients)),
+            self._config("dlogits", head, hidden.shape[0], sum(c is not None for c in coefficients), columns),
             bias_sum=wanted.bias_sum,
             first=None if tile.live is None else jnp.int32(tile_index) * columns - tile.start,
         )
@@ -127,8 +150,8 @@ class MosaicGpuBackend:
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
     ) -> tuple[Partial, products.Stash]:
         """See `products.make`."""
-        config = self._config("stash", head, len(names))
-        return products.make(head, hidden, labels, names, config, self._config("forward", head, len(names)))
+        config, fallback = (self._config(k, head, hidden.shape[0], len(names)) for k in ("stash", "forward"))
+        return products.make(head, hidden, labels, names, config, fallback)
 
     def stash_products(
         self,
@@ -144,14 +167,29 @@ class MosaicGpuBackend:
         plan: Plan,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        config = self._config("dlogits", head, sum(c is not None for c in coefficients))
+        config = self._config("dlogits", head, hidden.shape[0], sum(c is not None for c in coefficients))
         return products.products(
             head, hidden, labels, residual, coefficients, factor, stash, accumulators, wanted, config
         )
 
-    def _config(self, kernel: Kernel, head: Head, vectors: int) -> Config:
-        options = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
-        return self.config or choose(kernel, vectors, sum(option is not None for option in options))
+    def _partial_bytes(self, spec: HeadSpec, rows: int) -> int:
+        """What the forward leaves when every statistic is asked for and memory does not limit its windows."""
+        config = self._choice("forward", spec, rows, spec.vocab_size, _PLAIN_VECTORS, 0).config
+        found = schedule(config, rows, spec.vocab_size, 4)
+        return min(PARTIALS_BYTES, _PARTIAL_FIELDS * 4 * found.windows * found.row_blocks * config.block_rows)
+
+    def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
+        """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
+        given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
+        options = sum(option is not None for option in given)
+        return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options).config
+
+    def _choice(
+        self, kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int
+    ) -> tuning.Choice:
+        if self.config is not None:
+            return tuning.Choice(self.config, "given")
+        return tuning.choose(kernel, spec, rows, columns, vectors, options)
 
 
 def _from(columns: jax.Array | None, start: jax.Array, count: int) -> jax.Array | None:
@@ -209,6 +247,10 @@ def _most_columns(spec: HeadSpec, rows: int, blocks: int, budget: int) -> int:
     return min(most, operands.round_up(-(-spec.vocab_size // tiles), _COLUMN_STEP), spec.vocab_size)
 
 
+def _copied(spec: HeadSpec) -> int:
+    return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
+
+
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, blocks: int) -> int:
     """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
 
@@ -218,8 +260,8 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, blocks:
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
     stored_columns = operands.round_up(columns, operands.LENGTH_MULTIPLE)
-    copied = narrow * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
-    partial = 7 * wide * 2 * stored_rows
+    copied = _copied(spec)
+    partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
     if mode is None:
         return copied + partial + (narrow * rows * spec.hidden_size if blocks > 1 else 0)
     # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.

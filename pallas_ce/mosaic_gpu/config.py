@@ -19,6 +19,11 @@ COMPUTE_WARPGROUPS = 2
 # Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
 SHARED_MEMORY_BYTES = 232448
 
+# Two blocks of 64 × 64 numbers for each warpgroup, on their way to memory; and a vector for each, barriers, alignment,
+# reductions across warps.
+_STORE_BYTES = COMPUTE_WARPGROUPS * 2 * 64 * 64 * 2
+_RESERVED_BYTES = 3072
+
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
 
@@ -94,8 +99,22 @@ class Config:
         return self.columns * (2 if self.cluster == "rows" else 1)
 
 
+# Tiles (rows, columns, piece) of a kernel with few vectors by row, with which no register spills.
+TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
+    "forward": ((128, 128, None), (64, 256, None)),
+    "stash": ((128, 128, None), (64, 256, None)),
+    "dlogits": ((64, 256, 64), (128, 128, None)),
+}
+
+
+def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int:
+    """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
+    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else _STORE_BYTES)
+    return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
+
+
 def choose(kernel: Kernel, vectors: int, options: int) -> Config:
-    """Tiles with which no register spills.
+    """The rule: tiles with which no register spills. `tuning.choose` asks measured tables first.
 
     Args:
         kernel: which one.
@@ -105,6 +124,14 @@ def choose(kernel: Kernel, vectors: int, options: int) -> Config:
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
     return Config(rows=64, columns=256, piece=64) if kernel == "dlogits" else Config()
+
+
+def with_least_padding(config: Config, rows: int) -> Config:
+    """The cluster whose blocks of rows reach least beyond `rows`; what lies beyond is computed for nothing."""
+    if config.cluster != "columns":
+        return config
+    lower = dataclasses.replace(config, cluster="rows")
+    return min(config, lower, key=lambda c: -rows % c.block_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +180,21 @@ def _local_processors() -> int:
         return int(jax.local_devices(backend="cuda")[0].core_count)
     except RuntimeError:
         return 132
+
+
+def device_kind() -> str | None:
+    """The model of the GPU lowered for, as `processors` finds it; None where neither tells."""
+    if device := jax.sharding.get_abstract_mesh().abstract_device:
+        return str(device.device_kind)
+    return _local_device_kind()
+
+
+@functools.cache
+def _local_device_kind() -> str | None:
+    try:
+        return str(jax.local_devices(backend="cuda")[0].device_kind)
+    except RuntimeError:
+        return None
 
 
 def device_refusal() -> str | None:

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, partials
@@ -41,11 +40,11 @@ def statistics(
         bytes_per_row=4 * len(fields),
         partial_bytes=partial_bytes,
     )
-    outputs = {"partials": jax.ShapeDtypeStruct((len(fields), given.slots, given.padded_rows), jnp.float32)}
+    outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
     inputs = given.inputs if live_rows is None else {**given.inputs, **gemm.rows_limit(live_rows)}
     found = gemm.run("pallas_ce_forward", given, epilogue, inputs, outputs)
-    return partials.read(found["partials"], fields, given.rows)
+    return partials.read(found, fields, given.rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ may carry values from tile to tile of a window, and never sees the pipeline.
 """
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -48,8 +49,8 @@ class Place(NamedTuple):
     column: jax.Array
 
 
-class Epilogue(Protocol):
-    """What a kernel does with logits. `refs` holds its inputs, outputs and scratch by name."""
+class Epilogue(Hashable, Protocol):
+    """What a kernel does with logits. `refs` holds its inputs, outputs and scratch by name. Equal ones do the same."""
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
@@ -76,18 +77,44 @@ def run(
         inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes; `rows_limit` if given.
         outputs: shapes and dtypes that it writes, by name.
     """
-    config, schedule = operands.config, operands.schedule
-    input_names, output_names = tuple(inputs), tuple(outputs)
+    program = _program(
+        name,
+        operands.problem,
+        operands.config,
+        operands.schedule,
+        epilogue,
+        tuple(inputs),
+        tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items()),
+    )
+    with jax.named_scope(name):
+        results = program(operands.hidden, operands.weight, *inputs.values())
+    return dict(zip(outputs, results, strict=True))
 
-    # A function of its own for each call: JAX 0.11 confuses the grids of a kernel function that is used with several.
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    name: str,
+    problem: Problem,
+    config: Config,
+    schedule: Schedule,
+    epilogue: Epilogue,
+    input_names: tuple[str, ...],
+    outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
+) -> Any:
+    """The kernel as a jitted function: one for each set of static facts.
+
+    So a kernel that a program uses twice is traced, lowered and assembled once. One function must not serve several
+    sets, either: JAX 0.11 confuses the grids of a kernel function that is used with several.
+    """
+    names = input_names + tuple(output for output, _, _ in outputs)
+
     def body(hidden_gmem: Any, weight_gmem: Any, *others: Any) -> None:
-        refs = dict(zip(input_names + output_names, others, strict=True))
-        _kernel(hidden_gmem, weight_gmem, refs, operands.problem, config, schedule, epilogue)
+        _kernel(hidden_gmem, weight_gmem, dict(zip(names, others, strict=True)), problem, config, schedule, epilogue)
 
     body.__name__ = name
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(outputs.values()),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs),
         grid=(schedule.clusters,),
         grid_names=("worker",),
         cluster=(config.cluster_size,),
@@ -96,9 +123,12 @@ def run(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES),
     )
-    with jax.named_scope(name):
-        results = kernel(operands.hidden, operands.weight, *inputs.values())
-    return dict(zip(output_names, results, strict=True))
+
+    def run(*arrays: Any) -> Any:
+        return kernel(*arrays)
+
+    run.__name__ = name
+    return jax.jit(run)
 
 
 def rows_limit(live_rows: jax.Array) -> dict[str, jax.Array]:

@@ -12,6 +12,8 @@ from pallas_ce.mosaic_gpu import gemm
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
 from pallas_ce.statistics import Partial, merge
 
+_OUTPUT = "partial_"
+
 
 def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
     """The fields of `Partial` that the statistics in `names` need, in order.
@@ -33,42 +35,42 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
     return tuple(field for field in Partial._fields if needed[field])
 
 
+def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:
+    """An array `[slots, padded rows]` for each field, so that reading one needs no slice."""
+    return {_OUTPUT + field: jax.ShapeDtypeStruct((slots, padded_rows), jnp.float32) for field in fields}
+
+
 def staging(config: Config) -> dict[str, Any]:
     """Shared memory that `write` passes through."""
     return {"partials_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.rows), jnp.float32)}
 
 
 def write(refs: dict[str, Any], place: gemm.Place, partial: Partial) -> None:
-    """Writes a warpgroup's `Partial` to `refs["partials"] [fields, slots, padded rows]`."""
+    """Writes a warpgroup's `Partial` to the `outputs`."""
     staged = refs["partials_smem"].at[place.warpgroup]
-    values = [value for value in partial if value is not None]
-    for index, value in enumerate(values):
-        staged[...] = value.astype(jnp.float32)  # a column number is exact in float32
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, refs["partials"].at[index, place.slot, pl.ds(place.row, staged.shape[0])])
-        plgpu.wait_smem_to_gmem(0)
+    for field, value in partial._asdict().items():
+        if value is not None:
+            staged[...] = value.astype(jnp.float32)  # a column number is exact in float32
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, refs[_OUTPUT + field].at[place.slot, pl.ds(place.row, staged.shape[0])])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def read(
-    partials: jax.Array, fields: tuple[str, ...], rows: int, join: Callable[[Partial, Partial], Partial] = merge
+    found: dict[str, jax.Array],
+    fields: tuple[str, ...],
+    rows: int,
+    join: Callable[[Partial, Partial], Partial] = merge,
 ) -> Partial:
-    """Joins the windows of `partials [fields, slots, padded rows]` into one `Partial` of `[rows]`.
+    """Joins the windows of a kernel's outputs into one `Partial` of `[rows]`.
 
-    Neighbours are joined pairwise, so that the whole tree is one elementwise computation of XLA's.
+    One reduction of XLA's, a few instructions long however many windows there are; `join` is associative and
+    commutative, so that it may take them in any order (always the same one).
     """
-    values = dict(zip(fields, partials[:, :, :rows], strict=True))
-    if "argmax" in values:
-        values["argmax"] = values["argmax"].astype(jnp.int32)
-    joined = Partial(**values)
-    slots = partials.shape[1]
-    while slots > 1:
-        pairs = slots // 2
-        left = jax.tree.map(lambda x, pairs=pairs: x[0 : 2 * pairs : 2], joined)
-        right = jax.tree.map(lambda x, pairs=pairs: x[1 : 2 * pairs : 2], joined)
-        rest = jax.tree.map(lambda x, pairs=pairs: x[2 * pairs :], joined)
-        joined = jax.tree.map(lambda merged, x: jnp.concatenate([merged, x]), join(left, right), rest)
-        slots -= pairs
-    return jax.tree.map(lambda x: x[0], joined)
+    windows = Partial(**{field: found[_OUTPUT + field] for field in fields})
+    neutral = Partial(**{field: jnp.float32(-jnp.inf if field == "max" else 0.0) for field in fields})
+    joined = jax.tree.map(lambda x: x[:rows], jax.lax.reduce(windows, neutral, join, (0,)))
+    return joined if joined.argmax is None else joined._replace(argmax=joined.argmax.astype(jnp.int32))
 
 
 def add(a: Partial, b: Partial) -> Partial:

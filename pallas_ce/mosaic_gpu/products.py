@@ -23,8 +23,9 @@ from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, stash
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 
-# Vocabulary entries, evenly spaced, from which a row's lse is guessed.
+# Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
 _SAMPLE = 64
+_FARTHEST_ABOVE = 80.0
 
 
 class Range(NamedTuple):
@@ -54,14 +55,14 @@ class Stash(NamedTuple):
     Attributes:
         exponentials: E, of `operands.stored_shape`.
         reference: `[n]`, e.
-        good: `[]` bool, whether E can be used.
+        bad_rows: `[]` int32: 0 where E can be used, else n.
         target_logit: `[n]` or None.
         max_logit: `[n]` or None.
     """
 
     exponentials: jax.Array
     reference: jax.Array
-    good: jax.Array
+    bad_rows: jax.Array
     target_logit: jax.Array | None
     max_logit: jax.Array | None
 
@@ -88,15 +89,16 @@ def make(
         exponentials = _put_tail(exponentials, distances, spec.vocab_size - logits.shape[1])
 
     lse = finalise(partial, frozenset({"lse"}))["lse"]
-    good = jnp.all((lse - reference >= bounds.low) & (lse - reference <= bounds.high))
+    fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
     # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
-    again = forward_kernel.statistics(
-        head, hidden, labels, names, forward_config, live_rows=jnp.where(good, 0, hidden.shape[0])
-    )
+    bad_rows = _all_rows_unless(fits)
+    again = forward_kernel.statistics(head, hidden, labels, names, forward_config, live_rows=bad_rows)
     if rest is not None:
         again = merge(again, of_tail)
-    partial = _select(good, partial, again, names)
-    stash = Stash(exponentials, reference, good, partial.target_logit, partial.max if "max_logit" in names else None)
+    partial = _select(bad_rows == 0, partial, again)
+    stash = Stash(
+        exponentials, reference, bad_rows, partial.target_logit, partial.max if "max_logit" in names else None
+    )
     return partial, stash
 
 
@@ -117,12 +119,12 @@ def products(
     bounds = _RANGES[spec.dtype.name]
     others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
-    good, scale = stash.good, jnp.ones(rows, spec.accumulator)
+    bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
     operand = stash.exponentials
     if scaled:
         assert residual.lse is not None
         assert coefficients.prob is not None
-        scale = jnp.where(good, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
+        scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
     else:
         operand = _form(head, labels, residual, coefficients, stash)
     for columns, logits in ((labels, stash.target_logit), (residual.argmax, stash.max_logit)):
@@ -130,11 +132,12 @@ def products(
             exact = _entries(head, columns, logits, labels, residual, coefficients)
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             exact = jnp.where(exact == 0, 0.0, exact / scale)
-            fits = jnp.all(jnp.where(columns >= 0, jnp.abs(exact), 0.0) <= bounds.largest)
-            good, operand = good & fits, _put_entries(operand, columns, exact)
+            fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest)
+            bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits))
+            operand = _put_entries(operand, columns, exact)
 
-    operand = _recompute(head, hidden, labels, residual, coefficients, operand, ~good, config)
-    scale = jnp.where(good, scale, 1.0)
+    operand = _recompute(head, hidden, labels, residual, coefficients, operand, bad_rows, config)
+    scale = jnp.where(bad_rows == 0, scale, 1.0)
     operand = operand[:rows, : spec.vocab_size]
     for_hidden, (weight_sum, bias_sum) = None, accumulators
     if wanted.hidden_product:
@@ -166,10 +169,19 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
     weight = lax.slice_in_dim(head.weight, 0, stop, stride, spec.vocab_axis)
     bias = None if head.bias is None else head.bias[:stop:stride]
     logits = head.logits(hidden, weight, bias)
-    return jax.nn.logsumexp(logits, axis=1) + jnp.log(spec.vocab_size / logits.shape[1])
+    # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that
+    # lies so far above it that float32 would overflow makes the guess a bad one, as it would most likely be anyway.
+    first = jnp.where(jnp.isfinite(logits[:, :1]), logits[:, :1], 0.0)
+    total = jnp.exp(jnp.minimum(logits - first, _FARTHEST_ABOVE)).sum(axis=1)
+    return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
 
 
-def _select(good: jax.Array, a: Partial, b: Partial, names: frozenset[str]) -> Partial:
+def _all_rows_unless(fits: jax.Array) -> jax.Array:
+    """`[]` int32: 0 where every row of `fits [n]` does, else n."""
+    return jnp.max(jnp.where(fits, 0, fits.shape[0]))
+
+
+def _select(good: jax.Array, a: Partial, b: Partial) -> Partial:
     """`a` where good, else `b`, in the fields that both have."""
     return Partial(*(None if x is None or y is None else jnp.where(good, x, y) for x, y in zip(a, b, strict=True)))
 
@@ -231,10 +243,10 @@ def _recompute(
     residual: Residual,
     coefficients: Coefficients,
     operand: jax.Array,
-    enabled: jax.Array,
+    live_rows: jax.Array,
     config: Config,
 ) -> jax.Array:
-    """`operand`, or where `enabled` dlogits in its place."""
+    """`operand`, or dlogits in its place where `live_rows []` is n and not 0."""
     stored = jax.new_ref(operand)
     dlogits_kernel.dlogits(
         head,
@@ -244,7 +256,7 @@ def _recompute(
         coefficients,
         config,
         into=stored,
-        live_rows=jnp.where(enabled, hidden.shape[0], 0),
+        live_rows=live_rows,
     )
     operand = jax.freeze(stored)
     if (rest := operands.tail(head)) is not None:
@@ -263,7 +275,7 @@ def _recompute(
             head.spec.softcap,
         )
         old = operand[: hidden.shape[0], first : head.spec.vocab_size]
-        operand = _put_tail(operand, jnp.where(enabled, exact.astype(operand.dtype), old), first)
+        operand = _put_tail(operand, jnp.where(live_rows > 0, exact.astype(operand.dtype), old), first)
     return operand
 
 

@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, partials
@@ -47,13 +46,13 @@ def stash(
     )
     shape = operands.stored_shape(given.rows, spec)
     outputs = {
-        "partials": jax.ShapeDtypeStruct((len(fields), given.slots, given.padded_rows), jnp.float32),
+        **partials.outputs(fields, given.slots, given.padded_rows),
         "stash": jax.ShapeDtypeStruct(shape, spec.dtype),
     }
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
     inputs = {**given.inputs, "reference": given.by_row(reference)}
     found = gemm.run("pallas_ce_stash", given, epilogue, inputs, outputs)
-    joined = partials.read(found["partials"], fields, given.rows, partials.add)
+    joined = partials.read(found, fields, given.rows, partials.add)
     return partials.from_reference(joined, reference), found["stash"]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends import Accumulators, Mode, Plan, Residual
+from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.coefficients import Coefficients, dlogits
 from pallas_ce.head import Head, HeadSpec, Wanted
@@ -51,6 +51,14 @@ class XlaBackend:
             else:
                 columns = -(-columns // 2)
         return Plan(rows, columns, _scratch(spec, mode, rows, columns))
+
+    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
+        """None: XLA makes its own."""
+        return ()
+
+    def weight_copy_bytes(self, spec: HeadSpec) -> int:
+        """None."""
+        return 0
 
     def statistics(
         self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan

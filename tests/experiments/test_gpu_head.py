@@ -1,22 +1,136 @@
-"""The benchmark of the head on a GPU, at a size that takes a moment."""
+"""The GPU benchmarks of the head: their commands at small sizes on a CPU, every section for a moment on a GPU."""
 
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import pytest
 
-pytestmark = pytest.mark.gpu
+from experiments import gpu_head, peers
+from experiments.gpu import timing
+from experiments.gpu.peers import PEERS, Peer
+from experiments.gpu.points import GRID, HEADS, Setting, sections, standard, variants, window_sweep
+from experiments.gpu.programs import inputs
+
+DRY = Setting("xla", 64)
 
 
-def test_every_contender_is_timed_beside_the_bare_products() -> None:
-    from experiments import gpu_head
-
-    record = gpu_head.measure((512, 4096, 256), gpu_head.standard(), rounds=1)
-    found = record["results"]
-    assert set(gpu_head.standard()) < set(found)
-    assert all(found[name]["ratio"] > 0 for name in gpu_head.standard())
-    assert found["three"]["ms"] > found["bare"]["ms"] > 0
+def stand_in(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """In place of a measurement: traces every program, which fails where one is wrong."""
+    n, v, h = shape
+    for program in programs.values():
+        jax.eval_shape(program, *jax.eval_shape(lambda: inputs(n, v, h)))
+    return {"n": n, "v": v, "h": h, "results": {name: {"ms": 1.0, "ratio": 1.0} for name in programs}}
 
 
-def test_options_are_timed_beside_the_bare_products() -> None:
-    from experiments import gpu_head
+def test_the_grid_is_the_papers_and_heads_are_those_of_published_models() -> None:
+    found = sections(Setting())
+    assert len(found["grid"]) == len(GRID) == 20
+    assert {point.shape for point in found["grid"]} == set(GRID)
+    assert [point.name for point in found["heads"]] == list(HEADS)
+    assert [point.shape for point in found["windows"]] == [(1024, 262144, 4096)]
 
-    record = gpu_head.measure((512, 4096, 256), gpu_head.option_programs(512), rounds=1)
-    assert all(record["results"][name]["ratio"] > 0 for name in gpu_head.option_programs(512))
+
+def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "measure", stand_in)
+    monkeypatch.setattr(timing, "compile_seconds", stand_in)
+    words = ["--dry-run", "--out", str(tmp_path)]
+    assert gpu_head.main(["heads", "options", "windows", "compile", *words]) == 0
+    out = capsys.readouterr().out
+    assert "windows: left out, implementation 'xla' has no such thing" in out
+    files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(files) == {"gpu_head_heads.json", "gpu_head_options.json", "gpu_head_compile.json"}
+    heads = files["gpu_head_heads.json"]
+    assert heads["command"] == "python -m experiments.gpu_head heads"
+    assert {"device", "jax", "date", "clock", "rounds"} <= set(heads["machine"])
+    assert list(heads["points"]) == list(HEADS)
+    assert set(standard(DRY)) <= set(heads["points"]["GPT-2"]["results"])
+    assert set(variants(DRY)) == set(files["gpu_head_options.json"]["points"]["options"]["results"])
+    assert gpu_head.main(["heads", *words]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_is_out_of_time_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "measure", stand_in)
+    assert gpu_head.main(["heads", "--minutes", "0", "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "time is up with 7 points left; run the same command again to go on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["gird"], "there is no section 'gird'"), (["--dry-run"], "--dry-run needs --out")]
+)
+def test_words_that_make_no_sense_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_head.main(words)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_point_is_timed_beside_the_bare_products() -> None:
+    programs = {name: standard(DRY)[name] for name in ("forward", "in_forward")}
+    found = timing.measure((64, 512, 64), programs, 2, timing.back_to_back)["results"]
+    three = sum(found[name]["ms"] for name in ("bare", "for_hidden", "for_weight"))
+    assert found["forward"]["ratio"] == pytest.approx(found["forward"]["ms"] / found["bare"]["ms"])
+    assert found["in_forward"]["ratio"] == pytest.approx(found["in_forward"]["ms"] / three)
+    assert all(len(result["samples"]) == 2 and result["ms"] > 0 for result in found.values())
+
+
+def test_times_are_those_of_one_launch_without_the_fixed_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def program() -> int:
+        clock[0] += 0.002
+        return 0
+
+    def wait(_: Any) -> None:
+        clock[0] += 0.5  # a fixed cost
+
+    monkeypatch.setattr(timing, "jax", SimpleNamespace(block_until_ready=wait))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert timing.back_to_back(program, ()) == pytest.approx(2.0)
+
+
+def test_compile_seconds_are_those_of_each_program() -> None:
+    compiled = []
+
+    def program(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        compiled.append(hidden.shape[0])
+        return hidden @ weight.T
+
+    found = timing.compile_seconds((32, 64, 16), {"forward": program, "in_forward": program})
+    assert all(result["compile_seconds"] > 0 for result in found["results"].values())
+    assert len(set(compiled)) == 2
+
+
+def test_a_missing_peer_is_left_out_with_the_way_to_install_it() -> None:
+    peer = Peer("nobody", "no_such_module", "no-such-package", lambda: pytest.fail("it must not be made"))
+    assert peer.missing() == "no_such_module is not installed (pip install no-such-package)"
+    assert len({peer.name for peer in PEERS}) == len(PEERS)
+
+
+def test_peers_need_torch_and_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert peers.main([]) == 2
+    assert "pip install 'pallas-ce[torch]'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_every_contender_is_timed_on_the_gpu() -> None:
+    record = timing.measure((512, 4096, 256), standard(Setting()), 1, timing.back_to_back)
+    assert all(record["results"][name]["ratio"] > 0 for name in standard(Setting()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clock", timing.CLOCKS)
+def test_variants_and_windows_are_timed_on_the_gpu(clock: str) -> None:
+    small = {name: p for name, p in window_sweep(Setting()).items() if name in ("forward", "forward 4 windows")}
+    programs = variants(Setting()) | small
+    record = timing.measure((512, 4096, 256), programs, 1, timing.CLOCKS[clock])
+    assert all(record["results"][name]["ratio"] > 0 for name in programs)

@@ -1,6 +1,7 @@
 """The kernels as machine code for an H200 at real sizes: no spills, no serialised products, memory as promised."""
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import Residual
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, choose
+from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, forward_kernel, stash_kernel
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
@@ -82,13 +83,11 @@ def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["forward", "stash", "dlogits"])
-@pytest.mark.parametrize("cluster", ["rows", "columns", None])
-@pytest.mark.parametrize("tile", [(128, 128), (64, 256)])
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_every_schedule(kernel: str, cluster: Any, tile: tuple[int, int], in_flight: int) -> None:
-    piece = 64 if kernel == "dlogits" and tile[0] == 64 else None
-    config = Config(rows=tile[0], columns=tile[1], cluster=cluster, in_flight=in_flight, piece=piece)
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(kernel, config) for kernel in get_args(Kernel) for config in candidates.first_candidates(kernel)],
+)
+def test_every_tile_and_schedule_that_a_table_may_hold(kernel: Kernel, config: Config) -> None:
     assert_clean(compiled_kernel(kernel, 2048, 131072, 4096, 0, config, LOSS, ())[1])
 
 
@@ -138,3 +137,41 @@ def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, accumulat
     compiled, report = h200.compile_for_h200(function, *arguments(n, v, 4096, 0)[:3])
     assert_clean(report)
     assert compiled.memory_analysis().temp_size_in_bytes <= accumulators + bound
+
+
+def in_forward_loss(hidden: Any, weight: Any, labels: Any) -> Any:
+    return linear_cross_entropy(hidden, weight, labels, backward="in_forward", implementation="mosaic_gpu")
+
+
+def recompute_loss(hidden: Any, weight: Any, labels: Any) -> Any:
+    return linear_cross_entropy(hidden, weight, labels, backward="recompute", implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("loss", "kernels", "parts"),
+    [
+        (in_forward_loss, {"stash", "forward", "dlogits"}, 45),
+        (recompute_loss, {"forward", "dlogits"}, 45),
+    ],
+)
+def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: set[str], parts: int) -> None:
+    """Compiling takes about as long for each of XLA's fusions as for a fourth of a kernel: both are to be few."""
+    function = jax.value_and_grad(loss, argnums=(0, 1))
+    compiled, report = h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])
+    text = compiled.as_text()
+    assert_clean(report)
+    assert report.kernels == 3
+    assert len(re.findall(r" fusion\(", text)) <= parts
+    calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
+    scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
+    assert scopes == kernels
+    assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
+
+
+@pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
+def test_kernels_that_a_program_uses_twice_are_compiled_once(loss: Any) -> None:
+    def twice(hidden: Any, weight: Any, labels: Any) -> Any:
+        return loss(hidden, weight, labels) + loss(-hidden, weight, labels[::-1])
+
+    function = jax.value_and_grad(twice, argnums=(0, 1))
+    assert h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])[1].kernels == 3

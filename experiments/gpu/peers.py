@@ -1,0 +1,79 @@
+"""Other libraries' losses in PyTorch, each `(hidden, weight, labels) -> mean loss`, made only where it is installed."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Loss = Callable[[Any, Any, Any], Any]
+
+
+class Peer(NamedTuple):
+    """A contender.
+
+    Attributes:
+        name: what tables call it.
+        module: what must be installed for it.
+        package: the distribution that has the module.
+        make: imports it and makes the loss.
+    """
+
+    name: str
+    module: str
+    package: str
+    make: Callable[[], Loss]
+
+    def missing(self) -> str | None:
+        """Why it cannot be measured here; None where it can."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"{self.module} is not installed (pip install {self.package})"
+        return None
+
+
+def _stored(wide: bool) -> Loss:
+    from torch.nn import functional
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        logits = hidden @ weight.T
+        return functional.cross_entropy(logits.float() if wide else logits, labels)
+
+    return loss
+
+
+def _compiled() -> Loss:
+    import torch
+
+    compiled: Loss = torch.compile(_stored(wide=True))
+    return compiled
+
+
+def _cce(filter_eps: Any) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, weight, labels: linear_cross_entropy(
+        hidden, weight, labels, impl="cce", filter_eps=filter_eps
+    )
+
+
+def _liger() -> Loss:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+
+
+def _quack() -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    # Version 0.6.5 refuses a chunk that equals the width, and 4096 is its default.
+    return lambda hidden, weight, labels: chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=2048)
+
+
+PEERS = (
+    Peer("torch, bfloat16 logits", "torch", "torch", lambda: _stored(wide=False)),
+    Peer("torch, float32 logits", "torch", "torch", lambda: _stored(wide=True)),
+    Peer("torch.compile", "torch", "torch", _compiled),
+    Peer("CCE", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce("auto")),
+    Peer("CCE, exact gradients", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce(None)),
+    Peer("Liger", "liger_kernel", "liger-kernel", _liger),
+    Peer("quack", "quack", "quack-kernels", _quack),
+)

@@ -1,0 +1,87 @@
+"""What is timed: bare products, stored logits, and our losses, all `(hidden, weight, labels) -> ...` in bfloat16."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce.backends import Implementation
+
+Program = Callable[..., Any]
+
+# What every point times beside its own programs; `THREE` is the floor of forward and backward.
+BARE = "bare"
+THREE = (BARE, "for_hidden", "for_weight")
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def bare(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """The logits' product alone, written as bfloat16."""
+    del labels
+    return _dot(hidden, weight, (1, 1))
+
+
+def for_hidden(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
+    """The product of hidden's gradient, from any `[N, V]` in place of dlogits."""
+    del hidden
+    return _dot(logits, weight, (1, 0))
+
+
+def for_weight(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
+    """The product of the weight's gradient."""
+    del weight
+    return _dot(logits, hidden, (0, 0))
+
+
+def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross entropy of stored bfloat16 logits, the fastest of the plain ways."""
+    logits = bare(hidden, weight, labels)
+    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)
+    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) - target)
+
+
+def checked(implementation: str) -> Implementation:
+    """The implementation of that name."""
+    return next(name for name in get_args(Implementation) if name == implementation)
+
+
+def ours(implementation: str, **options: Any) -> Program:
+    """Our loss with these options."""
+    chosen = checked(implementation)
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, implementation=chosen, **options)
+
+
+def statistics_of(implementation: str, *names: str) -> Program:
+    """Our row statistics of these names."""
+    chosen = checked(implementation)
+    return lambda hidden, weight, labels: linear_row_statistics(
+        hidden, weight, labels, statistics=names, implementation=chosen
+    )
+
+
+def both(loss: Program) -> Program:
+    """Loss and both gradients."""
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def ignoring(loss: Program, share: float) -> Program:
+    """The loss with that share of the labels, at random, replaced by the one that is ignored."""
+
+    def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        ignored = jax.random.bernoulli(jax.random.key(5), share, labels.shape)
+        return loss(hidden, weight, jnp.where(ignored, -100, labels))
+
+    return run
+
+
+def inputs(n: int, v: int, h: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (n, h), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (v, h), jnp.bfloat16) * jnp.asarray(h**-0.5, jnp.bfloat16)
+    return hidden, weight, jax.random.randint(keys[2], (n,), 0, v)

@@ -1,0 +1,111 @@
+"""Timing on the device: programs compiled beforehand, launched back to back, in turn with the bare products.
+
+A launch's own cost hides behind the previous launch; what is left of it, and of synchronising at the end, cancels in
+the difference of a long and a short series. Clocks drift by several per cent over minutes, so every program of a point
+is timed once in each round, and only ratios within a point are compared.
+"""
+
+import concurrent.futures
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu.programs import BARE, THREE, Program, bare, for_hidden, for_weight, inputs
+
+# Programs whose compilation is timed differ by so many rows.
+_COMPILED_STEP = 8
+
+# Launches of the short series; the long one has three times as many.
+_LAUNCHES = 3
+
+Clock = Callable[[Any, tuple[Any, ...]], float]
+
+
+def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of one launch among many."""
+
+    def series(launches: int) -> float:
+        jax.block_until_ready(arguments)
+        start = time.perf_counter()
+        for _ in range(launches):
+            last = program(*arguments)
+        jax.block_until_ready(last)
+        return time.perf_counter() - start
+
+    short, long = series(_LAUNCHES), series(3 * _LAUNCHES)
+    # On a host so busy that the longer series was the shorter one, the difference means nothing.
+    return 1e3 * ((long - short) / (2 * _LAUNCHES) if long > short else long / (3 * _LAUNCHES))
+
+
+def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of the kernels of one launch by the GPU's profiler, without the gaps between them."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, milliseconds = profiler.measure(program)(*arguments)
+    return float(milliseconds or 0.0)
+
+
+CLOCKS: dict[str, Clock] = {"launches": back_to_back, "profiler": kernels_only}
+
+
+def compile_all(programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Compiles all programs at once, on as many threads as the machine has."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {
+            n: pool.submit(lambda p, a: jax.jit(p).lower(*a).compile(), p, arguments[n]) for n, p in programs.items()
+        }
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
+    """The bare products and `extra` programs at one shape.
+
+    Returns:
+        `{"n", "v", "h", "results"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and `ratio` to
+        the bare product where its name begins with "forward", else to all three.
+    """
+    n, v, h = shape
+    data = inputs(n, v, h)
+    logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
+    programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
+    arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
+    ready = compile_all(programs, arguments)
+    for name, program in ready.items():  # a first launch of each sets up what later ones find
+        jax.block_until_ready(program(*arguments[name]))
+    samples: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in ready.items():
+            samples[name].append(clock(program, arguments[name]))
+    found: dict[str, dict[str, Any]] = {
+        name: {
+            "ms": statistics.median(samples[name]),
+            "samples": samples[name],
+            "temporary_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        }
+        for name, program in ready.items()
+    }
+    three = sum(found[name]["ms"] for name in THREE)
+    for name in extra:
+        floor = found[BARE]["ms"] if name.startswith("forward") else three
+        found[name]["ratio"] = found[name]["ms"] / floor
+    return {"n": n, "v": v, "h": h, "results": found}
+
+
+def compile_seconds(shape: tuple[int, int, int], programs: dict[str, Program]) -> dict[str, Any]:
+    """Seconds to trace, lower and compile each program, one after the other.
+
+    Each has a number of rows of its own, so that it finds neither kernels nor autotuning results of those before it.
+    """
+    n, v, h = shape
+    found: dict[str, dict[str, float]] = {}
+    for index, (name, program) in enumerate(programs.items()):
+        given = jax.eval_shape(lambda rows=n - _COMPILED_STEP * index: inputs(rows, v, h))
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.jit(program).lower(*given).compile()
+        found[name] = {"compile_seconds": time.perf_counter() - start}
+    return {"n": n, "v": v, "h": h, "results": found}

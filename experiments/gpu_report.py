@@ -1,0 +1,38 @@
+"""Tables and plots from the GPU benchmarks' result files: `python -m experiments.gpu_report`.
+
+Reads `experiments/results/gpu_head_*.json`, `peers.json` and `ladder.json`, and writes `gpu_report.md` and plots beside
+them. With `--step "what changed"` the grid's figures are first added to the ladder of versions.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.gpu import ladder, report
+from experiments.gpu.results import FOLDER, ResultError
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Writes the report; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where result files are")
+    parser.add_argument("--step", default=None, metavar="TEXT", help="add the grid's figures to the ladder")
+    options = parser.parse_args(words)
+    try:
+        if options.step is not None:
+            grid = report.load(options.folder).get("grid", {"points": {}, "machine": {}})
+            ladder.add(options.folder / ladder.FILE, ladder.step_from(grid, options.step))
+        written = report.write(options.folder)
+    except ResultError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not written:
+        print(f"{options.folder} holds no results: run `python -m experiments.gpu_head` first", file=sys.stderr)
+        return 2
+    print("\n".join(map(str, written)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

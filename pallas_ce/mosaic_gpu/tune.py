@@ -1,0 +1,223 @@
+"""Measures the kernels' tiles on this GPU and keeps the fastest: `python -m pallas_ce.mosaic_gpu.tune`.
+
+The table is left where every later program of this user finds it (see `tuning`); `--out` writes another, say for a
+colleague. Classes of shapes that the table already holds are skipped unless `--again` is given, so an interrupted or
+timed-out run goes on where it stopped. Tuning all default shapes takes about a quarter of an hour.
+"""
+
+import argparse
+import datetime
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.backends import Mode, Residual
+from pallas_ce.coefficients import Coefficients
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, forward_kernel, stash_kernel, tables, tuning
+from pallas_ce.mosaic_gpu.candidates import Case, Times
+from pallas_ce.mosaic_gpu.config import Config, Kernel, device_kind, device_refusal
+from pallas_ce.settings import Settings
+
+SHAPES = tuple((n, v, 4096) for n in (1024, 8192, 32768) for v in (32768, 131072, 262144))
+_NAMES = frozenset({"lse", "target_logit"})
+_MODES: dict[Kernel, Mode | None] = {"forward": None, "stash": "in_forward", "dlogits": "recompute"}
+
+# Neighbouring candidates differ by less than the clock drifts in a second, so each is timed in turn with the rule's.
+_ROUNDS = 5
+
+
+def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], vocab_axis: int) -> list[Case]:
+    """The kernels at the sizes of blocks in which calls of these shapes `(N, V, H)` work; one for each class."""
+    found: dict[tables.ShapeClass, Case] = {}
+    for n, v, h in shapes:
+        spec = HeadSpec(h, v, v, vocab_axis, np.dtype(jnp.bfloat16), None)
+        for kernel in kernels:
+            plan = Settings("mosaic_gpu", None, None).plan(spec, n, _MODES[kernel])
+            case = Case(kernel, spec, plan.rows, plan.columns)
+            found.setdefault(case.shape_class, case)
+    return list(found.values())
+
+
+def program(case: Case, config: Config) -> Callable[..., Any]:
+    """The case as a function of hidden states, weight, labels and a vector by row near the lse."""
+
+    def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, by_row: jax.Array) -> Any:
+        head = Head(weight, None, None, None, _sliced(case))
+        if case.kernel == "forward":
+            return forward_kernel.statistics(head, hidden, labels, _NAMES, config)
+        if case.kernel == "stash":
+            partial, exponentials = stash_kernel.stash(head, hidden, labels, by_row, _NAMES, config)
+            return partial, _defined(case, exponentials)
+        residual, one = Residual(by_row, None), jnp.ones_like(by_row)
+        stored, _ = dlogits_kernel.dlogits(head, hidden, labels, residual, Coefficients(one, target=-one), config)
+        return _defined(case, stored)
+
+    return run
+
+
+def arrays(case: Case) -> tuple[jax.Array, ...]:
+    """Normal random operands, as the multiplier's power depends on its data, for logits of standard deviation 1."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    h, spec = case.spec.hidden_size, _sliced(case)
+    hidden = jax.random.normal(keys[0], (case.rows, h), spec.dtype)
+    shape = (case.columns, h) if spec.vocab_axis == 0 else (h, case.columns)
+    weight = jax.random.normal(keys[1], shape, spec.dtype) * jnp.asarray(h**-0.5, spec.dtype)
+    labels = jax.random.randint(keys[2], (case.rows,), 0, case.columns, jnp.int32)
+    return hidden, weight, labels, jnp.full(case.rows, jnp.log(case.columns) + 0.5, jnp.float32)
+
+
+def _defined(case: Case, stored: jax.Array | None) -> jax.Array:
+    """Without the padding, whose contents are undefined; no copy where there is none."""
+    assert stored is not None
+    return stored[: case.rows, : case.columns]
+
+
+def _sliced(case: Case) -> HeadSpec:
+    spec = case.spec
+    return HeadSpec(spec.hidden_size, case.columns, case.columns, spec.vocab_axis, spec.dtype, None)
+
+
+class Loaded(NamedTuple):
+    """A case on the device: its operands, and the rule's program with its results."""
+
+    arrays: tuple[jax.Array, ...]
+    rule: Any
+    wanted: Any
+
+
+class OnDevice:
+    """Times candidates with the GPU's own clock, in turn with the rule's tiles, after checking their results."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self._loaded: dict[Case, Loaded] = {}
+
+    def __call__(self, case: Case, config: Config) -> Times | str:
+        """See `candidates.Measure`."""
+        given, rule, wanted = self._load(case)
+        try:
+            candidate = jax.jit(program(case, config)).lower(*given).compile()
+            if not _agree(candidate(*given), wanted):
+                return "its results differ from those of the default tiles"
+        except jax.errors.JaxRuntimeError as error:
+            return f"it does not run: {str(error).splitlines()[0][:200]}"
+        times: dict[str, list[float]] = {"candidate": [], "rule": []}
+        for _ in range(self.rounds):
+            for name, compiled in (("candidate", candidate), ("rule", rule)):
+                times[name].append(_microseconds(compiled, given))
+        return Times(statistics.median(times["candidate"]), statistics.median(times["rule"]))
+
+    def _load(self, case: Case) -> Loaded:
+        if case not in self._loaded:
+            self._loaded.clear()  # two cases may not fit at once
+            given = arrays(case)
+            rule = jax.jit(program(case, case.rule)).lower(*given).compile()
+            self._loaded[case] = Loaded(given, rule, rule(*given))
+        return self._loaded[case]
+
+
+@jax.jit
+def _agree(a: Any, b: Any) -> jax.Array:
+    """Whether two results are the same but for the rounding of sums and of 16-bit numbers."""
+
+    def close(x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.all(jnp.abs(x - y) <= 1e-5 + 2.0**-7 * jnp.abs(y))
+
+    return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(close, a, b))))
+
+
+def _microseconds(compiled: Any, arguments: tuple[jax.Array, ...]) -> float:
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, milliseconds = profiler.measure(compiled, iterations=3)(*arguments)
+    assert milliseconds is not None
+    return 1e3 * statistics.median(milliseconds)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=_shape, action="append", metavar="N,V,H", help="tokens, vocabulary, width")
+    parser.add_argument("--kernels", nargs="+", choices=get_args(Kernel), default=list(get_args(Kernel)))
+    parser.add_argument("--vocab-axis", type=int, choices=(0, 1), default=0, help="1 for weights [H, V]")
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="times each candidate is measured")
+    parser.add_argument("--minutes", type=float, default=None, help="stop after so long; run again to go on")
+    parser.add_argument("--again", action="store_true", help="measure classes that the table already holds")
+    parser.add_argument("--out", type=Path, default=None, help="the table to write; by default this user's")
+    options = parser.parse_args(words)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print("the tuner's progress bar needs tqdm: pip install 'pallas-ce[experiments]'", file=sys.stderr)
+        return 2
+    device = device_kind()
+    if device is None or (refusal := device_refusal()):
+        print(f"tuning needs a GPU of the kernels' kind: {refusal if device else 'JAX finds none'}", file=sys.stderr)
+        return 2
+    path = options.out or tuning.user_path(device)
+    try:
+        table = tables.load(path, device)
+    except FileNotFoundError:
+        table = tables.Table(device)
+    except tables.TableError as error:
+        print(error, file=sys.stderr)
+        return 2
+    table.made = {
+        "command": " ".join(["python -m pallas_ce.mosaic_gpu.tune", *(sys.argv[1:] if words is None else words)]),
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    try:
+        tables.save(path, table)  # rather now than after the first measurement
+    except OSError as error:
+        print(f"the table {path} cannot be written: {error}; choose another with --out", file=sys.stderr)
+        return 2
+    wanted = cases(options.shape or SHAPES, options.kernels, options.vocab_axis)
+    wanted = [case for case in wanted if options.again or case.shape_class not in table.entries]
+    end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    total = sum(candidates.number_of_candidates(case.kernel) for case in wanted)
+    with tqdm(total=total, unit="candidate", dynamic_ncols=True) as bar:
+
+        def tried(case: Case, config: Config, result: Times | str) -> None:
+            bar.set_description(f"{case.kernel} {case.rows}x{case.columns}")
+            bar.update()
+            if isinstance(result, str):
+                bar.write(f"left out {config}: {result}")
+
+        try:
+            left = candidates.tune(
+                wanted,
+                table,
+                OnDevice(options.rounds),
+                functools.partial(tables.save, path),
+                tried,
+                lambda: end is None or time.monotonic() < end,
+            )
+        except KeyboardInterrupt:
+            left = sum(case.shape_class not in table.entries for case in wanted)
+    print(f"{path}: {len(table.entries)} classes of shapes" + (f", {left} left for the next run" if left else ""))
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        n, v, h = (int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be three numbers N,V,H: 8192,131072,4096") from None
+    if min(n, v, h) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: each of N,V,H must be at least 1")
+    return n, v, h
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Result files of the GPU benchmarks: whole after each point, gone on with after an interruption, never mixed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import gpu_report
+from experiments.gpu import ladder, report, summary
+from experiments.gpu.results import Budget, ResultError, Results, run_points
+
+MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
+
+
+def record(n: int, v: int, **ratios: float) -> dict[str, Any]:
+    """A point whose bare product takes a millisecond and the three products three."""
+    base = {name: {"ms": 1.0, "temporary_mib": 0.0} for name in ("bare", "for_hidden", "for_weight")}
+    found = {
+        name: {"ms": ratio * (1.0 if name.startswith("forward") else 3.0), "ratio": ratio, "temporary_mib": 100.0}
+        for name, ratio in ratios.items()
+    }
+    return {"n": n, "v": v, "h": 256, "results": base | found}
+
+
+def grid(folder: Path, machine: dict[str, Any] = MACHINE) -> Results:
+    return Results(folder / "gpu_head_grid.json", "python -m experiments.gpu_head grid", machine)
+
+
+def test_every_point_is_on_disk_before_the_next_one_begins(tmp_path: Path) -> None:
+    results = grid(tmp_path)
+
+    def measure(point: str) -> dict[str, Any]:
+        if point == "c":
+            raise KeyboardInterrupt
+        return record(1, 2)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_points("abc", str, measure, results, Budget(None, lambda: 0.0), lambda *_: None)
+    assert list(json.loads(results.path.read_text())["points"]) == ["a", "b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_head_grid.json"]
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
+    grid(tmp_path).add("a", record(1, 2))
+    again = grid(tmp_path)
+    measured = []
+    left = run_points(
+        "abc", str, lambda p: measured.append(p) or record(1, 2), again, Budget(None, lambda: 0.0), lambda *_: None
+    )  # fmt: skip
+    assert (measured, left, list(again.points)) == (["b", "c"], 0, ["a", "b", "c"])
+
+
+def test_no_point_is_begun_that_would_end_too_late(tmp_path: Path) -> None:
+    clock = [0.0]
+
+    def measure(point: str) -> dict[str, Any]:
+        clock[0] += 10.0
+        return record(1, 2)
+
+    results = grid(tmp_path)
+    left = run_points("abcdef", str, measure, results, Budget(35.0, lambda: clock[0]), lambda *_: None)
+    assert (list(results.points), left) == (["a", "b", "c"], 3)
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}])
+def test_results_of_different_machines_or_versions_are_not_mixed(tmp_path: Path, change: dict[str, str]) -> None:
+    grid(tmp_path).add("a", record(1, 2))
+    with pytest.raises(ResultError, match=f"{next(iter(change.values()))}.*Pass --again .* or --out"):
+        grid(tmp_path, MACHINE | change)
+    fresh = Results(tmp_path / "gpu_head_grid.json", "c", MACHINE | change, again=True)
+    assert fresh.points == {}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 1, "machine": {}, "points": []}'])
+def test_what_is_not_a_result_file_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "gpu_head_grid.json"
+    path.write_text(content)
+    with pytest.raises(ResultError, match=r"is not a result file: .*move it away"):
+        grid(tmp_path)
+    assert path.read_text() == content
+
+
+def sections() -> dict[str, Any]:
+    common = {"forward canonical": 1.05, "recompute": 1.4, "canonical": 1.03}
+    return {
+        "grid": {
+            "1024x32768": record(1024, 32768, forward=0.9, in_forward=1.0, **common),
+            "1024x65536": record(1024, 65536, forward=1.0, in_forward=1.1, **common),
+        }
+    }
+
+
+def test_figures_are_geometric_means_and_worst_points() -> None:
+    found = {target.what: target.found(sections()) for target in summary.TARGETS}
+    assert found["forward / bare product, geometric mean over the grid"] == pytest.approx(math.sqrt(0.9))
+    assert found["forward / bare product, worst point"] == 1.0
+    assert found["in_forward / three products, worst point"] == 1.1
+    # 100 MiB of temporaries, less the float32 sum for the weight (32 or 64 MiB) or for hidden (1 MiB).
+    assert found["in_forward, MiB beside dW, V ≤ 131072"] == 100 - 32
+    assert found["recompute, MiB beside dH, worst point"] == 100 - 1
+    assert found["in_forward, MiB beside dW, V = 262144"] is None
+    assert found["chosen windows / best of the sweep"] is None
+
+
+def test_quotients_are_of_times_at_one_point() -> None:
+    point = record(1, 2, in_forward=1.0, **{"in_forward quarter": 0.3, "in_forward half scratch": 1.05})
+    found = {target.what: target.found({"options": {"options": point}}) for target in summary.TARGETS}
+    assert found["in_forward, a quarter of the rows / all"] == pytest.approx(0.3)
+    assert found["in_forward, half the scratch / default"] == pytest.approx(1.05)
+    sweep = {"forward": 1.02, "forward 8 windows": 1.0, "forward 33 windows": 1.1}
+    found = {t.what: t.found({"windows": {"windows": record(1, 2, **sweep)}}) for t in summary.TARGETS}
+    assert found["chosen windows / best of the sweep"] == pytest.approx(1.02)
+
+
+def test_a_win_is_over_stored_logits_and_every_peer_at_the_same_point() -> None:
+    points = sections()["grid"]
+    assert summary.wins(points, {}) == (1, 2)
+    assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 1.2}}}}) == (1, 2)
+    assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 0.99}}}}) == (0, 2)
+    assert summary.wins(points, {"1024x32768": {"results": {"forward quack": {"ratio": 0.5}}}}) == (1, 2)
+
+
+def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_path: Path) -> None:
+    for name, point in sections()["grid"].items():
+        grid(tmp_path).add(name, point)
+    peers = Results(tmp_path / "peers.json", "python -m experiments.peers", MACHINE)
+    left_out = {"left_out": {"Liger": "liger_kernel is not installed (pip install liger-kernel)"}}
+    peers.add("1024x32768", record(1024, 32768, quack=1.2) | left_out)
+    written = report.write(tmp_path)
+    assert [path.name for path in written] == ["gpu_report.md", "gpu_head_grid.png"]
+    text = written[0].read_text()
+    assert "| in_forward / three products, worst point | ≤ 1.06 | 1.1 | no |" in text
+    assert "| seconds to compile a call, worst | ≤ 3 | not measured |  |" in text
+    assert "the fastest of all that were measured at 1 of 2 points" in text
+    assert "device NVIDIA H200, jax 0.11.2, date 2026-11-20" in text
+    assert "Left out: Liger: liger_kernel is not installed" in text
+    assert "3.000 ms (1.000), 100 MiB" in text
+    assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_of_the_ladder_is_what_the_grid_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--folder", str(tmp_path), "--step", "first"]) == 2
+    assert "holds no points" in capsys.readouterr().err
+    for name, point in sections()["grid"].items():
+        grid(tmp_path).add(name, point)
+    assert gpu_report.main(["--folder", str(tmp_path), "--step", "first"]) == 0
+    assert gpu_report.main(["--folder", str(tmp_path), "--step", "wider tiles"]) == 0
+    first, second = ladder.load(tmp_path / ladder.FILE)
+    assert first == ladder.Step("first", "2026-11-20", "NVIDIA H200", 2, 0.9487, 1.0488, 1.4)
+    assert second.what == "wider tiles"
+    assert (
+        "| wider tiles | 2026-11-20, NVIDIA H200 | 2 | 0.949 | 1.049 | 1.400 |"
+        in (tmp_path / "gpu_report.md").read_text()
+    )
+
+
+def test_without_results_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--folder", str(tmp_path)]) == 2
+    assert "holds no results" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_ladder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ladder.FILE).write_text('[{"what": "x"}]')
+    with pytest.raises(ResultError, match="is not a ladder"):
+        ladder.load(tmp_path / ladder.FILE)
+
+
+def test_published_results_are_readable_and_the_report_is_made_from_them() -> None:
+    folder = Path(report.__file__).parents[1] / "results"
+    documents, steps = report.load(folder), ladder.load(folder / ladder.FILE)
+    if documents:
+        assert (folder / "gpu_report.md").read_text() == report.markdown(documents, steps)
+    else:
+        assert not steps
+        assert not (folder / "gpu_report.md").exists()

@@ -1,0 +1,71 @@
+"""Peers are checked before they are timed: against float32, by bounds that bfloat16 explains."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+torch_timing = pytest.importorskip("experiments.gpu.torch_timing")
+
+from experiments.gpu import peers  # noqa: E402
+
+SHAPE = (40, 300, 64)
+
+
+@pytest.fixture
+def given() -> tuple[Any, Any, Any]:
+    return torch_timing.inputs(SHAPE, "cpu")
+
+
+def test_the_exact_gradients_are_those_of_float32_logits(
+    given: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_timing, "_CHUNK", 16)
+    hidden, weight, labels = (x.detach().float().requires_grad_() if x.is_floating_point() else x for x in given)
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+    want = torch.autograd.grad(loss, (hidden, weight))
+    found = torch_timing.exact(*given)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(found.hidden, want[0], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found.weight, want[1], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_plain_losses_in_bfloat16_are_right(given: tuple[Any, Any, Any], wide: bool) -> None:
+    errors, reason = torch_timing.wrong(peers._stored(wide), given, torch_timing.exact(*given))
+    assert reason is None
+    assert set(errors) == {"loss", "hidden", "weight"}
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_a_loss_that_is_not_the_cross_entropy_is_found_out(given: tuple[Any, Any, Any], factor: float) -> None:
+    stored = peers._stored(True)
+    _, reason = torch_timing.wrong(lambda *x: factor * stored(*x), given, torch_timing.exact(*given))
+    assert reason is not None
+    assert reason.startswith("wrong by more than bfloat16 explains: loss")
+
+
+def test_a_point_holds_what_was_measured_and_says_what_was_left_out(
+    given: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no such GPU\nand more")
+
+    monkeypatch.setattr(torch_timing, "inputs", lambda shape, device: given)
+    monkeypatch.setattr(torch_timing, "device_ms", lambda run: 2.0 if run() is not None else 0.0)
+    monkeypatch.setattr(torch_timing, "_peak_mib", lambda run: 1.0)
+    monkeypatch.setattr(torch_timing, "_DEVICE", "cpu")
+    stored = peers._stored(True)
+    chosen = [
+        peers.Peer("right", "torch", "torch", lambda: stored),
+        peers.Peer("wrong", "torch", "torch", lambda: lambda *x: 2 * stored(*x)),
+        peers.Peer("broken", "torch", "torch", broken),
+        peers.Peer("missing", "no_such_module", "no-such", broken),
+    ]
+    record = torch_timing.measure(SHAPE, chosen, 2)
+    assert set(record["results"]) == {"bare", "for_hidden", "for_weight", "forward right", "right"}
+    assert record["results"]["right"]["ratio"] == pytest.approx(1 / 3)
+    assert record["results"]["forward right"]["ratio"] == pytest.approx(1.0)
+    assert record["left_out"]["wrong"].startswith("wrong by more than bfloat16 explains")
+    assert record["left_out"]["broken"] == "RuntimeError: no such GPU"
+    assert record["left_out"]["missing"] == "no_such_module is not installed (pip install no-such)"

@@ -1,0 +1,88 @@
+"""`explain` of the Hopper kernels: which a call launches, a copy of the weight, memory as the compiler has it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_ce import Explanation, explain, linear_cross_entropy
+from tests import compile_for_h200 as h200
+
+MIB = 2**20
+
+
+def explained(n: int, v: int, h: int, axis: int = 0, **options: Any) -> Explanation:
+    hidden = jax.ShapeDtypeStruct((n, h), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((v, h) if axis == 0 else (h, v), jnp.bfloat16)
+    return explain(hidden, weight, vocab_axis=axis, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        ({"differentiate": ()}, ["pallas_ce_forward"]),
+        ({"backward": "in_forward"}, ["pallas_ce_stash"]),
+        ({"backward": "recompute"}, ["pallas_ce_forward", "pallas_ce_dlogits"]),
+    ],
+)
+def test_the_kernels_of_each_mode_are_told_with_tiles_and_windows(options: dict[str, Any], kernels: list[str]) -> None:
+    told = explained(8192, 131072, 4096, **options)
+    assert [launch.kernel for launch in told.launches] == kernels
+    lines = [line for line in str(told).splitlines() if line.startswith("kernel")]
+    for launch, line in zip(told.launches, lines, strict=True):
+        tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}, clusters of 2, {launch.windows} windows"
+        assert line == f"kernel          {launch.kernel}: {tile}, chosen by the default rule"
+
+
+@pytest.mark.parametrize(("n", "v", "windows"), [(1024, 262144, 33), (1024, 32768, 32), (8192, 131072, 33)])
+def test_few_rows_are_given_windows_enough_for_the_whole_chip(n: int, v: int, windows: int) -> None:
+    (launch,) = explained(n, v, 4096, differentiate=()).launches
+    assert launch.windows == windows
+
+
+def test_options_change_the_tiles() -> None:
+    plain, capped = (explained(4096, 32768, 1024, logit_softcap=cap, logit_scale=2.0) for cap in (None, 30.0))
+    assert plain.launches[0].tile_rows == 256
+    assert capped.launches[0].tile_rows == 128
+
+
+@pytest.mark.parametrize(("h", "v", "axis", "copied"), [(768, 50257, 0, 0), (768, 50257, 1, 2 * 768 * 50257)])
+def test_a_copy_of_the_weight_is_told(h: int, v: int, axis: int, copied: int) -> None:
+    told = explained(8192, v, h, axis, backward="recompute")
+    assert told.weight_copy_bytes == copied
+    assert told.scratch_bytes >= copied
+    assert ("a padded copy of the weight" in str(told)) == bool(copied)
+
+
+def test_xla_launches_no_kernels_and_copies_nothing() -> None:
+    told = explain(jnp.zeros((8, 8)), jnp.zeros((16, 8)), implementation="xla")
+    assert (told.launches, told.weight_copy_bytes) == ((), 0)
+    assert "kernel " not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "h", "axis", "backward"),
+    [
+        (8192, 131072, 4096, 0, "in_forward"),
+        (8192, 131072, 4096, 0, "recompute"),
+        (8192, 50257, 768, 1, "recompute"),
+        (8192, 50257, 768, 1, "in_forward"),
+    ],
+)
+def test_the_predicted_peak_is_what_the_compiler_assigns_or_a_little_more(
+    n: int, v: int, h: int, axis: int, backward: Any
+) -> None:
+    told = explained(n, v, h, axis, backward=backward)
+    mesh = h200.h200_mesh()
+    shapes = [((n, h), jnp.bfloat16), ((v, h) if axis == 0 else (h, v), jnp.bfloat16), ((n,), jnp.int32)]
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(
+            hidden, weight, labels, vocab_axis=axis, backward=backward, implementation="mosaic_gpu"
+        )
+
+    given = [h200.shaped(mesh, *shape) for shape in shapes]
+    memory = h200.compile_for_h200(jax.value_and_grad(loss, (0, 1)), *given)[0].memory_analysis()
+    used = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used / MIB:.0f} MiB, {told}"
