@@ -1,27 +1,23 @@
 """Mode *recompute* (the paper's Algorithm 2): the forward keeps O(tokens), the backward recomputes tiles of logits.
 
-Four products in all (8·N·H·V operations). It takes any cotangents of the row statistics, as often as asked. The
-vocabulary is the outer loop of the backward, so that each tile of the weight's gradient is finished at once and rounded
-once; what is carried is the float32 gradient of the hidden states.
+Four products in all (8·N·H·V operations). It takes any cotangents of the row statistics, as often as asked.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
 from pallas_ce.batching import over_rows
-from pallas_ce.blocks import RowBlock, Rows, Tiles
-from pallas_ce.head import Head, Wanted
+from pallas_ce.blocks import RowBlock
+from pallas_ce.head import Head, Products, Wanted
+from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
     Inputs,
     Saved,
-    finish,
     first_order_only,
     flags_of,
     input_cotangents,
@@ -76,65 +72,28 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> tuple[jax.Array | None, Any]:
     """The gradient of hidden, and those of weight, bias and scale, in their dtypes; None where not wanted."""
     hidden, labels, mask, kept, coefficients = by_row
-    spec, tokens = head.spec, hidden.shape[0]
-    plan = settings.plan(spec, tokens, "recompute")
-    tiles, rows, wide = Tiles(spec.vocab_size, plan.columns), Rows.counted(mask), spec.accumulator
-    blocks = rows.blocks(tokens, plan.rows)
-    tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
-
+    plan = settings.plan(head.spec, hidden.shape[0], "recompute")
     if mask is not None:
         coefficients = coef.select(coefficients, mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-    scale = factor if head.logit_scale is None else factor * head.logit_scale
     residual = Residual(
         kept["lse"] if coefficients.need_probabilities else None,
         kept["argmax"] if coefficients.argmax is not None else None,
     )
 
-    def tile_body(i: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        hidden_sum, d_weight, bias_sum = carry
-
-        def block_body(block: RowBlock, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            block_coefficients = jax.tree.map(block.take, coefficients)
-            if block.live is not None:
-                block_coefficients = coef.select(block_coefficients, block.live)
-            for_hidden, for_weight, for_bias = settings.backend.dlogits_products(
-                head,
-                block.take(hidden),
-                None if labels is None else block.take(labels),
-                jax.tree.map(block.take, residual),
-                block_coefficients,
-                i,
-                wanted,
-                plan,
-            )
-            # The hidden gradient is kept in visiting order: consecutive writes, put in place once at the end.
-            return (
-                None if for_hidden is None else block.tile.add(sums[0], for_hidden),
-                None if for_weight is None else sums[1] + for_weight,
-                None if for_bias is None else sums[2] + for_bias,
-            )
-
-        zeros = (
-            jnp.zeros(tile_shape, wide) if wanted.weight else None,
-            jnp.zeros(plan.columns, wide) if wanted.bias_sum else None,
+    def products(block: RowBlock, tile_index: jax.Array) -> Products:
+        block_coefficients = jax.tree.map(block.take, coefficients)
+        if block.live is not None:
+            block_coefficients = coef.select(block_coefficients, block.live)
+        return settings.backend.dlogits_products(
+            head,
+            block.take(hidden),
+            None if labels is None else block.take(labels),
+            jax.tree.map(block.take, residual),
+            block_coefficients,
+            tile_index,
+            wanted,
+            plan,
         )
-        hidden_sum, tile_weight, tile_bias = blocks.for_each(block_body, (hidden_sum, *zeros))
-        # Added, not set: the last tile overlaps its neighbour, with exact zeros there.
-        tile = tiles.tile(i)
-        if tile_weight is not None:
-            d_weight = tile.add(d_weight, scale * tile_weight, spec.vocab_axis)
-        if tile_bias is not None:
-            bias_sum = tile.add(bias_sum, tile_bias)
-        return hidden_sum, d_weight, bias_sum
 
-    init = (
-        jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
-        jnp.zeros_like(head.weight) if wanted.weight else None,
-        jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
-    )
-    hidden_sum, d_weight, bias_sum = lax.fori_loop(0, tiles.count, tile_body, init)
-    if hidden_sum is not None:
-        hidden_sum = rows.in_row_order(hidden_sum)
-    d_hidden, d_bias, d_scale = finish(hidden, head, wanted, hidden_sum, bias_sum, factor)
-    return d_hidden, (d_weight, d_bias, d_scale)
+    return sweep.gradients(hidden, head, mask, plan, wanted, factor, products)
