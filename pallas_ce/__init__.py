@@ -5,7 +5,10 @@ reduces such a loss in either backward mode, and `explain` tells how a call will
 already there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 """
 
+from pallas_ce.class_samplers import ClassSample as ClassSample
+from pallas_ce.crf import linear_chain_crf as linear_chain_crf
 from pallas_ce.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from pallas_ce.distillation import linear_distillation as linear_distillation
 from pallas_ce.explain import Explanation as Explanation
 from pallas_ce.explain import explain as explain
 from pallas_ce.given_logits import chunked_cross_entropy as chunked_cross_entropy
@@ -13,30 +16,49 @@ from pallas_ce.given_logits import cross_entropy as cross_entropy
 from pallas_ce.given_logits import mean_squared_lse as mean_squared_lse
 from pallas_ce.linear_loss import linear_loss as linear_loss
 from pallas_ce.losses import Metrics as Metrics
+from pallas_ce.multi_task import MultiTaskLoss as MultiTaskLoss
+from pallas_ce.multi_task import Task as Task
+from pallas_ce.multi_task import multi_task_cross_entropy as multi_task_cross_entropy
 from pallas_ce.registry import LossConfig as LossConfig
 from pallas_ce.registry import build_loss_fn as build_loss_fn
 from pallas_ce.registry import loss_names as loss_names
 from pallas_ce.registry import register_loss as register_loss
 from pallas_ce.row_statistics import linear_row_statistics as linear_row_statistics
+from pallas_ce.sampled_softmax import sampled_softmax_cross_entropy as sampled_softmax_cross_entropy
+from pallas_ce.sampling import Samples as Samples
+from pallas_ce.sampling import linear_sample as linear_sample
 from pallas_ce.selective import selective_log_softmax as selective_log_softmax
 from pallas_ce.sharding import MeshAxes as MeshAxes
 from pallas_ce.statistics import RowStatistics as RowStatistics
+from pallas_ce.top_k import TopK as TopK
+from pallas_ce.top_k import linear_top_k as linear_top_k
 
 __all__ = [
+    "ClassSample",
     "Explanation",
     "LossConfig",
     "MeshAxes",
     "Metrics",
+    "MultiTaskLoss",
     "RowStatistics",
+    "Samples",
+    "Task",
+    "TopK",
     "build_loss_fn",
     "chunked_cross_entropy",
     "cross_entropy",
     "explain",
+    "linear_chain_crf",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_loss",
     "linear_row_statistics",
+    "linear_sample",
+    "linear_top_k",
     "loss_names",
     "mean_squared_lse",
+    "multi_task_cross_entropy",
     "register_loss",
+    "sampled_softmax_cross_entropy",
     "selective_log_softmax",
 ]

@@ -35,7 +35,7 @@ def head_spec(
 
     `parts` tells of how many parts of the vocabulary and of H the weight is one.
     """
-    if not _is_int(vocab_axis) or vocab_axis not in (0, 1):
+    if not is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
     if hidden.ndim < 1:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
@@ -58,7 +58,7 @@ def head_spec(
         raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
     if vocab_size is None:
         vocab_size = rows
-    elif not _is_int(vocab_size) or not 1 <= vocab_size <= rows:
+    elif not is_int(vocab_size) or not 1 <= vocab_size <= rows:
         raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the weight's {rows} entries")
     return HeadSpec(
         width, rows, int(vocab_size), int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
@@ -74,19 +74,20 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
     columns = logits.shape[-1]
     if vocab_size is None:
         vocab_size = columns
-    elif not _is_int(vocab_size) or not 1 <= vocab_size <= columns:
+    elif not is_int(vocab_size) or not 1 <= vocab_size <= columns:
         raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
     return LogitsSpec(columns, int(vocab_size), np.dtype(logits.dtype), _cap(logit_softcap))
 
 
 def chunk(name: str, value: Any, default: int) -> int:
     """A number of rows; 0 stands for `default`."""
-    if not _is_int(value) or value < 0:
+    if not is_int(value) or value < 0:
         raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {default}")
     return int(value) or default
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether it is an int of Python or NumPy, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -130,7 +131,7 @@ def ignored(ignore_index: Any) -> int | None:
     """`ignore_index` as an int or None."""
     if ignore_index is None:
         return None
-    if not _is_int(ignore_index):
+    if not is_int(ignore_index):
         raise TypeError(f"ignore_index={ignore_index!r} must be a Python int, or None where no label is special")
     return int(ignore_index)
 
@@ -199,7 +200,7 @@ def check_scratch_bytes(scratch_bytes: Any | None) -> int | None:
     """`scratch_bytes` as a positive int or None."""
     if scratch_bytes is None:
         return None
-    if not _is_int(scratch_bytes) or scratch_bytes < 1:
+    if not is_int(scratch_bytes) or scratch_bytes < 1:
         raise ValueError(f"scratch_bytes={scratch_bytes!r} must be a positive int, or None for the default")
     return int(scratch_bytes)
 

@@ -27,6 +27,21 @@ def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
 
 
+def shrink(
+    rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
+) -> tuple[int, int]:
+    """Rows of a block and columns of a tile, halved along their longer side until `scratch(rows, columns) <= limit`.
+
+    The limit must hold one row of `least_columns`.
+    """
+    while scratch(rows, columns) > limit:
+        if rows > 1 and (rows >= columns or columns <= least_columns or 2 * scratch(rows, least_columns) > limit):
+            rows = -(-rows // 2)
+        else:
+            columns = max(least_columns, -(-columns // 2))
+    return rows, columns
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """`total` columns in tiles of `size`; with `limit []`, those from there on are live in no tile."""

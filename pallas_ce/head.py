@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.blocks import Tile
+
 
 def accumulator_of(dtype: np.dtype) -> np.dtype:
     """The dtype of sums, statistics and losses over operands of `dtype`: float32, or float64 for float64."""
@@ -120,6 +122,27 @@ class Head:
             z = z * self.logit_scale
         return soft_cap(z, self.spec.softcap)
 
+    def tile_logits(self, hidden: jax.Array, tile: Tile) -> jax.Array:
+        """Capped logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not live included."""
+        bias = None if self.bias is None else tile.take(self.bias)
+        return self.logits(hidden, tile.take(self.weight, self.spec.vocab_axis), bias)
+
+    def tile_products(self, hidden: jax.Array, dlogits: jax.Array, tile: Tile, wanted: "Wanted") -> "Products":
+        """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.
+
+        Left in float32 they would pull both products into float32: the commonest performance bug of this field.
+        """
+        axis = self.spec.vocab_axis
+        rounded = dlogits.astype(self.spec.dtype)
+        for_hidden = for_weight = for_bias = None
+        if wanted.hidden_product:
+            for_hidden = self.matmul(rounded, tile.take(self.weight, axis), (1, axis))
+        if wanted.weight:
+            for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
+        if wanted.bias_sum:
+            for_bias = dlogits.sum(axis=0)
+        return for_hidden, for_weight, for_bias
+
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""
         if self.logit_weights is None:
@@ -130,6 +153,11 @@ class Head:
     def largest_logit_weight(self) -> jax.Array | float:
         """max |u|."""
         return 1.0 / self.spec.vocab_size if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
+
+
+# `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator
+# dtype; None where not wanted.
+Products = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,3 +96,9 @@ def hidden_and_head(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head
         spec,
     )
     return arrays.hidden, head
+
+
+def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
+    """`hidden [N, H]` and the head, inside jit."""
+    hidden, head = hidden_and_head(arrays, spec)
+    return hidden.reshape(-1, spec.hidden_size), head

@@ -19,6 +19,22 @@ _SMALL_BYTES = 2**20
 _USEFUL_ROWS = 64
 
 
+def budget(scratch_bytes: int | None, least: int, logits: int, what: str) -> int:
+    """The bytes that blocks and tiles may take.
+
+    Args:
+        scratch_bytes: the caller's bound, or None for the default, which is never more than the logits would take.
+        least: the fewest bytes that will do.
+        logits: bytes of the logits.
+        what: what the fewest bytes hold.
+    """
+    if scratch_bytes is None:
+        return max(least, min(DEFAULT_SCRATCH_BYTES, max(logits, _SMALL_BYTES)))
+    if scratch_bytes < least:
+        raise ValueError(f"scratch_bytes={scratch_bytes} cannot hold {what}: at least {least} bytes are needed")
+    return scratch_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a call is carried out; static and hashable.
@@ -50,15 +66,8 @@ class Settings:
 
     def _budget(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> int:
         least = self.backend.minimum_scratch(spec, mode)
-        if self.scratch_bytes is None:
-            logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-            return max(least, min(DEFAULT_SCRATCH_BYTES, max(logits, _SMALL_BYTES)))
-        if self.scratch_bytes < least:
-            raise ValueError(
-                f"scratch_bytes={self.scratch_bytes} cannot hold one row of this head in the {mode or 'forward'} "
-                f"pass: at least {least} bytes are needed"
-            )
-        return self.scratch_bytes
+        logits = tokens * spec.vocab_size * spec.accumulator.itemsize
+        return budget(self.scratch_bytes, least, logits, f"one row of this head in the {mode or 'forward'} pass")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     top = total = shifted = squares = arg = None
     if a.max is not None and b.max is not None:
         top = jnp.maximum(a.max, b.max)
-        gap_a, gap_b = _gap(a.max, top), _gap(b.max, top)
+        gap_a, gap_b = gap(a.max, top), gap(b.max, top)
         scale_a, scale_b = jnp.exp(gap_a), jnp.exp(gap_b)
         if a.sum_exp is not None and b.sum_exp is not None:
             total = scale_a * a.sum_exp + scale_b * b.sum_exp
@@ -160,7 +160,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
-def _gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:
+def gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:
     """m - M, and 0 where both are -inf."""
     return part_max - jnp.where(jnp.isneginf(joint_max), 0.0, joint_max)
 

@@ -1,45 +1,157 @@
-"""Every streamed operation is entered here: rows flattened, split over the mesh, and mapped by `vmap`."""
+"""What is computed tile by tile beside the row statistics: top-k, samples, divergences.
 
-import functools
+Two loops, each written once: over the tiles of the vocabulary (`fold_tiles`), with a function of one tile and a rule
+that joins two results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel
+for one of these operations replaces the fold over tiles and leaves the rest.
+"""
+
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from pallas_ce.batching import over_rows
-from pallas_ce.partitioning import partitioned
-from pallas_ce.shards import RowArrays, Shards
+from pallas_ce import arguments, settings
+from pallas_ce.backends import Mode, Plan
+from pallas_ce.blocks import RowBlock, Rows, Tile, Tiles, shrink
+from pallas_ce.head import HeadSpec
+from pallas_ce.loops import fori_loop
+from pallas_ce.operations import over_rows_only
+from pallas_ce.xla.backend import ROWS, TILE_ELEMENTS
 
-# (shards, rows, *shared) -> (by_row, of_head): by_row leaves are `[N, ...]` where the rows' are flat `[N, ...]`.
-Operation = Callable[..., tuple[Any, Any]]
 
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Block sizes for heads that are streamed together, by the tiled XLA backend's preferences. Static and hashable.
 
-def streamed(shards: Shards | None, operation: Operation) -> Callable[..., tuple[Any, Any]]:
-    """`operation` on rows of any leading shape `[...]`, with its rule for `vmap`.
-
-    Split as `shards` say, inside a `shard_map`; without them by `jit`'s partitioner, on a mesh.
+    Attributes:
+        specs: the heads, which have one vocabulary.
+        scratch_bytes: the caller's bound, or None for the default.
+        tile_arrays: arrays of a tile's size that are alive at a time, in the accumulator dtype.
+        least_columns: the fewest columns a tile may have.
     """
 
-    def on_any_shape(shards: Shards, rows: RowArrays, *shared: Any) -> tuple[Any, Any]:
-        leading = rows.hidden.shape[:-1]
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), rows)
-        by_row, of_head = operation(shards, flat, *shared)
-        return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
+    specs: tuple[HeadSpec, ...]
+    scratch_bytes: int | None
+    tile_arrays: int
+    least_columns: int = 1
 
-    if shards is None:
-        return over_rows(partitioned(on_any_shape))
-    return over_rows(functools.partial(on_any_shape, shards))
+    def plan(self, tokens: int, mode: Mode | None = None) -> Plan:
+        """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
+        vocab_size = self.specs[0].vocab_size
+
+        def scratch(rows: int, columns: int) -> int:
+            return self._scratch(mode, rows, columns)
+
+        least = scratch(1, self.least_columns)
+        logits = len(self.specs) * tokens * vocab_size * self._wide
+        limit = settings.budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
+        rows = min(tokens, ROWS)
+        columns = min(vocab_size, max(self.least_columns, TILE_ELEMENTS // rows))
+        rows, columns = shrink(rows, columns, scratch, limit, self.least_columns)
+        return Plan(rows, columns, scratch(rows, columns))
+
+    @property
+    def _wide(self) -> int:
+        return max(spec.accumulator.itemsize for spec in self.specs)
+
+    def _scratch(self, mode: Mode | None, rows: int, columns: int) -> int:
+        """Bytes: tiles in the accumulator dtype; blocks of operands, in a backward also of products and sums."""
+        operands = sum(
+            (spec.dtype.itemsize + (2 * self._wide if mode else 0)) * spec.hidden_size for spec in self.specs
+        )
+        return self.tile_arrays * self._wide * rows * columns + operands * (rows + columns)
 
 
-def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Likewise for an operation without a head: `((logits, *by_row), *shared) -> by_row`, on flat `[N, ...]` leaves."""
+def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callable[[State, State], State]) -> State:
+    """`part` of each tile, joined from the left. The first tile's columns are all live."""
+    first = part(tiles.tile(0))
+    return fori_loop(1, tiles.count, lambda i, done: merge(done, part(tiles.tile(i))), first)
 
-    def headless(shards: Shards, rows: RowArrays, head: None, *shared: Any) -> tuple[Any, None]:
-        del shards, head
-        return operation((rows.hidden, *rows.more), *shared), None
 
-    def entered(by_row: tuple[Any, ...], *shared: Any) -> Any:
-        rows = RowArrays(by_row[0], None, None, more=by_row[1:])
-        return streamed(None, headless)(rows, None, *shared)[0]
+def over_rows_that_count[ByRow, Shared, Out](
+    visit: Callable[[ByRow, Shared, Plan], Out],
+    streams: Streams,
+    empty: Callable[[int], Out],
+    by_row: ByRow,
+    shared: Shared,
+    mask: jax.Array | None,
+) -> Out:
+    """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
 
-    return entered
+    Args:
+        visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
+        streams: gives the block sizes.
+        empty: `N -> out` of rows that do not count.
+        by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
+        shared: a tree of arrays that all rows share.
+        mask: `[N]` bool, which rows count; None: all.
+    """
+
+    def operation(given: Any, shared: Any) -> Any:
+        by_row, mask = given
+        tokens = jax.tree.leaves(by_row)[0].shape[0]
+        if tokens == 0:
+            return empty(0)
+        plan = streams.plan(tokens)
+
+        def body(block: RowBlock, out: Any) -> Any:
+            values = visit(jax.tree.map(block.take, by_row), shared, plan)
+            return jax.tree.map(block.put, out, values)
+
+        return Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, empty(tokens))
+
+    return over_rows_only(operation)((by_row, mask), shared)
+
+
+class Temperature(NamedTuple):
+    """The divisor of the capped logits. None where it is the number 1.
+
+    Attributes:
+        value: `[]`, or `[...]` with one entry for each row.
+    """
+
+    value: jax.Array | None
+
+    @classmethod
+    def read(cls, value: Any, leading: tuple[int, ...], zero: str | None = None) -> "Temperature":
+        """Checked; plain numbers and concrete NumPy arrays for their range too.
+
+        Args:
+            value: the argument.
+            leading: hidden's leading shape.
+            zero: None where 0 is allowed, otherwise what to do in its place.
+        """
+        if arguments.is_known(value, 1.0):
+            return cls(None)
+        if isinstance(value, int | float | np.number | np.ndarray):
+            allowed = "at least 0" if zero is None else "above 0"
+            numbers = np.asarray(value, np.float64)
+            wrong = ~np.isfinite(numbers) | (numbers < 0 if zero is None else numbers <= 0)
+            if wrong.any():
+                hint = "" if zero is None else f"; {zero}"
+                raise ValueError(f"temperature={numbers[wrong].ravel()[0]:g} must be a finite number {allowed}{hint}")
+        array = arguments.array("temperature", value)
+        if array.shape not in ((), leading):
+            raise ValueError(f"temperature has shape {array.shape}; it must be a scalar or hidden's leading {leading}")
+        return cls(array)
+
+    def by_row(self, leading: tuple[int, ...], spec: HeadSpec) -> jax.Array | None:
+        """`[N]` in the accumulator dtype, a constant; inside jit."""
+        if self.value is None:
+            return None
+        values = jnp.broadcast_to(lax.stop_gradient(self.value), leading).reshape(math.prod(leading))
+        return values.astype(spec.accumulator)
+
+
+def tempered(logits: jax.Array, temperature: jax.Array | None) -> jax.Array:
+    """`logits [n, c]` divided by `temperature [n]`, after the cap and in the accumulator dtype."""
+    return logits if temperature is None else logits / temperature[:, None]

@@ -7,10 +7,10 @@ from jax import lax
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.operations import streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards
 from pallas_ce.statistics import finalise
-from pallas_ce.streaming import streamed
 
 Statistics = dict[str, jax.Array]
 

@@ -23,8 +23,8 @@ from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import differentiation as diff
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
+from pallas_ce.operations import over_rows_only
 from pallas_ce.statistics import finalise, partial_of_tile
-from pallas_ce.streaming import over_rows_only
 
 # Elements of a block of rows: 8 MiB of float32.
 _BLOCK_ELEMENTS = 2**21

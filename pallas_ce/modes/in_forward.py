@@ -38,10 +38,10 @@ from pallas_ce.modes.differentiation import (
     zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
+from pallas_ce.operations import streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import finalise
-from pallas_ce.streaming import streamed
 
 RowLoss = Callable[[Statistics, Any], jax.Array]
 

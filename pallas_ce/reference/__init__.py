@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.divergences import Divergence
 from pallas_ce.head import Head, HeadSpec
 
 
-def row_statistics(
-    names: frozenset[str], hidden: jax.Array, head: Head, labels: jax.Array | None, mask: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
+def logits(hidden: jax.Array, head: Head, mask: jax.Array | None) -> jax.Array:
+    """Capped logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
     spec = head.spec
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
@@ -21,8 +20,15 @@ def row_statistics(
         axes=(1, 1 - spec.vocab_axis),
         precision=jax.lax.Precision.HIGHEST,
     )
-    z = head.cap(z, bias)
+    return head.cap(z, bias)
 
+
+def row_statistics(
+    names: frozenset[str], hidden: jax.Array, head: Head, labels: jax.Array | None, mask: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
+    spec = head.spec
+    z = logits(hidden, head, mask)
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
     any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
@@ -48,6 +54,45 @@ def row_statistics(
     if mask is not None:
         values = {name: jnp.where(mask, value, 0) for name, value in values.items()}
     return {name: values[name] for name in names}
+
+
+def divergences(
+    divergence: Divergence,
+    hidden: jax.Array,
+    head: Head,
+    mask: jax.Array | None,
+    teacher_hidden: jax.Array,
+    teacher_head: Head,
+    temperature: jax.Array | None,
+) -> jax.Array:
+    """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
+    student = logits(hidden, head, mask)
+    teacher = logits(teacher_hidden, teacher_head, mask).astype(student.dtype)
+    if temperature is not None:
+        divisor = temperature if mask is None else jnp.where(mask, temperature, 1.0)
+        student, teacher = student / divisor[:, None], teacher / divisor[:, None]
+    usable = jnp.any(student > -jnp.inf, axis=1) & jnp.any(teacher > -jnp.inf, axis=1)
+    usable = usable if mask is None else usable & mask
+    log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))
+    if divergence.name == "forward_kl":
+        values = _kl(log_q, log_p)
+    elif divergence.name == "reverse_kl":
+        values = _kl(log_p, log_q)
+    else:
+        neither = jnp.isneginf(log_p) & jnp.isneginf(log_q)  # where log m cannot be differentiated, and is not needed
+        p_side, q_side = jnp.where(neither, 0.0, log_p), jnp.where(neither, 0.0, log_q)
+        log_m = jnp.logaddexp(jnp.log(divergence.beta) + q_side, jnp.log1p(-divergence.beta) + p_side)
+        values = divergence.beta * _kl(log_q, log_m) + (1 - divergence.beta) * _kl(log_p, log_m)
+    return jnp.where(usable, values, 0.0)
+
+
+def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
+    """KL(x‖y) of rows `[N, V]`; +inf with derivative 0 where y lacks a column that x has."""
+    infinite = jnp.any((log_x > -jnp.inf) & jnp.isneginf(log_y), axis=1)
+    some = (log_x > -jnp.inf) & ~infinite[:, None]
+    log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
+    terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
+    return jnp.where(infinite, jnp.inf, terms.sum(axis=1))
 
 
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
-from pallas_ce.blocks import Tile, Tiles
+from pallas_ce.blocks import Tile, Tiles, shrink
 from pallas_ce.coefficients import Coefficients, dlogits
 from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.loops import fori_loop
@@ -20,8 +20,8 @@ from pallas_ce.statistics import Partial, merge, partial_of_tile
 
 # Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
 # nothing on a CPU; smaller ones make the products inefficient.
-_ROWS = 1024
-_TILE_ELEMENTS = 2**21
+ROWS = 1024
+TILE_ELEMENTS = 2**21
 _FEW_ROWS = 128
 
 
@@ -40,16 +40,12 @@ class XlaBackend:
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         """Blocks of the preferred size, halved along their longer side until they fit."""
-        rows = min(tokens, _ROWS)
+        rows = min(tokens, ROWS)
         if mode == "in_forward":
             # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
             rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
-        columns = min(spec.vocab_size, max(1, _TILE_ELEMENTS // rows))
-        while _scratch(spec, mode, rows, columns) > scratch_bytes:
-            if rows > 1 and (rows >= columns or 2 * _scratch(spec, mode, rows, 1) > scratch_bytes):
-                rows = -(-rows // 2)
-            else:
-                columns = -(-columns // 2)
+        columns = min(spec.vocab_size, max(1, TILE_ELEMENTS // rows))
+        rows, columns = shrink(rows, columns, lambda r, c: _scratch(spec, mode, r, c), scratch_bytes)
         return Plan(rows, columns, _scratch(spec, mode, rows, columns))
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
@@ -167,8 +163,7 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
 
 
 def _tile_logits(head: Head, hidden: jax.Array, tile: Tile) -> jax.Array:
-    bias = None if head.bias is None else tile.take(head.bias)
-    return head.logits(hidden, tile.take(head.weight, head.spec.vocab_axis), bias)
+    return head.tile_logits(hidden, tile)
 
 
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
@@ -186,11 +181,7 @@ def _products(
     logits: jax.Array,
     wanted: Wanted,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The three products of one tile; dlogits are rounded to the compute dtype, as the operands they are.
-
-    Left in float32 they would pull both backward products into float32: the commonest performance bug of this field.
-    """
-    axis = head.spec.vocab_axis
+    """The three products of one tile."""
     weights = head.tile_logit_weights(tile.start, tile.size) if coefficients.logit_weights is not None else None
     gradient = dlogits(
         coefficients,
@@ -203,12 +194,4 @@ def _products(
         weights,
         head.spec.softcap,
     )
-    rounded = gradient.astype(head.spec.dtype)
-    for_hidden = for_weight = for_bias = None
-    if wanted.hidden_product:
-        for_hidden = head.matmul(rounded, tile.take(head.weight, axis), (1, axis))
-    if wanted.weight:
-        for_weight = head.matmul(rounded, hidden, (0, 0)) if axis == 0 else head.matmul(hidden, rounded, (0, 0))
-    if wanted.bias_sum:
-        for_bias = gradient.sum(axis=0)
-    return for_hidden, for_weight, for_bias
+    return head.tile_products(hidden, gradient, tile, wanted)

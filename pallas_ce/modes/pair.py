@@ -1,0 +1,165 @@
+"""Divergences of two heads' rows, streamed together; the backward recomputes tiles of both and differentiates one.
+
+The forward takes one pass over both heads, or two where the log-sum-exps are needed first, and keeps O(tokens). The
+backward takes one more, beside the student's two products. The teacher is a constant.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce import coefficients as coef
+from pallas_ce import divergences as pairs
+from pallas_ce.backends import Plan
+from pallas_ce.blocks import RowBlock, Tile, Tiles
+from pallas_ce.divergences import Divergence, Normaliser, PairPartial, PairStatistics
+from pallas_ce.head import Head, Products, Wanted
+from pallas_ce.modes import sweep
+from pallas_ce.modes.differentiation import (
+    Gradients,
+    HeadSums,
+    Saved,
+    first_order_only,
+    flags_of,
+    input_cotangents,
+    is_zero,
+    values_of,
+    wanted_inputs,
+    zero_cotangent,
+)
+from pallas_ce.operations import streamed
+from pallas_ce.shards import RowArrays, Shards
+from pallas_ce.streaming import Streams, fold_tiles, over_rows_that_count, tempered
+
+
+class Teacher(NamedTuple):
+    """What the student is held against, all constants.
+
+    Attributes:
+        hidden: `[N, H_t]`.
+        head: the teacher's, with the student's vocabulary.
+        temperature: `[N]` for both heads, or None for 1.
+    """
+
+    hidden: jax.Array
+    head: Head
+    temperature: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Static facts of one call."""
+
+    divergence: Divergence
+    streams: Streams
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_divergences(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> jax.Array:
+    """The divergence `[N]` of each row that counts, 0 in the others; differentiable in `hidden` and `head`."""
+    return _statistics(call, hidden, head, mask, teacher).value
+
+
+def _forward(call: Call, *primals: Any) -> tuple[jax.Array, Saved]:
+    hidden, head, mask, teacher = values_of(primals)
+    found = _statistics(call, *first_order_only((hidden, head, mask, teacher)))
+    saved = Saved(hidden, head, None, mask, (found, teacher), flags_of(wanted_inputs(*primals[:2])))
+    return found.value, saved
+
+
+def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
+    gradients = Gradients()
+    if saved.wanted and not is_zero(cotangent):
+        used, cotangent = first_order_only((saved, cotangent))
+        found, teacher = used.kept
+        with jax.named_scope("pallas_ce.distillation"):
+            operation = streamed(Shards(), functools.partial(_gradients, call, saved.wanted))
+            more = (teacher.hidden, teacher.temperature, found, cotangent)
+            hidden_sum, of_head = operation(RowArrays(used.hidden, None, used.mask, more=more), used.head, teacher.head)
+        gradients = sweep.finished(used.hidden, used.head, hidden_sum, of_head)
+    d_hidden, d_head, _, d_mask = input_cotangents(saved, gradients)
+    return d_hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
+
+
+row_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _tile_logits(
+    hidden: jax.Array, teacher_hidden: jax.Array, heads: tuple[Head, Head], tile: Tile
+) -> tuple[jax.Array, jax.Array]:
+    """Both heads' capped logits `[n, c]` in the student's accumulator dtype."""
+    logits = heads[0].tile_logits(hidden, tile)
+    return logits, heads[1].tile_logits(teacher_hidden, tile).astype(logits.dtype)
+
+
+def _log_probs(
+    logits: tuple[jax.Array, jax.Array], temperature: jax.Array | None, found: PairStatistics, live: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`(log p, log q) [n, c]`, -inf in columns that are not live."""
+    student, teacher = (tempered(z, temperature) for z in logits)
+    return found.student.log_probs(student, live), found.teacher.log_probs(teacher, live)
+
+
+def _statistics(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> PairStatistics:
+    divergence = call.divergence
+
+    def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
+        hidden, teacher_hidden, temperature = by_row
+        tiles = Tiles(head.spec.vocab_size, plan.columns)
+
+        def part(tile: Tile) -> PairPartial:
+            student, teacher = (tempered(z, temperature) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
+            return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.live)
+
+        partial = fold_tiles(tiles, part, functools.partial(pairs.merge_pairs, divergence))
+        found = pairs.finalise_pairs(divergence, partial)
+        if divergence.passes == 1:
+            return found
+
+        def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
+            logits = _tile_logits(hidden, teacher_hidden, heads, tile)
+            return pairs.mixture_sums(divergence, *_log_probs(logits, temperature, found, tile.live))
+
+        value, expected = fold_tiles(tiles, mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
+
+    def empty(rows: int) -> PairStatistics:
+        zeros = jnp.zeros(rows, head.spec.accumulator)
+        return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
+
+    with jax.named_scope("pallas_ce.divergence"):
+        by_row = (hidden, teacher.hidden, teacher.temperature)
+        return over_rows_that_count(visit, call.streams, empty, by_row, (head, teacher.head), mask)
+
+
+def _gradients(
+    call: Call, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head, teacher: Head
+) -> tuple[jax.Array | None, HeadSums]:
+    hidden, mask = rows.hidden, rows.mask
+    teacher_hidden, temperature, found, cotangent = rows.more
+    plan = call.streams.plan(hidden.shape[0], "recompute")
+    tiles = Tiles(head.spec.vocab_size, plan.columns)
+    # Where the divergence is infinite no change of the logits helps: gradient 0.
+    live = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
+    cotangent = jnp.where(live, cotangent if temperature is None else cotangent / temperature, 0.0)
+    bound = jnp.where(live, abs(cotangent) * pairs.largest_slope(found.expected), 0.0)
+    _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
+    cotangent = cotangent / factor
+
+    def products(block: RowBlock, tile_index: jax.Array) -> Products:
+        tile = tiles.tile(tile_index)
+        block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
+        logits = _tile_logits(block_hidden, block.take(teacher_hidden), (head, teacher), tile)
+        block_temperature = None if temperature is None else block.take(temperature)
+        log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.live)
+        upstream = block.select(block.take(cotangent), 0.0)[:, None]
+        slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
+        dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
+        if head.spec.softcap is not None:
+            dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
+        return head.tile_products(block_hidden, dlogits, tile, wanted)
+
+    return sweep.gradient_sums(shards, rows, head, head.weight.dtype, plan, wanted, factor, products)

@@ -1,0 +1,177 @@
+"""`linear_top_k`: the largest logits of each row, without storing the others."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce import arguments, inputs
+from pallas_ce.backends import Plan
+from pallas_ce.blocks import Tile, Tiles
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
+from pallas_ce.streaming import Streams, Temperature, fold_tiles, over_rows_that_count, tempered
+
+_LSE = frozenset({"lse"})
+
+
+class TopK(NamedTuple):
+    """The k largest logits of each row, in descending order; ties in ascending order of their ids.
+
+    Attributes:
+        logits: `[..., k]` capped logits, not divided by the temperature; 0 in rows that are masked.
+        ids: `[..., k]` int32, vocabulary ids; -1 in rows that are masked.
+        log_probs: `[..., k]` log-probabilities over the whole vocabulary at the given temperature; 0 in rows that are
+            masked.
+    """
+
+    logits: jax.Array
+    ids: jax.Array
+    log_probs: jax.Array
+
+
+def linear_top_k(
+    hidden: Any,
+    weight: Any,
+    k: int,
+    *,
+    temperature: Any = 1.0,
+    row_mask: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    scratch_bytes: int | None = None,
+) -> TopK:
+    r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+
+    Exact: values, ids and order are those of `jax.lax.top_k` on the whole row, ties going to the lowest id. The row's
+    log-sum-exp is found in the same pass, so that `log_probs = logits/temperature - lse(logits/temperature)` are
+    log-probabilities over the whole vocabulary, not over the k.
+
+    Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
+    that is differentiable.
+
+    Args:
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`.
+        k: how many, from 1 to V. A Python int.
+        temperature: T > 0, a scalar or `[...]`; changes `log_probs` only.
+        row_mask: `[...]` bool; rows where it is False hold logits 0, ids -1 and log-probabilities 0, and their work is
+            skipped.
+        bias: `[V']`.
+        vocab_axis: see `linear_row_statistics`, as for all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        dtype: compute dtype.
+        scratch_bytes: bound on scratch memory.
+
+    Returns:
+        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf.
+
+    Raises:
+        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import linear_top_k
+        >>> hidden = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+        >>> weight = jnp.array([[0.0, 3.0], [2.0, 1.0], [2.0, 0.0], [1.0, 2.0]])  # [V, H]
+        >>> print(linear_top_k(hidden, weight, 2).ids)
+        [[1 2]
+         [0 3]]
+    """
+    arrays, spec = inputs.read_head(
+        hidden, weight, bias, logit_scale, None,
+        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
+    )  # fmt: skip
+    leading = arrays.hidden.shape[:-1]
+    k = check_k("k", k, spec.vocab_size)
+    # Beside the logits: their exponentials, and what selecting from them takes.
+    streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 4, least_columns=k)
+    streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
+    temperatures = Temperature.read(temperature, leading, "a division by 0 has no log-probabilities")
+    return _linear_top_k(_Static(k, spec, streams), arrays, temperatures, inputs.read_row_mask(row_mask, leading))
+
+
+def check_k(name: str, k: Any, vocab_size: int) -> int:
+    """`k` as an int that the vocabulary can serve."""
+    if not arguments.is_int(k) or not 1 <= k <= vocab_size:
+        raise ValueError(f"{name}={k!r} must be an int between 1 and vocab_size={vocab_size}")
+    return int(k)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    k: int
+    spec: HeadSpec
+    streams: Streams
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_top_k(
+    static: _Static, arrays: inputs.HeadArrays, temperature: Temperature, row_mask: jax.Array | None
+) -> TopK:
+    k, spec, leading = static.k, static.spec, arrays.hidden.shape[:-1]
+    hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
+    mask = None if row_mask is None else row_mask.reshape(-1)
+
+    def empty(rows: int) -> TopK:
+        zeros = jnp.zeros((rows, k), spec.accumulator)
+        return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
+
+    with jax.named_scope("pallas_ce.top_k"):
+        by_row = (hidden, temperature.by_row(leading, spec))
+        visit = functools.partial(_block, k)
+        found = over_rows_that_count(visit, static.streams, empty, by_row, head, mask)
+    return jax.tree.map(lambda x: x.reshape(*leading, k), found)
+
+
+class _Best(NamedTuple):
+    """The k largest logits `[n, k]` of the columns seen so far, in order, and their ids."""
+
+    logits: jax.Array
+    ids: jax.Array
+
+
+def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> _Best:
+    """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
+    live = logits if tile.live is None else jnp.where(tile.live, logits, -jnp.inf)
+    values, places = lax.top_k(live, k)
+    return _Best(values, tile.start + places.astype(jnp.int32))
+
+
+def _merge_best(a: _Best, b: _Best) -> _Best:
+    """The k largest of both, where the columns of `a` lie before those of `b`.
+
+    `lax.top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b`
+    that are not live and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
+    """
+    values, places = lax.top_k(jnp.concatenate([a.logits, b.logits], 1), a.logits.shape[1])
+    ids = jnp.take_along_axis(jnp.concatenate([a.ids, b.ids], 1), places, axis=1)
+    return _Best(values, ids)
+
+
+def _block(k: int, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
+    hidden, temperature = by_row
+
+    def part(tile: Tile) -> tuple[_Best, Partial]:
+        logits = head.tile_logits(hidden, tile)
+        partial = partial_of_tile(tempered(logits, temperature), tile.columns, tile.live, None, None, _LSE)
+        return _best_of_tile(k, logits, tile), partial
+
+    def join(a: tuple[_Best, Partial], b: tuple[_Best, Partial]) -> tuple[_Best, Partial]:
+        return _merge_best(a[0], b[0]), merge(a[1], b[1])
+
+    best, partial = fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
+    scaled, lse = tempered(best.logits, temperature), finalise(partial, _LSE)["lse"]
+    # A row of -inf only: (-inf) - (-inf) would be nan.
+    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
+    return TopK(best.logits, best.ids, log_probs)

@@ -1,0 +1,74 @@
+"""What the tests of streamed operations share: logits stored whole, as the reference; and how much work was done."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.head import Head
+
+
+def exact_head(seed: int, n: int, h: int, v: int, closed: float = 0.0) -> dict[str, Any]:
+    """Hidden states, weight and bias of small whole numbers, with many equal logits; a share of -inf biases."""
+    rng = np.random.default_rng(seed)
+    bias = np.where(rng.random(v) < closed, -np.inf, 0.0).astype(np.float32)
+    return {
+        "hidden": rng.integers(-1, 2, (n, h)).astype(np.float32),
+        "weight": rng.integers(-1, 2, (v, h)).astype(np.float32),
+        "bias": bias,
+    }
+
+
+def stored_logits(hidden: Any, weight: Any, bias: Any = None, scale: Any = 1.0, **options: Any) -> np.ndarray:
+    """Capped logits `[N, V]` of a weight `[V', H]`, in the inputs' dtype."""
+    v, cap = options.get("vocab_size") or weight.shape[0], options.get("logit_softcap")
+    z = scale * (hidden @ weight[:v].T + (0 if bias is None else bias[:v]))
+    return z if cap is None else cap * np.tanh(z / cap)
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    """Of rows, in float64."""
+    z = np.asarray(z, np.float64)
+    shifted = z - z.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+@contextmanager
+def counted_rows(monkeypatch: Any) -> Iterator[list[int]]:
+    """The number of rows of each tile of logits that is computed at run time, as it is computed."""
+    seen: list[int] = []
+    plain = Head.tile_logits
+
+    def counting(self: Head, hidden: jax.Array, tile: Any) -> jax.Array:
+        rows = hidden.shape[0]
+        jax.debug.callback(lambda: seen.append(rows))
+        return plain(self, hidden, tile)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Head, "tile_logits", counting)
+        jax.clear_caches()
+        yield seen
+    jax.clear_caches()
+
+
+def largest_array(function: Any, *shapes: tuple[tuple[int, ...], Any]) -> tuple[int, str]:
+    """Bytes of temporary memory of the compiled program, and its text."""
+    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+
+def no_stored_logits(function: Any, n: int, v: int, limit: int, *shapes: tuple[tuple[int, ...], Any]) -> None:
+    """Fails where the compiled program has an array of rows × vocabulary, or more temporary memory than `limit`."""
+    used, text = largest_array(function, *shapes)
+    assert f"[{n},{v}]" not in text
+    assert f"[{v},{n}]" not in text
+    assert str(n * v) not in text
+    assert used <= limit
+
+
+def as_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """The same as JAX arrays."""
+    return {name: jnp.asarray(x) for name, x in arrays.items()}

@@ -1,0 +1,133 @@
+"""`linear_chain_crf` against the sum over all sequences, in float64."""
+
+import itertools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_chain_crf
+from tests.pallas_ce.checks import assert_close
+
+
+def _by_enumeration(emissions: np.ndarray, tags: np.ndarray, transitions: np.ndarray, length: int) -> tuple[Any, Any]:
+    """The loss of one sequence, and its gradient of the emissions: marginal probabilities minus the tags' one-hots."""
+    k = emissions.shape[1]
+    paths = list(itertools.product(range(k), repeat=length))
+
+    def score(path: Any) -> float:
+        moves = (transitions if transitions.ndim == 2 else transitions[i] for i in range(length - 1))
+        return sum(emissions[t, y] for t, y in enumerate(path)) + sum(
+            m[a, b] for m, a, b in zip(moves, path[:-1], path[1:], strict=True)
+        )
+
+    scores = np.array([score(path) for path in paths], np.float64)
+    log_z = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+    gradient = np.zeros(emissions.shape)
+    for path, s in zip(paths, scores, strict=True):
+        gradient[np.arange(length), path] += np.exp(s - log_z)
+    gradient[np.arange(length), tags[:length]] -= 1
+    return log_z - score(tags[:length]), gradient
+
+
+@hypothesis.settings(max_examples=6)  # each compiles a program of its own
+@hypothesis.given(data=st.data())
+def test_loss_and_gradient_match_the_sum_over_all_sequences(data: Any) -> None:
+    batch, length, k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    emissions = rng.normal(size=(batch, length, k)).astype(np.float32) * data.draw(st.sampled_from([1.0, 30.0]))
+    tags = rng.integers(0, k, (batch, length))
+    shape = data.draw(st.sampled_from([(k, k), (batch, length - 1, k, k)]))
+    transitions = rng.normal(size=shape).astype(np.float32)
+    lengths = rng.integers(1, length + 1, batch)
+    mask = np.arange(length) < lengths[:, None]
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(emissions: Any) -> Any:
+        return linear_chain_crf(emissions, tags, transitions, mask=mask)
+
+    each = [
+        _by_enumeration(emissions[b], tags[b], transitions if len(shape) == 2 else transitions[b], lengths[b])
+        for b in range(batch)
+    ]
+    want = np.mean([loss for loss, _ in each]), np.stack([gradient for _, gradient in each]) / batch
+    # A loss is a small difference of scores of up to 30 for each position.
+    assert_close(ours(jnp.asarray(emissions)), want, 1e-5, floor=1e-5)
+
+
+def test_the_transitions_gradient_is_that_of_finite_differences() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        emissions, tags = rng.normal(size=(2, 5, 3)), rng.integers(0, 3, (2, 5))
+        for shape in ((3, 3), (2, 4, 3, 3)):
+            transitions, direction = rng.normal(size=shape), rng.normal(size=shape)
+            run = jax.jit(lambda t: linear_chain_crf(emissions, tags, t))
+            slope = (run(transitions + 1e-6 * direction) - run(transitions - 1e-6 * direction)) / 2e-6
+            gradient = jax.jit(jax.grad(run))(transitions)
+            np.testing.assert_allclose((np.asarray(gradient) * direction).sum(), slope, rtol=1e-6)
+
+
+def test_emissions_read_by_id_from_a_head_train_it() -> None:
+    """K candidates for each position out of a vocabulary: the gradient reaches their columns and no others."""
+    rng = np.random.default_rng(0)
+    hidden, weight = rng.normal(size=(2, 4, 6)).astype(np.float32), rng.normal(size=(50, 6)).astype(np.float32)
+    candidates = np.stack([rng.choice(50, 3, replace=False) for _ in range(8)]).reshape(2, 4, 3)
+    between = rng.normal(size=(50, 50)).astype(np.float32)
+    transitions = between[candidates[:, :-1, :, None], candidates[:, 1:, None, :]]
+
+    def loss(weight: Any, shift: float) -> Any:
+        logits = jnp.einsum("bth,btkh->btk", hidden, weight[candidates]) + shift
+        return linear_chain_crf(logits, jnp.zeros((2, 4), int), transitions)
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(weight), 0.0)
+    touched = np.zeros(50, bool)
+    touched[candidates.ravel()] = True
+    assert np.all(np.any(np.asarray(gradient) != 0, axis=1) == touched)
+    np.testing.assert_allclose(loss(weight, 100.0), value, rtol=1e-4)
+    assert value > 0
+
+
+def test_forbidden_candidates_and_transitions_leave_finite_gradients() -> None:
+    emissions = jnp.zeros((3, 2)).at[1, 0].set(-jnp.inf)
+    transitions = jnp.array([[0.0, 0.0], [-jnp.inf, 0.0]])
+    run: Any = jax.value_and_grad(linear_chain_crf, (0, 2))
+    value, gradients = run(emissions, jnp.array([0, 1, 1]), transitions)
+    # Left are 0-1-1 and 1-1-1.
+    np.testing.assert_allclose(value, np.log(2), rtol=1e-6)
+    assert all(np.all(np.isfinite(g)) for g in gradients)
+    value, gradients = run(emissions, jnp.array([0, 1, 0]), transitions)
+    assert value == np.inf
+    assert all(np.all(np.asarray(g) == 0) for g in gradients)
+
+
+def test_which_sequences_count() -> None:
+    rng = np.random.default_rng(0)
+    emissions, transitions = rng.normal(size=(3, 4, 2)).astype(np.float32), np.zeros((2, 2), np.float32)
+    mask = np.array([[True] * 4, [False] * 4, [True, True, False, True]])
+    tags = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, -100, 7]])
+    each = linear_chain_crf(emissions, tags, transitions, mask=mask, reduction="none")
+    want = [jax.nn.logsumexp(emissions[b, t]) - emissions[b, t, tags[b, t]] for b, t in ((2, 0), (2, 1))]
+    np.testing.assert_allclose(each[2], sum(want), rtol=1e-6)
+    assert each[1] == 0
+    assert each[0] > 0
+    np.testing.assert_allclose(linear_chain_crf(emissions, tags, transitions, mask=mask), each.sum() / 2, rtol=1e-6)
+    unknown = linear_chain_crf(emissions, np.full((3, 4), 2), transitions, mask=mask)
+    assert unknown == 0
+
+
+@pytest.mark.parametrize(
+    ("emissions", "tags", "transitions", "message"),
+    [
+        ((3,), (3,), (1, 1), r"emissions has shape \(3,\); it must be \[..., T, K\]"),
+        ((2, 3, 4), (2, 4), (4, 4), r"tags have shape \(2, 4\); emissions' \(2, 3\) is needed"),
+        ((2, 3, 4), (2, 3), (3, 3), r"transitions has shape \(3, 3\); it must be \(4, 4\), or \(2, 2, 4, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(emissions: Any, tags: Any, transitions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_chain_crf(jnp.ones(emissions), jnp.zeros(tags, int), jnp.ones(transitions))

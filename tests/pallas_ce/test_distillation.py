@@ -1,0 +1,406 @@
+"""`linear_distillation` against the definitions in float64, and under JAX's transformations."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_ce import linear_distillation
+from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.streamed import as_jax, counted_rows, no_stored_logits
+
+DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
+every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+
+def _problem(seed: int, n: int, h: int, v: int, scale: float = 1.0, teacher_h: int = 7) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"hidden": (n, h), "weight": (v, h), "teacher_hidden": (n, teacher_h), "teacher_weight": (v, teacher_h)}
+    scales = {"weight": scale / np.sqrt(h), "teacher_weight": scale / np.sqrt(teacher_h)}
+    return {k: (rng.normal(size=s) * scales.get(k, 1.0)).astype(np.float32) for k, s in shapes.items()}
+
+
+def _definition(arrays: dict[str, Any], divergence: str, beta: float, temperature: Any, o: dict[str, Any]) -> Any:
+    """Each row's divergence, from stored logits; in float64, for JAX to differentiate."""
+
+    def log_softmax(side: str) -> Any:
+        z = arrays[side + "hidden"] @ arrays[side + "weight"][: o.get("vocab_size")].T
+        if side + "bias" in arrays:
+            z = z + arrays[side + "bias"][: o.get("vocab_size")]
+        z = z * arrays.get(side + "logit_scale", 1.0)
+        cap = o.get(side + "logit_softcap")
+        z = z if cap is None else cap * jnp.tanh(z / cap)
+        return jax.nn.log_softmax(z / jnp.reshape(jnp.asarray(temperature, z.dtype), (-1, 1)))
+
+    log_p, log_q = log_softmax(""), log_softmax("teacher_")
+
+    def kl(x: Any, y: Any) -> Any:
+        return (jnp.exp(x) * (x - y)).sum(1)
+
+    if divergence == "jsd":
+        log_m = jnp.log(beta * jnp.exp(log_q) + (1 - beta) * jnp.exp(log_p))
+        return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    return kl(log_q, log_p) if divergence == "forward_kl" else kl(log_p, log_q)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@hypothesis.settings(max_examples=8)  # each compiles two programs of its own
+@hypothesis.given(data=st.data())
+def test_value_and_gradients_match_the_definition_in_float64(data: Any, implementation: Any) -> None:
+    n, h, v = (data.draw(st.integers(1, top)) for top in (20, 9, 90))
+    arrays = _problem(data.draw(st.integers(0, 99)), n, h, v, data.draw(st.sampled_from([0.1, 1.0, 5.0])))
+    rng = np.random.default_rng(1)
+    options: dict[str, Any] = {}
+    for side in ("", "teacher_"):
+        if data.draw(st.booleans()):
+            arrays[side + "bias"] = rng.normal(size=v).astype(np.float32)
+        if data.draw(st.booleans()):
+            arrays[side + "logit_scale"] = np.float32(1.3)
+        if data.draw(st.booleans()):
+            options[side + "logit_softcap"] = 3.0
+    if data.draw(st.booleans()):
+        options["vocab_size"] = data.draw(st.integers(1, v))
+    divergence, beta = data.draw(st.sampled_from(DIVERGENCES)), data.draw(st.sampled_from([0.1, 0.5, 0.9]))
+    temperature = data.draw(st.sampled_from([1.0, 2.5, np.linspace(0.5, 3, n).astype(np.float32)]))
+    weights = rng.uniform(0.2, 2, size=n).astype(np.float32)
+    labels = np.where(rng.random(n) < 0.3, -100, 0)
+    labels[0] = 0
+    mask = np.where(np.arange(n) % 4 == 3, False, True)
+    counts = mask & (labels == 0)
+    axes = {"vocab_axis": data.draw(st.sampled_from([0, 1])), "teacher_vocab_axis": data.draw(st.sampled_from([0, 1]))}
+    least = 24 + (4 + 8) * 2 * (h + 7)
+    scratch = None if implementation == "reference" else data.draw(st.sampled_from([None, least, 10 * least]))
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(given: dict[str, Any]) -> Any:
+        given = dict(given)
+        for side, name in (("", "vocab_axis"), ("teacher_", "teacher_vocab_axis")):
+            given[side + "weight"] = given[side + "weight"] if axes[name] == 0 else given[side + "weight"].T
+        return linear_distillation(
+            labels=labels, row_mask=mask, divergence=divergence, beta=beta, temperature=temperature,
+            implementation=implementation, scratch_bytes=scratch, **axes, **options, **given,
+        )  # fmt: skip
+
+    with jax.enable_x64(True):
+
+        def theirs(given: dict[str, Any]) -> Any:
+            w = given["token_weights"]
+            return jnp.sum(jnp.where(counts, w * _definition(given, divergence, beta, temperature, options), 0)) / (
+                jnp.sum(jnp.where(counts, w, 0))
+            )
+
+        given = {k: jnp.asarray(x, jnp.float64) for k, x in (arrays | {"token_weights": weights}).items()}
+        want, gradients = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(theirs))(given))
+    got, found = ours(as_jax(arrays | {"token_weights": weights}))
+    # The terms of a row are log-probabilities times probabilities; a divergence is a small difference of such sums.
+    assert_close(got, want, 1e-5, floor=2e-6)
+    student = {k: g for k, g in gradients.items() if not k.startswith("teacher_")}
+    assert_close({k: found[k] for k in student}, student, 1e-5, floor=2e-6)
+    assert all(np.all(np.asarray(g) == 0) for k, g in found.items() if k.startswith("teacher_"))
+
+
+@every_divergence
+def test_tiles_and_a_common_offset_of_either_head_change_nothing(divergence: Any) -> None:
+    """Multiples of 2⁻⁴ stay exact at an offset of 4096, so that only the method could lose something."""
+    rng = np.random.default_rng(0)
+    hidden, teacher = (rng.integers(-2, 3, (9, 4)).astype(np.float32) for _ in range(2))
+    weight, teacher_weight = (rng.integers(-16, 17, (53, 4)).astype(np.float32) / 16 for _ in range(2))
+
+    def value(offset: float, teacher_offset: float, scratch: int | None) -> Any:
+        return jax.value_and_grad(linear_distillation)(
+            hidden, weight, teacher, teacher_weight, divergence=divergence, scratch_bytes=scratch,
+            bias=jnp.full(53, offset), teacher_bias=jnp.full(53, teacher_offset),
+        )  # fmt: skip
+
+    want = jax.tree.map(np.asarray, value(0.0, 0.0, None))
+    for offsets in ((4096.0, 0.0), (0.0, -4096.0), (4096.0, 4096.0)):
+        assert_close(value(*offsets, None), want, 2e-6)
+        assert_close(value(*offsets, 2000), want, 2e-6)
+
+
+@every_divergence
+def test_a_head_against_itself_is_zero_with_zero_gradient(divergence: Any) -> None:
+    p = _problem(0, 9, 6, 40)
+    value, gradient = jax.value_and_grad(linear_distillation)(
+        p["hidden"], p["weight"], p["hidden"], p["weight"], divergence=divergence, reduction="sum"
+    )
+    assert 0 <= value < 1e-5
+    np.testing.assert_allclose(gradient, 0, atol=1e-6)
+
+
+@every_divergence
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("scratch_bytes", [None, 1200])
+def test_columns_closed_in_both_heads_are_as_if_they_were_not_there(
+    divergence: Any, implementation: Any, scratch_bytes: int | None
+) -> None:
+    p = as_jax(_problem(0, 5, 4, 30))
+    closed = jnp.where(jnp.arange(30) < 17, 0.0, -jnp.inf)
+
+    def value(weight: Any, **options: Any) -> Any:
+        rest = {k: x for k, x in p.items() if k != "weight"}
+        return linear_distillation(weight=weight, divergence=divergence, **rest, **options)
+
+    want = jax.value_and_grad(value)(p["weight"], vocab_size=17)
+    got = jax.value_and_grad(value)(
+        p["weight"], bias=closed, teacher_bias=closed, implementation=implementation, scratch_bytes=scratch_bytes
+    )
+    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("scratch_bytes", [None, 1200])
+@pytest.mark.parametrize(("divergence", "closed"), [("forward_kl", "bias"), ("reverse_kl", "teacher_bias")])
+def test_an_infinite_divergence_is_infinite_without_a_gradient(
+    divergence: Any, closed: str, implementation: Any, scratch_bytes: int | None
+) -> None:
+    p = as_jax(_problem(0, 5, 4, 30))
+    bias = {closed: jnp.where(jnp.arange(30) < 17, 0.0, -jnp.inf)}
+    run: Any = jax.value_and_grad(lambda h: linear_distillation(
+        **(p | {"hidden": h}), **bias, divergence=divergence, implementation=implementation, scratch_bytes=scratch_bytes
+    ))  # fmt: skip
+    value, gradient = run(p["hidden"])
+    assert value == np.inf
+    assert np.all(np.asarray(gradient) == 0)
+
+
+@every_divergence
+@pytest.mark.parametrize("side", ["bias", "teacher_bias"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_row_without_distribution_in_either_head_is_zero(divergence: Any, side: str, implementation: Any) -> None:
+    p = as_jax(_problem(0, 5, 4, 30))
+    none = {side: jnp.full(30, -jnp.inf)}
+    run: Any = jax.value_and_grad(lambda p: linear_distillation(
+        **p, **none, divergence=divergence, implementation=implementation
+    ))  # fmt: skip
+    value, gradients = run(p)
+    assert value == 0
+    assert all(np.all(np.asarray(g) == 0) for g in gradients.values())
+
+
+@every_divergence
+def test_reduction_none_gives_each_row_and_takes_any_cotangent(divergence: Any) -> None:
+    p = as_jax(_problem(2, 12, 5, 33))
+    p |= {k: x.reshape(3, 4, -1) for k, x in p.items() if k.endswith("hidden")}
+    cotangent, mask = np.linspace(-1, 2, 12).reshape(3, 4), np.arange(12).reshape(3, 4) % 5 != 2
+
+    def weighted(implementation: Any) -> Any:
+        def run(hidden: Any, weight: Any) -> Any:
+            rows = linear_distillation(**(p | {"hidden": hidden, "weight": weight}), divergence=divergence,
+                                       row_mask=mask, reduction="none", implementation=implementation)  # fmt: skip
+            return jnp.sum(rows * cotangent), rows
+
+        return jax.value_and_grad(run, (0, 1), has_aux=True)(p["hidden"], p["weight"])
+
+    (_, rows), gradients = weighted("xla")
+    (_, want_rows), want = jax.tree.map(np.asarray, weighted("reference"))
+    assert rows.shape == (3, 4)
+    assert np.all(np.asarray(rows)[~mask] == 0)
+    assert np.all(np.asarray(gradients[0])[~mask] == 0)
+    assert_close(rows, want_rows, 1e-5, floor=1e-6)
+    assert_close(gradients, want, 1e-5, floor=1e-6)
+
+
+def test_masked_rows_cost_nothing_and_may_hold_anything(monkeypatch: Any) -> None:
+    p, live = as_jax(_problem(0, 64, 4, 32)), (np.arange(64) >= 8) & (np.arange(64) < 16)
+    p |= {k: jnp.where(live[:, None], p[k], jnp.nan) for k in ("hidden", "teacher_hidden")}
+
+    def gradients(mask: Any) -> Any:
+        return jax.value_and_grad(
+            lambda h, w: linear_distillation(**(p | {"hidden": h, "weight": w}), row_mask=mask, scratch_bytes=4000),
+            (0, 1),
+        )(p["hidden"], p["weight"])
+
+    with counted_rows(monkeypatch) as seen:
+        value, found = jax.block_until_ready(gradients(live))
+        jax.effects_barrier()
+        half = sum(seen)
+        seen.clear()
+        jax.block_until_ready(gradients(jnp.zeros(64, bool)))
+        jax.effects_barrier()
+        assert (half > 0, seen) == (True, [])
+        p |= _problem(0, 64, 4, 32)
+        jax.block_until_ready(gradients(jnp.ones(64, bool)))
+        jax.effects_barrier()
+        assert half * 7 < sum(seen)
+    assert np.isfinite(value)
+    assert all(np.all(np.isfinite(g)) for g in found)
+
+
+def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits() -> None:
+    p = {k: x.astype(ml_dtypes.bfloat16) for k, x in _problem(0, 96, 64, 500, teacher_h=48).items()}
+    exact, arrays = {k: x.astype(np.float64) for k, x in p.items()}, as_jax(p)
+    n = len(p["hidden"])
+    for divergence in DIVERGENCES:
+        with jax.enable_x64(True):
+            want = jax.jit(jax.grad(lambda a, d=divergence: _definition(a, d, 0.5, 1.0, {}).mean()))(as_jax(exact))
+            want = {k: np.asarray(x) for k, x in want.items()}
+
+        def from_logits(z: Any, d: str = divergence) -> Any:
+            teacher = jnp.dot(arrays["teacher_hidden"], arrays["teacher_weight"].T, preferred_element_type=jnp.float32)
+            heads = {"hidden": z, "weight": jnp.eye(500), "teacher_hidden": teacher, "teacher_weight": jnp.eye(500)}
+            return _definition(heads, d, 0.5, 1.0, {}).sum()
+
+        with jax.default_matmul_precision("highest"):
+            z = jnp.dot(arrays["hidden"], arrays["weight"].T, preferred_element_type=jnp.float32)
+            dz = jax.jit(jax.grad(from_logits))(z).astype(jnp.bfloat16)
+        plain = {
+            "hidden": (jnp.dot(dz, arrays["weight"], preferred_element_type=jnp.float32) / n).astype(jnp.bfloat16),
+            "weight": (jnp.dot(dz.T, arrays["hidden"], preferred_element_type=jnp.float32) / n).astype(jnp.bfloat16),
+        }
+        found = jax.grad(lambda a, d=divergence: linear_distillation(**a, divergence=d, scratch_bytes=300_000))(arrays)
+        for name, baseline in plain.items():
+            assert found[name].dtype == jnp.bfloat16
+            bound = 1.5 * relative_error(baseline, want[name])
+            assert relative_error(found[name], want[name]) <= bound, (divergence, name)
+
+
+@every_divergence
+def test_float16_keeps_gradients_that_a_large_normalizer_makes_tiny(divergence: Any) -> None:
+    p = _problem(0, 16, 8, 40)
+    narrow = {k: x.astype(np.float16) for k, x in p.items()}
+    run: Any = jax.grad(lambda w, p, **o: linear_distillation(**(p | {"weight": w}), divergence=divergence, **o))
+    wide = {k: x.astype(np.float32) for k, x in narrow.items()}
+    got = run(jnp.asarray(wide["weight"]), wide, dtype=jnp.float16, normalizer=1e9)
+    want = run(jnp.asarray(wide["weight"]), wide, normalizer=1e9)
+    assert relative_error(got, want) < 2e-3
+
+
+def _loss(**options: Any) -> Any:
+    def loss(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> Any:
+        return linear_distillation(hidden, weight, teacher_hidden, teacher_weight, divergence="reverse_kl", **options)
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[jax.Array, ...]:
+    """Three examples of each array."""
+    p = [_problem(seed, 8, 5, 40) for seed in range(3)]
+    return tuple(jnp.stack([q[k] for q in p]) for k in ("hidden", "weight", "teacher_hidden", "teacher_weight"))
+
+
+@pytest.mark.parametrize("axes", [(0, None, 0, None), (0, 0, 0, 0), (0, None, None, None)])
+def test_vmap_and_its_gradients(batch: Any, axes: Any) -> None:
+    arguments = [x if axis == 0 else x[0] for x, axis in zip(batch, axes, strict=True)]
+
+    def run(loss: Any) -> Any:
+        gradient = jax.value_and_grad(loss, (0, 1))
+        return jax.jit(jax.vmap(gradient, axes))(*arguments)
+
+    assert_close(run(_loss()), jax.tree.map(np.asarray, run(_loss(implementation="reference"))), 1e-5, floor=1e-6)
+
+
+def test_a_batch_of_sequences_streams_shared_heads_once(batch: Any) -> None:
+    hidden, weight, teacher_hidden, teacher_weight = batch
+    run = jax.jit(jax.vmap(jax.grad(_loss()), (0, None, 0, None)))
+    text = run.lower(hidden, weight[0], teacher_hidden, teacher_weight[0]).as_text()
+    assert "24x40xf32" in text
+    assert "tensor<8x40xf32>" not in text
+
+
+def test_one_traced_loss_differentiated_for_one_side_and_then_for_the_other(batch: Any) -> None:
+    hidden, weight, *teacher = (x[0] for x in batch)
+
+    def both(loss: Any) -> Any:
+        traced = jax.jit(lambda h, w: loss(h, w, *teacher))
+
+        def step(h: Any, w: Any) -> Any:
+            frozen_weight, frozen_hidden = jax.grad(traced)(h, w), jax.grad(traced, 1)(h, w)
+            return frozen_weight, frozen_hidden, jax.grad(traced, (0, 1))(h, w)
+
+        return jax.jit(step)(hidden, weight)
+
+    assert_close(both(_loss()), jax.tree.map(np.asarray, both(_loss(implementation="reference"))), 1e-5, floor=1e-6)
+
+
+def test_a_scan_that_carries_the_weight(batch: Any) -> None:
+    hiddens, weights, teacher_hiddens, teacher_weights = batch
+
+    def train(loss: Any) -> Any:
+        def step(weight: Any, x: Any) -> Any:
+            value, gradient = jax.value_and_grad(loss, 1)(x[0], weight, x[1], teacher_weights[0])
+            return weight - 0.5 * gradient, value
+
+        return jax.lax.scan(step, weights[0], (hiddens, teacher_hiddens))
+
+    assert_close(train(_loss()), jax.tree.map(np.asarray, train(_loss(implementation="reference"))), 1e-5, floor=1e-6)
+
+
+def test_a_frozen_side_costs_no_product(batch: Any) -> None:
+    arguments = [x[0] for x in batch]
+
+    def products(*argnums: int) -> int:
+        return str(jax.make_jaxpr(jax.grad(_loss(), argnums))(*arguments)).count("dot_general")
+
+    assert products(0) == products(1) == products(0, 1) - 1 == products(0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, h: jax.grad(lambda x: jax.grad(f)(x).sum())(h),
+        lambda f, h: jax.hessian(f)(h),
+        lambda f, h: jax.jvp(jax.grad(f), (h,), (h,)),
+    ],
+)
+def test_second_derivatives_raise_but_in_the_reference(batch: Any, derivative: Any) -> None:
+    hidden, *rest = (x[0] for x in batch)
+    with pytest.raises(NotImplementedError, match=r"first derivatives in reverse mode only.*implementation='ref"):
+        derivative(lambda h: _loss()(h, *rest), hidden)
+    derivative(lambda h: _loss(implementation="reference")(h, *rest), hidden)
+
+
+def test_nothing_that_counts_gives_zero() -> None:
+    p = as_jax(_problem(0, 6, 4, 20))
+    run: Any = jax.value_and_grad(lambda h, labels: linear_distillation(**(p | {"hidden": h}), labels=labels))
+    for labels in (jnp.full(6, -100), jnp.full(6, 20)):
+        value, gradient = run(p["hidden"], labels)
+        assert value == 0
+        assert np.all(np.asarray(gradient) == 0)
+    p |= {k: x[:0] for k, x in p.items() if k.endswith("hidden")}
+    value, gradient = run(p["hidden"], jnp.zeros(0, int))
+    assert (float(value), gradient.shape) == (0.0, (0, 4))
+
+
+@every_divergence
+def test_no_logits_are_stored(divergence: Any) -> None:
+    n, h, v = 8192, 64, 40_000
+    no_stored_logits(
+        jax.grad(lambda *a: linear_distillation(*a, divergence=divergence), (0, 1)),
+        n, v, 160 * 2**20, *(((n, h), jnp.float32), ((v, h), jnp.float32)) * 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "kl"}, "divergence='kl' is unknown; choose from 'forward_kl'"),
+        ({"beta": 1.0}, "beta=1.0 must lie strictly between 0 and 1; for the ends choose divergence='forward_kl'"),
+        ({"temperature": 0.0}, "temperature=0 must be a finite number above 0"),
+        ({"implementation": "mosaic_gpu"}, "implementation='mosaic_gpu' does not serve distillation yet"),
+        ({"implementation": "cuda"}, "implementation='cuda' is unknown"),
+        ({"teacher_hidden": jnp.ones((3, 7))}, r"teacher_hidden has shape \(3, 7\) and hidden \(2, 3\)"),
+        ({"teacher_weight": jnp.ones((6, 7))}, "weight has 5 vocabulary entries and teacher_weight 6; pass vocab_size"),
+        ({"reduction": "max"}, "reduction='max' is unknown"),
+        ({"scratch_bytes": 100}, "scratch_bytes=100 cannot hold one row in the forward pass"),
+    ],
+)
+def test_what_cannot_be_served_is_named(options: dict[str, Any], message: str) -> None:
+    given = {"hidden": jnp.ones((2, 3)), "weight": jnp.ones((5, 3)), "teacher_hidden": jnp.ones((2, 7)),
+             "teacher_weight": jnp.ones((5, 7))}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        linear_distillation(**(given | options))
+
+
+def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
+    with pytest.raises(ValueError, match="the hidden size is 7 in the one and 3 in the other") as raised:
+        linear_distillation(jnp.ones((2, 3)), jnp.ones((5, 3)), jnp.ones((2, 7)), jnp.ones((5, 3)))
+    assert raised.value.__notes__[0].startswith("This is about the teacher's head")

@@ -1,0 +1,152 @@
+"""`linear_sample`: the distribution it draws from, and what the sample may not depend on."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_sample, linear_top_k, noise
+from tests.pallas_ce.problems import make
+from tests.pallas_ce.streamed import counted_rows, exact_head, log_softmax, no_stored_logits, stored_logits
+
+KEY = jax.random.key(7)
+
+
+def _p_value(observed: np.ndarray, expected: np.ndarray) -> float:
+    """Of Pearson's chi-square test; the draws are the same in every run, so that a small threshold never flakes."""
+    assert np.all(observed[expected == 0] == 0)
+    kept = expected > 0
+    statistic = (((observed - expected) ** 2)[kept] / expected[kept]).sum()
+    return float(jax.scipy.stats.chi2.sf(statistic, kept.sum() - 1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("top_k", [None, 9])
+@pytest.mark.parametrize("scratch_bytes", [None, 20_000])
+def test_samples_pass_a_chi_square_test(temperature: float, top_k: int | None, scratch_bytes: int | None) -> None:
+    rows, v = 20_000, 37
+    row, weight = jax.random.normal(jax.random.key(0), (1, 8)), 0.5 * jax.random.normal(jax.random.key(1), (v, 8))
+    found = linear_sample(KEY, jnp.tile(row, (rows, 1)), weight, temperature=temperature, top_k=top_k,
+                          scratch_bytes=scratch_bytes)  # fmt: skip
+    z = stored_logits(np.asarray(row, np.float64), np.asarray(weight, np.float64)) / temperature
+    if top_k is not None:
+        z = np.where(z >= np.sort(z[0])[-top_k], z, -np.inf)
+    log_p = log_softmax(z)[0]
+    assert _p_value(np.bincount(found.ids, minlength=v), rows * np.exp(log_p)) > 1e-3
+    np.testing.assert_allclose(found.log_probs, log_p[np.asarray(found.ids)], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_and_keys_are_independent() -> None:
+    """Two rows under many keys: each pair of ids as often as the product of their probabilities."""
+    hidden, weight = jnp.array([[0.0, 1.0], [1.0, 0.5]]), jnp.array([[0.0, 0.0], [1.0, 0.3], [-0.5, 0.2]])
+    keys = jax.random.split(KEY, 10_000)
+    ids = np.asarray(jax.vmap(lambda key: linear_sample(key, hidden, weight).ids)(keys))
+    p = np.exp(log_softmax(stored_logits(np.asarray(hidden), np.asarray(weight))))
+    observed = np.bincount(3 * ids[:, 0] + ids[:, 1], minlength=9)
+    assert _p_value(observed, 10_000 * np.outer(p[0], p[1]).ravel()) > 1e-3
+
+
+def test_the_largest_of_a_million_noises_are_all_different() -> None:
+    """They decide samples from large vocabularies; made from 24 bits, dozens of the first thousand would be equal."""
+    keys = noise.row_keys(KEY, 1)
+    largest = np.sort(np.asarray(noise.gumbel(keys, jnp.arange(2**20), np.dtype(np.float32)))[0])[-1000:]
+    assert len(np.unique(largest)) > 990
+    # The cumulative distribution exp(-exp(-g)) is uniform; the largest of n lies at about 1 - 1/n.
+    assert 2e-8 < -np.expm1(-np.exp(-np.float64(largest[-1]))) < 2e-5
+
+
+def test_the_sample_depends_on_nothing_but_key_and_problem() -> None:
+    n, v = 20, 90
+    arrays = exact_head(5, n, 6, v, 0.3)
+    rows, options = (arrays["hidden"], arrays["weight"]), {"bias": arrays["bias"], "temperature": np.linspace(0, 3, n)}
+    found = linear_sample(KEY, *rows, **options)
+    mask = np.random.default_rng(0).random(n) < 0.5
+    for changed in ({"scratch_bytes": 80}, {"scratch_bytes": 3000, "row_mask": mask}, {"top_k": v, "row_mask": mask}):
+        again = linear_sample(KEY, *rows, **options, **changed)
+        counts = changed.get("row_mask", np.ones(n, bool))
+        np.testing.assert_array_equal(again.ids, np.where(counts, found.ids, -1))
+        np.testing.assert_allclose(again.log_probs, np.where(counts, found.log_probs, 0), rtol=1e-5, atol=1e-6)
+    assert np.any(linear_sample(jax.random.key(8), *rows, **options).ids != found.ids)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_temperature_zero_takes_the_largest_logit(top_k: int | None) -> None:
+    arrays = exact_head(3, 30, 4, 50)
+    temperature = jnp.where(jnp.arange(30) % 2 == 0, 0.0, 2.0)
+    rows = arrays["hidden"], arrays["weight"]
+    found = linear_sample(KEY, *rows, temperature=temperature, top_k=top_k)
+    np.testing.assert_array_equal(found.ids[::2], stored_logits(*rows).argmax(1)[::2])
+    assert np.all(np.asarray(found.log_probs)[::2] == 0)
+    warm = linear_sample(KEY, *rows, temperature=2.0, top_k=top_k)
+    np.testing.assert_array_equal(found.ids[1::2], warm.ids[1::2])
+    np.testing.assert_allclose(found.log_probs[1::2], warm.log_probs[1::2], rtol=1e-6)
+
+
+def test_columns_without_probability_are_never_drawn() -> None:
+    bias = jnp.full(40, -jnp.inf).at[jnp.array([3, 39])].set(0.0)
+    found = linear_sample(KEY, jnp.ones((500, 2)), jnp.zeros((40, 2)), bias=bias, temperature=5.0, scratch_bytes=2000)
+    assert set(np.asarray(found.ids).tolist()) == {3, 39}
+    padded = linear_sample(KEY, jnp.ones((500, 2)), jnp.ones((40, 2)), vocab_size=7)
+    assert set(np.asarray(padded.ids).tolist()) == set(range(7))
+    nothing = linear_sample(KEY, jnp.ones((2, 2)), jnp.ones((40, 2)), bias=jnp.full(40, -jnp.inf), temperature=0.0)
+    assert np.all(np.asarray(nothing.ids) == 0)
+    assert np.all(np.isneginf(nothing.log_probs))
+
+
+def test_masked_rows_cost_nothing_and_may_hold_anything(monkeypatch: Any) -> None:
+    hidden, mask = jnp.full((64, 4), jnp.nan).at[8:16].set(1.0), (jnp.arange(64) >= 8) & (jnp.arange(64) < 16)
+    with counted_rows(monkeypatch) as seen:
+        found = linear_sample(KEY, hidden, jnp.ones((32, 4)), row_mask=mask, scratch_bytes=3000)
+        jax.block_until_ready(found)
+        jax.effects_barrier()
+        assert 0 < sum(seen) * 4 <= 64 * 8
+    np.testing.assert_allclose(found.log_probs[8:16], -np.log(32), rtol=1e-6)
+
+
+def test_under_jit_and_vmap_over_examples() -> None:
+    p = make(0, 12, 5, 31)
+    hidden, weight = p.arrays["hidden"].reshape(3, 4, 5), jnp.asarray(p.arrays["weight"])
+    keys = jax.random.split(KEY, 3)
+    many: Any = jax.jit(jax.vmap(linear_sample, (0, 0, None)))
+    found = many(keys, hidden, weight)
+    for i in range(3):
+        np.testing.assert_array_equal(found.ids[i], linear_sample(keys[i], hidden[i], weight).ids)
+    assert "12x31xf32" in many.lower(keys, hidden, weight).as_text()
+    assert linear_sample(KEY, hidden[:, :0], weight).ids.shape == (3, 0)
+    assert linear_sample(jax.random.PRNGKey(0), hidden[0, 0], weight).ids.shape == ()
+
+
+def test_the_results_are_constants() -> None:
+    p = make(0, 12, 5, 31)
+    gradient = jax.grad(lambda h: linear_sample(KEY, h, p.arrays["weight"], temperature=0.5).log_probs.sum())
+    assert np.all(np.asarray(gradient(jnp.asarray(p.arrays["hidden"]))) == 0)
+
+
+def test_greedy_agrees_with_top_1() -> None:
+    p = make(2, 40, 8, 300)
+    rows = p.arrays["hidden"], p.arrays["weight"]
+    np.testing.assert_array_equal(linear_sample(KEY, *rows, temperature=0).ids, linear_top_k(*rows, 1).ids[:, 0])
+
+
+def test_no_logits_are_stored() -> None:
+    n, h, v = 8192, 64, 40_000
+    no_stored_logits(
+        lambda x, w: linear_sample(KEY, x, w), n, v, 160 * 2**20, ((n, h), jnp.float32), ((v, h), jnp.float32)
+    )
+
+
+@pytest.mark.parametrize("key", [3, np.zeros((2, 2), np.uint32), np.zeros(2, np.float32)])
+def test_what_is_no_key_is_named(key: Any) -> None:
+    with pytest.raises(TypeError, match=r"key is .* it must be one key"):
+        linear_sample(key, jnp.ones((2, 3)), jnp.ones((5, 3)))
+
+
+def test_what_cannot_be_served_is_named() -> None:
+    with pytest.raises(ValueError, match=r"temperature=-1 must be a finite number at least 0"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), temperature=-1.0)
+    with pytest.raises(ValueError, match=r"top_k=6 must be an int between 1 and vocab_size=5"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), top_k=6)
+    with pytest.raises(ValueError, match=r"scratch_bytes=9 cannot hold one row"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), scratch_bytes=9)
