@@ -147,7 +147,7 @@ def logits(options: Options, projection: Projection, hidden: jax.Array, logit_sc
         logit_softcap=options.logit_softcap,
         dtype=options.dtype,
     )
-    rows, head = inputs.flatten(arrays, spec)
+    batch, head = inputs.flatten(arrays, spec)
     # Padding is cut from the result and not from the weight, which would be copied for it.
-    values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
+    values = head.logits(batch.hidden, head.weight, head.bias)[:, : spec.vocab_size]
     return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)

@@ -115,12 +115,15 @@ def _cap(logit_softcap: float | None) -> float | None:
     return cap
 
 
-def check_labels(labels: Any, leading: tuple[int, ...]) -> None:
-    """Integers (not bool), one for each token."""
+def check_labels(labels: Any, leading: tuple[int, ...], several: bool = False) -> None:
+    """Integers (not bool), one for each token; with `several`, or K of them."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
+    if several and labels.shape[:-1] == leading and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0:
+        return
     if labels.shape != leading:
-        raise ValueError(f"labels have shape {labels.shape}; hidden's leading shape {leading} is needed")
+        either = ", or that with K >= 1 labels for each row behind it," if several else ""
+        raise ValueError(f"labels have shape {labels.shape}; hidden's leading shape {leading}{either} is needed")
 
 
 def ignored(ignore_index: Any) -> int | None:
@@ -149,6 +152,22 @@ def row_mask(value: Any, leading: tuple[int, ...]) -> jax.Array:
     if mask.dtype != jnp.bool:
         raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
     return mask
+
+
+def temperature(value: Any, leading: tuple[int, ...]) -> float | jax.Array:
+    """A positive number, or a floating array `[]` or with one entry for each token, whose range is not checked."""
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"temperature={value!r} must be a finite number above 0, or an array of such")
+        return float(value)
+    values = array("temperature", value)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"temperature has dtype {values.dtype}; it must be a floating dtype")
+    if values.shape not in ((), leading):
+        raise ValueError(
+            f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
+        )
+    return values
 
 
 def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:

@@ -179,17 +179,15 @@ def _linear_cross_entropy(
     loss, by_row, shared = _row_loss(static, options, ids, mask)
     if loss.smoothing and options.class_weights is not None:
         arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)
-    hidden, head = inputs.flatten(arrays, spec)
+    batch, head = inputs.flatten(arrays, spec, ids)
     extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
     if static.reduction == "none":
         values, found = evaluate.row_losses(
-            static.how, loss.names | extra, loss, hidden, head, ids, mask, (by_row, shared | _unnormalised(spec))
+            static.how, loss.names | extra, loss, batch, head, mask, (by_row, shared | _unnormalised(spec))
         )
         value = values.reshape(leading)
     else:
-        value, found = evaluate.total_loss(
-            static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
-        )
+        value, found = evaluate.total_loss(static.how, loss.names, extra, loss, batch, head, mask, (by_row, shared))
     if not static.return_metrics:
         return value, None
     return value, jax.tree.map(jax.lax.stop_gradient, _metrics(loss, found, ids, mask, (by_row, shared)))

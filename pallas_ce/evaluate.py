@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from pallas_ce import reference
 from pallas_ce.blocks import Rows
-from pallas_ce.head import Head
+from pallas_ce.head import Batch, Head
 from pallas_ce.modes import in_forward, recompute
+from pallas_ce.modes.forward import empty_statistics
 from pallas_ce.settings import Settings
 
 RowTotal = Callable[[dict[str, jax.Array], Any], jax.Array]
@@ -18,31 +19,29 @@ RowTotal = Callable[[dict[str, jax.Array], Any], jax.Array]
 def statistics(
     settings: Settings,
     names: frozenset[str],
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """Primitive statistics `[N]`, differentiable; 0 where `mask` is False."""
-    if hidden.shape[0] == 0:
-        return {name: jnp.zeros(0, jnp.int32 if name == "argmax" else head.spec.accumulator) for name in names}
+    """Primitive statistics of N rows, differentiable; 0 where `mask` is False."""
+    if batch.hidden.shape[0] == 0:
+        return empty_statistics(names, batch, head)
     if settings.mode is None:
-        return reference.row_statistics(names, hidden, head, labels, mask)
-    return recompute.row_statistics(settings, names, hidden, head, labels, mask)
+        return reference.row_statistics(names, batch, head, mask)
+    return recompute.row_statistics(settings, names, batch, head, mask)
 
 
 def row_losses(
     settings: Settings,
     names: frozenset[str],
     row_total: RowTotal,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[N]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(settings, names, hidden, head, labels, mask)
+    found = statistics(settings, names, batch, head, mask)
     rows = Rows.counted(mask)
     by_row, shared = rows.guard(inputs)
     values = row_total(jax.tree.map(rows.visit, found), (jax.tree.map(rows.visit, by_row), shared))
@@ -54,9 +53,8 @@ def total_loss(
     names: frozenset[str],
     extra_names: frozenset[str],
     row_total: RowTotal,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -67,19 +65,18 @@ def total_loss(
         names: primitive statistics that `row_total` reads.
         extra_names: further ones to return.
         row_total: `(statistics [n], (by_row, shared)) -> [n]`.
-        hidden: `[N, H]`.
+        batch: the N rows.
         head: the head.
-        labels: `[N]` int32 or None.
         mask: `[N]` bool, which rows count; None means all.
         inputs: `(by_row, shared)`: pytrees of `[N, ...]`, and of arrays that all rows share.
     """
     rows = Rows.counted(mask)
-    if settings.mode == "in_forward" and hidden.shape[0] > 0:
+    if settings.mode == "in_forward" and batch.hidden.shape[0] > 0:
         call = in_forward.Call(settings, row_total, names, names | extra_names)
-        found, handle = in_forward.statistics_and_handle(call, hidden, head, labels, mask, inputs)
+        found, handle = in_forward.statistics_and_handle(call, batch, head, mask, inputs)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
-        found = statistics(settings, names | extra_names, hidden, head, labels, mask)
+        found = statistics(settings, names | extra_names, batch, head, mask)
         handle = jnp.zeros((), head.spec.accumulator)
     # Only rows that count reach the loss, so that no stand-in value can turn into nan under a user's function.
     read = {name: rows.visit(found[name]) for name in names}

@@ -1,6 +1,7 @@
-"""The projection head as data: which arrays it has, and the static facts that shape a kernel."""
+"""The projection head and the rows it is applied to, as data: arrays, and the static facts that shape a kernel."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,45 @@ class HeadSpec:
         return jax.lax.Precision.HIGHEST if self.dtype == np.float32 else None
 
 
+class Batch(NamedTuple):
+    """The rows a head is applied to, or a block of them: a pytree whose leaves are `[n, ...]`.
+
+    Attributes:
+        hidden: `[n, H]`.
+        labels: `[n]`, or `[n, K]` for K targets of each row: int32, -1 for no target; None where no target is read.
+        inverse_temperature: `[n]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by.
+            A constant.
+    """
+
+    hidden: jax.Array
+    labels: jax.Array | None = None
+    inverse_temperature: jax.Array | None = None
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The labels' axes beside the rows': `()` or `(K,)`."""
+        return () if self.labels is None else self.labels.shape[1:]
+
+
+class BatchSpec(NamedTuple):
+    """Static facts of a `Batch` that a backend may have to refuse.
+
+    Attributes:
+        targets: K where each row has K targets; None where it has one or none.
+        row_temperature: whether each row has a temperature.
+    """
+
+    targets: int | None = None
+    row_temperature: bool = False
+
+
+PLAIN = BatchSpec()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`.
+    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`, over a row's temperature.
 
     Attributes:
         weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype.
@@ -68,12 +104,20 @@ class Head:
             preferred_element_type=spec.accumulator,
         )
 
-    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Capped logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
-        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias)
+    def logits(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        inverse_temperature: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
+        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias, inverse_temperature)
 
-    def cap(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Capped logits from `hidden·weight [n, c]`: bias, scale, soft cap."""
+    def cap(
+        self, products: jax.Array, bias: jax.Array | None, inverse_temperature: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits from `hidden·weight [n, c]`: bias, scale, soft cap, temperature."""
         z = products
         if bias is not None:
             z = z + bias.astype(z.dtype)
@@ -81,7 +125,13 @@ class Head:
             z = z * self.logit_scale
         if self.spec.softcap is not None:
             z = self.spec.softcap * jnp.tanh(z / self.spec.softcap)
-        return z
+        return z if inverse_temperature is None else z * inverse_temperature[:, None]
+
+    def bound(self, inverse_temperature: jax.Array | None) -> jax.Array | float | None:
+        """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""
+        if self.spec.softcap is None or inverse_temperature is None:
+            return self.spec.softcap
+        return self.spec.softcap * inverse_temperature[:, None]
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""

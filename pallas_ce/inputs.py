@@ -1,5 +1,6 @@
-"""From public arguments to rows and a head: what the three public functions share."""
+"""From public arguments to rows and a head: what the public functions share."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -9,17 +10,27 @@ import numpy as np
 
 from pallas_ce import arguments
 from pallas_ce import labels as label_rule
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
 
 
 class HeadArrays(NamedTuple):
-    """The head's arrays as the caller gave them; `logit_scale` is None where it is the number 1."""
+    """The head's arrays as the caller gave them, None where absent.
+
+    `logit_scale` is None where it is the number 1, and divided by `temperature` where that is a number, which leaves
+    None there.
+    """
 
     hidden: jax.Array
     weight: jax.Array
     bias: jax.Array | None
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
+    temperature: jax.Array | None = None
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Hidden's leading shape."""
+        return self.hidden.shape[:-1]
 
 
 def read_head(
@@ -33,6 +44,7 @@ def read_head(
     vocab_size: int | None,
     logit_softcap: float | None,
     dtype: Any | None,
+    temperature: Any = 1.0,
 ) -> tuple[HeadArrays, HeadSpec]:
     """Checked arrays and static facts."""
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
@@ -43,20 +55,47 @@ def read_head(
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
-    return HeadArrays(hidden, weight, bias, scale, logit_weights), spec
+    arrays = HeadArrays(hidden, weight, bias, scale, logit_weights)
+    return _with_temperature(arrays, spec, arguments.temperature(temperature, arrays.leading))
+
+
+def _with_temperature(
+    arrays: HeadArrays, spec: HeadSpec, temperature: float | jax.Array
+) -> tuple[HeadArrays, HeadSpec]:
+    """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
+    if not isinstance(temperature, float):
+        return arrays._replace(temperature=temperature), spec
+    if temperature == 1.0:
+        return arrays, spec
+    if spec.softcap is not None:
+        spec = dataclasses.replace(spec, softcap=spec.softcap / temperature)
+    inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
+    scale = inverse if arrays.logit_scale is None else arrays.logit_scale.astype(spec.accumulator) * inverse
+    return arrays._replace(logit_scale=scale), spec
+
+
+def batch_spec(arrays: HeadArrays, labels: jax.Array | None) -> BatchSpec:
+    """The static facts of the rows."""
+    several = labels is not None and labels.ndim > len(arrays.leading)
+    return BatchSpec(labels.shape[-1] if labels is not None and several else None, arrays.temperature is not None)
 
 
 def read_labels(
-    labels: Any, leading: tuple[int, ...], spec: HeadSpec, ignore_index: int | None, validate: bool
+    labels: Any,
+    leading: tuple[int, ...],
+    spec: HeadSpec,
+    ignore_index: int | None,
+    validate: bool,
+    several: bool = False,
 ) -> jax.Array:
-    """Checked labels; with `validate`, their values too."""
+    """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
     if not isinstance(
         labels, np.ndarray | np.generic
     ):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
         labels = arguments.array("labels", labels)
     else:
         labels = np.asarray(labels)
-    arguments.check_labels(labels, leading)
+    arguments.check_labels(labels, leading, several)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
     return label_rule.as_array(labels)
@@ -77,8 +116,13 @@ def tokens(leading: tuple[int, ...]) -> int:
     return math.prod(leading)
 
 
-def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
-    """`hidden [N, H]` and the head, inside jit."""
+def flat_labels(labels: jax.Array, leading: tuple[int, ...], spec: HeadSpec) -> jax.Array:
+    """Canonical labels `[N]` or `[N, K]`."""
+    return label_rule.canonical(labels.reshape(tokens(leading), *labels.shape[len(leading) :]), spec.vocab_size)
+
+
+def flatten(arrays: HeadArrays, spec: HeadSpec, ids: jax.Array | None = None) -> tuple[Batch, Head]:
+    """The N rows, with canonical labels `[N]` or `[N, K]`, and the head; inside jit."""
     wide = spec.accumulator
     u = arrays.logit_weights
     head = Head(
@@ -88,4 +132,8 @@ def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
         None if u is None else jax.lax.stop_gradient(u.astype(wide)),
         spec,
     )
-    return arrays.hidden.reshape(-1, spec.hidden_size), head
+    inverse = None
+    if arrays.temperature is not None:
+        by_row = jnp.broadcast_to(arrays.temperature.astype(wide), arrays.leading).reshape(-1)
+        inverse = 1.0 / jax.lax.stop_gradient(by_row)
+    return Batch(arrays.hidden.reshape(tokens(arrays.leading), spec.hidden_size), ids, inverse), head

@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_ce import arguments, backends
 from pallas_ce.backends import Backend, Backward, Mode, Plan
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
 
@@ -66,6 +66,7 @@ def choose(
     tokens: int,
     *,
     scalar_loss: bool,
+    rows: BatchSpec = PLAIN,
     backward: Backward = "auto",
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
@@ -76,7 +77,7 @@ def choose(
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     scratch_bytes = arguments.check_scratch_bytes(scratch_bytes)
-    name, reason = backends.choose(implementation, spec)
+    name, reason = backends.choose(implementation, spec, rows)
     if name == "reference":
         if backward != "auto":
             raise ValueError(

@@ -9,9 +9,9 @@ from jax import lax
 from pallas_ce.backends import Plan
 from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head
 from pallas_ce.settings import Settings
-from pallas_ce.statistics import finalise
+from pallas_ce.statistics import finalise, struct
 
 Statistics = dict[str, jax.Array]
 
@@ -19,9 +19,11 @@ Statistics = dict[str, jax.Array]
 _GATHERED_ROWS = 1024
 
 
-def empty_statistics(names: frozenset[str], tokens: int, spec: HeadSpec) -> Statistics:
-    """Zeros `[N]` for each statistic: what ignored rows keep."""
-    return {name: jnp.zeros(tokens, jnp.int32 if name == "argmax" else spec.accumulator) for name in sorted(names)}
+def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
+    """Zeros for each statistic: what ignored rows keep."""
+    rows, targets, wide = batch.hidden.shape[0], batch.targets, head.spec.accumulator
+    structs = {name: struct(name, rows, targets, wide) for name in sorted(names)}
+    return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
 
 
 def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
@@ -30,27 +32,21 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 
 def forward_statistics(
-    settings: Settings,
-    names: frozenset[str],
-    hidden: jax.Array,
-    head: Head,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
+    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
 ) -> Statistics:
-    """Primitive statistics `[N]` of the rows that count, 0 in the others."""
+    """Primitive statistics of the rows that count, 0 in the others."""
 
     def operation(by_row: Any, head: Head) -> tuple[Statistics, None]:
-        hidden, labels, mask = by_row
-        tokens = hidden.shape[0]
+        batch, mask = by_row
+        tokens = batch.hidden.shape[0]
         whole = settings.plan(head.spec, tokens, None)
 
         def visit(rows: Rows, plan: Plan) -> Statistics:
             def body(block: RowBlock, found: Statistics) -> Statistics:
-                block_labels = None if labels is None else block.take(labels)
-                partial = settings.backend.statistics(head, block.take(hidden), block_labels, names, plan)
+                partial = settings.backend.statistics(head, jax.tree.map(block.take, batch), names, plan)
                 return put_all(block, found, finalise(partial, names))
 
-            return rows.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, tokens, head.spec))
+            return rows.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, batch, head))
 
         if mask is None or whole.rows <= _GATHERED_ROWS:
             return visit(Rows.counted(mask), whole), None
@@ -63,4 +59,4 @@ def forward_statistics(
         return found, None
 
     with jax.named_scope("pallas_ce.forward"):
-        return over_rows(operation)((hidden, labels, mask), head)[0]
+        return over_rows(operation)((batch, mask), head)[0]

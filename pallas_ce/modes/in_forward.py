@@ -19,7 +19,7 @@ from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
 from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows
-from pallas_ce.head import Head, Wanted
+from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
     Inputs,
@@ -59,26 +59,24 @@ class Call:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics_and_handle(
     call: Call,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[Statistics, jax.Array]:
-    """Statistics `[N]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
+    """Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
     `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss:
     that of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
 
     Args:
         call: the static facts.
-        hidden: `[N, H]`.
+        batch: the N rows.
         head: the head.
-        labels: `[N]` int32 or None.
         mask: `[N]` bool, which rows count; None: all.
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
     """
-    found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+    found = forward_statistics(call.settings, call.names, batch, head, mask)
     return _with_handle(found, inputs, head)
 
 
@@ -96,17 +94,17 @@ def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
     values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
-    hidden, head, labels, mask, inputs = first_order_only(values)
+    batch, head, mask, inputs = first_order_only(values)
     hidden_sum, sums = None, Accumulators(None, None)
     if wanted:
         with jax.named_scope("pallas_ce.in_forward"):
             operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
-            by_row = (hidden, labels, mask, inputs[0])
+            by_row = (batch, mask, inputs[0])
             (found, hidden_sum), sums = operation(by_row, (head, inputs[1]))
     else:
-        found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+        found = forward_statistics(call.settings, call.names, batch, head, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    return _with_handle(found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    return _with_handle(found, inputs, head), Saved(*values[:3], (kept, values[3]), flags_of(wanted))
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -116,7 +114,7 @@ def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[An
     gradients = Gradients()
     if wanted and not is_zero(upstream):
         (hidden_sum, weight_sum, bias_sum), upstream = first_order_only((kept, upstream))
-        d_hidden, d_bias, d_scale = finish(saved.hidden, head, wanted, hidden_sum, bias_sum, upstream)
+        d_hidden, d_bias, d_scale = finish(saved.batch.hidden, head, wanted, hidden_sum, bias_sum, upstream)
         d_weight = None
         if wanted.weight:
             scale = upstream if head.logit_scale is None else upstream * head.logit_scale
@@ -130,28 +128,27 @@ statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -> tuple[Any, Accumulators]:
     """Statistics and `dlogits·weight` by row, and the head's accumulators, all before upstream scalar and scale."""
-    hidden, labels, mask, row_inputs = by_row
+    batch, mask, row_inputs = by_row
     head, shared_inputs = shared
-    spec, backend, tokens = head.spec, call.settings.backend, hidden.shape[0]
+    spec, backend, tokens = head.spec, call.settings.backend, batch.hidden.shape[0]
     plan = call.settings.plan(spec, tokens, "in_forward")
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, hidden_sum, sums = carry
-        block_hidden = block.take(hidden)
-        block_labels = None if labels is None else block.take(labels)
-        partial, stash = backend.stash(head, block_hidden, block_labels, names, plan)
+        block_batch = jax.tree.map(block.take, batch)
+        partial, stash = backend.stash(head, block_batch, names, plan)
         statistics = finalise(partial, names)
         cotangents = _cotangents(call, statistics, block, (jax.tree.map(block.take, row_inputs), shared_inputs))
-        coefficients = coef.from_cotangents(cotangents, statistics)
+        coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
             statistics["lse"] if coefficients.need_probabilities else None,
             statistics["argmax"] if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
-            head, block_hidden, block_labels, residual, coefficients, factor, stash, sums, wanted, plan
+            head, block_batch, residual, coefficients, factor, stash, sums, wanted, plan
         )
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
@@ -161,8 +158,8 @@ def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -
         jnp.zeros(head.weight.shape, wide) if wanted.weight else None,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
-    hidden_sum = jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None
-    carry = (empty_statistics(call.names, tokens, spec), hidden_sum, sums)
+    hidden_sum = jnp.zeros(batch.hidden.shape, wide) if wanted.hidden_product else None
+    carry = (empty_statistics(call.names, batch, head), hidden_sum, sums)
     found, hidden_sum, sums = Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, carry)
     return (found, hidden_sum), sums
 

@@ -16,7 +16,7 @@ from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
 from pallas_ce.batching import over_rows
 from pallas_ce.blocks import RowBlock, Rows, Tiles
-from pallas_ce.head import Head, Wanted
+from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
     Inputs,
@@ -35,15 +35,10 @@ from pallas_ce.settings import Settings
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
-    settings: Settings,
-    names: frozenset[str],
-    hidden: jax.Array,
-    head: Head,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
+    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
 ) -> Statistics:
-    """Primitive statistics `[N]` of `hidden [N, H]`, differentiable in `hidden` and the head's arrays but u."""
-    return forward_statistics(settings, names, hidden, head, labels, mask)
+    """Primitive statistics of the rows of `batch`, differentiable in `hidden` and the head's arrays but u."""
+    return forward_statistics(settings, names, batch, head, mask)
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
@@ -61,10 +56,10 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
     gradients = Gradients()
     if given and saved.wanted:
         used, given = first_order_only((saved, given))
-        coefficients = coef.from_cotangents(given, used.kept)
+        coefficients = coef.from_cotangents(given, used.kept, used.batch)
         with jax.named_scope("pallas_ce.recompute"):
             operation = over_rows(functools.partial(_gradients, settings, saved.wanted))
-            by_row = (used.hidden, used.labels, used.mask, used.kept, coefficients)
+            by_row = (used.batch, used.mask, used.kept, coefficients)
             d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, used.head)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
     return input_cotangents(saved, gradients)
@@ -75,8 +70,8 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> tuple[jax.Array | None, Any]:
     """The gradient of hidden, and those of weight, bias and scale, in their dtypes; None where not wanted."""
-    hidden, labels, mask, kept, coefficients = by_row
-    spec, tokens = head.spec, hidden.shape[0]
+    batch, mask, kept, coefficients = by_row
+    spec, tokens = head.spec, batch.hidden.shape[0]
     plan = settings.plan(spec, tokens, "recompute")
     tiles, rows, wide = Tiles(spec.vocab_size, plan.columns), Rows.counted(mask), spec.accumulator
     blocks = rows.blocks(tokens, plan.rows)
@@ -100,8 +95,7 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
                 block_coefficients = coef.select(block_coefficients, block.live)
             for_hidden, for_weight, for_bias = settings.backend.dlogits_products(
                 head,
-                block.take(hidden),
-                None if labels is None else block.take(labels),
+                jax.tree.map(block.take, batch),
                 jax.tree.map(block.take, residual),
                 block_coefficients,
                 i,
@@ -129,12 +123,12 @@ def _gradients(settings: Settings, wanted: Wanted, by_row: Any, head: Head) -> t
         return hidden_sum, d_weight, bias_sum
 
     init = (
-        jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
+        jnp.zeros(batch.hidden.shape, wide) if wanted.hidden_product else None,
         jnp.zeros_like(head.weight) if wanted.weight else None,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = lax.fori_loop(0, tiles.count, tile_body, init)
     if hidden_sum is not None:
         hidden_sum = rows.in_row_order(hidden_sum)
-    d_hidden, d_bias, d_scale = finish(hidden, head, wanted, hidden_sum, bias_sum, factor)
+    d_hidden, d_bias, d_scale = finish(batch.hidden, head, wanted, hidden_sum, bias_sum, factor)
     return d_hidden, (d_weight, d_bias, d_scale)

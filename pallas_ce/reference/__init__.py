@@ -3,16 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics import spread
 
 
-def row_statistics(
-    names: frozenset[str], hidden: jax.Array, head: Head, labels: jax.Array | None, mask: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
+def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
+    """Primitive statistics of the N rows of `batch`, each by its definition; 0 where `mask [N]` is False."""
     spec = head.spec
+    hidden, labels, inverse_temperature = batch
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
+        inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
     z = jnp.tensordot(
@@ -21,7 +22,7 @@ def row_statistics(
         axes=(1, 1 - spec.vocab_axis),
         precision=jax.lax.Precision.HIGHEST,
     )
-    z = head.cap(z, bias)
+    z = head.cap(z, bias, inverse_temperature)
 
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
@@ -43,10 +44,11 @@ def row_statistics(
     values["max_logit"] = jnp.take_along_axis(z, values["argmax"][:, None], axis=1)[:, 0]
     if labels is not None:
         inside = labels >= 0
-        target = jnp.take_along_axis(z, jnp.where(inside, labels, 0)[:, None], axis=1)[:, 0]
+        places = jnp.where(inside, labels, 0).reshape(labels.shape[0], -1)
+        target = jnp.take_along_axis(z, places, axis=1).reshape(labels.shape)
         values["target_logit"] = jnp.where(inside, target, 0.0)
     if mask is not None:
-        values = {name: jnp.where(mask, value, 0) for name, value in values.items()}
+        values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
     return {name: values[name] for name in names}
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from pallas_ce.backends import Accumulators, Mode, Plan, Residual
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.coefficients import Coefficients, dlogits
-from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
 # Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
@@ -29,8 +29,8 @@ class XlaBackend:
 
     name = "xla"
 
-    def refusal(self, spec: HeadSpec) -> str | None:
-        """Never: plain JAX serves every head."""
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
+        """Never: plain JAX serves every head and all rows."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
@@ -51,13 +51,11 @@ class XlaBackend:
                 columns = -(-columns // 2)
         return Plan(rows, columns, _scratch(spec, mode, rows, columns))
 
-    def statistics(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> Partial:
+    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
         """Statistics tile by tile, merged as they come."""
 
         def step(tile: Tile) -> Partial:
-            return _partial(head, tile, _tile_logits(head, hidden, tile), labels, names)
+            return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
 
         tiles = _tiles(head, plan)
         first = step(tiles.tile(0))
@@ -66,8 +64,7 @@ class XlaBackend:
     def dlogits_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         tile_index: jax.Array,
@@ -76,18 +73,16 @@ class XlaBackend:
     ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
         """The logits of one tile once more, and their products."""
         tile = _tiles(head, plan).tile(tile_index)
-        logits = _tile_logits(head, hidden, tile)
-        return _products(head, hidden, labels, residual, coefficients, tile, logits, wanted)
+        logits = _tile_logits(head, batch, tile)
+        return _products(head, batch, residual, coefficients, tile, logits, wanted)
 
-    def stash(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> tuple[Partial, jax.Array]:
+    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
 
         def step(tile: Tile) -> tuple[Partial, jax.Array]:
-            logits = _tile_logits(head, hidden, tile)
-            return _partial(head, tile, logits, labels, names), logits
+            logits = _tile_logits(head, batch, tile)
+            return _partial(head, tile, logits, batch.labels, names), logits
 
         def body(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
             done, kept = carry
@@ -102,8 +97,7 @@ class XlaBackend:
     def stash_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         factor: jax.Array,
@@ -118,9 +112,7 @@ class XlaBackend:
         def body(i: jax.Array, carry: _Sums) -> _Sums:
             tile = tiles.tile(i)
             logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
-            for_hidden, for_weight, for_bias = _products(
-                head, hidden, labels, residual, coefficients, tile, logits, wanted
-            )
+            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, wanted)
             sums, weight, bias = carry
             if sums is not None and for_hidden is not None:
                 sums = sums + for_hidden
@@ -130,7 +122,7 @@ class XlaBackend:
                 bias = tile.add(bias, factor * for_bias)
             return _Sums(sums, weight, bias)
 
-        zeros = jnp.zeros(hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
+        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
         sums = lax.fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
         return sums.hidden, Accumulators(sums.weight, sums.bias)
 
@@ -157,9 +149,10 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
     return Tiles(head.spec.vocab_size, plan.columns)
 
 
-def _tile_logits(head: Head, hidden: jax.Array, tile: Tile) -> jax.Array:
+def _tile_logits(head: Head, batch: Batch, tile: Tile) -> jax.Array:
     bias = None if head.bias is None else tile.take(head.bias)
-    return head.logits(hidden, tile.take(head.weight, head.spec.vocab_axis), bias)
+    weight = tile.take(head.weight, head.spec.vocab_axis)
+    return head.logits(batch.hidden, weight, bias, batch.inverse_temperature)
 
 
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
@@ -169,8 +162,7 @@ def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None
 
 def _products(
     head: Head,
-    hidden: jax.Array,
-    labels: jax.Array | None,
+    batch: Batch,
     residual: Residual,
     coefficients: Coefficients,
     tile: Tile,
@@ -189,17 +181,18 @@ def _products(
         residual.lse,
         tile.columns,
         tile.live,
-        labels,
+        batch.labels,
         residual.argmax,
         weights,
-        head.spec.softcap,
+        head.bound(batch.inverse_temperature),
     )
     rounded = gradient.astype(head.spec.dtype)
     for_hidden = for_weight = for_bias = None
     if wanted.hidden_product:
         for_hidden = head.matmul(rounded, tile.take(head.weight, axis), (1, axis))
     if wanted.weight:
-        for_weight = head.matmul(rounded, hidden, (0, 0)) if axis == 0 else head.matmul(hidden, rounded, (0, 0))
+        a, b = (rounded, batch.hidden) if axis == 0 else (batch.hidden, rounded)
+        for_weight = head.matmul(a, b, (0, 0))
     if wanted.bias_sum:
         for_bias = gradient.sum(axis=0)
     return for_hidden, for_weight, for_bias
