@@ -1,8 +1,9 @@
 """Losses of language model heads, computed through row statistics, without storing logits.
 
 `linear_cross_entropy` is the loss; `linear_row_statistics` gives the statistics for losses of your own, `linear_loss`
-reduces such a loss in either backward mode, and `explain` tells how a call will be carried out. For logits that are
-already there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
+reduces such a loss in either backward mode, and `explain` tells how a call will be carried out. `linear_log_probs` and
+the losses of `post_training` on top of it train with rewards, preferences and teachers. For logits that are already
+there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 """
 
 from pallas_ce.class_samplers import ClassSample as ClassSample
@@ -15,10 +16,20 @@ from pallas_ce.given_logits import chunked_cross_entropy as chunked_cross_entrop
 from pallas_ce.given_logits import cross_entropy as cross_entropy
 from pallas_ce.given_logits import mean_squared_lse as mean_squared_lse
 from pallas_ce.linear_loss import linear_loss as linear_loss
+from pallas_ce.log_probs import LogProbs as LogProbs
+from pallas_ce.log_probs import linear_log_probs as linear_log_probs
 from pallas_ce.losses import Metrics as Metrics
 from pallas_ce.multi_task import MultiTaskLoss as MultiTaskLoss
 from pallas_ce.multi_task import Task as Task
 from pallas_ce.multi_task import multi_task_cross_entropy as multi_task_cross_entropy
+from pallas_ce.post_training import PolicyMetrics as PolicyMetrics
+from pallas_ce.post_training import PreferenceMetrics as PreferenceMetrics
+from pallas_ce.post_training import dpo_loss as dpo_loss
+from pallas_ce.post_training import group_advantages as group_advantages
+from pallas_ce.post_training import kl_estimate as kl_estimate
+from pallas_ce.post_training import policy_loss as policy_loss
+from pallas_ce.post_training import sequence_log_probs as sequence_log_probs
+from pallas_ce.post_training import top_k_distillation_loss as top_k_distillation_loss
 from pallas_ce.registry import LossConfig as LossConfig
 from pallas_ce.registry import build_loss_fn as build_loss_fn
 from pallas_ce.registry import loss_names as loss_names
@@ -36,10 +47,13 @@ from pallas_ce.top_k import linear_top_k as linear_top_k
 __all__ = [
     "ClassSample",
     "Explanation",
+    "LogProbs",
     "LossConfig",
     "MeshAxes",
     "Metrics",
     "MultiTaskLoss",
+    "PolicyMetrics",
+    "PreferenceMetrics",
     "RowStatistics",
     "Samples",
     "Task",
@@ -47,10 +61,14 @@ __all__ = [
     "build_loss_fn",
     "chunked_cross_entropy",
     "cross_entropy",
+    "dpo_loss",
     "explain",
+    "group_advantages",
+    "kl_estimate",
     "linear_chain_crf",
     "linear_cross_entropy",
     "linear_distillation",
+    "linear_log_probs",
     "linear_loss",
     "linear_row_statistics",
     "linear_sample",
@@ -58,7 +76,10 @@ __all__ = [
     "loss_names",
     "mean_squared_lse",
     "multi_task_cross_entropy",
+    "policy_loss",
     "register_loss",
     "sampled_softmax_cross_entropy",
     "selective_log_softmax",
+    "sequence_log_probs",
+    "top_k_distillation_loss",
 ]

@@ -119,12 +119,15 @@ def _cap(logit_softcap: float | None) -> float | None:
     return cap
 
 
-def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's") -> None:
-    """Integers (not bool), one for each token."""
+def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", several: bool = False) -> None:
+    """Integers (not bool), one for each token; with `several`, or K of them."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
+    if several and labels.shape[:-1] == leading and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0:
+        return
     if labels.shape != leading:
-        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading} is needed")
+        either = ", or that with K >= 1 labels for each row behind it," if several else ""
+        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed")
 
 
 def ignored(ignore_index: Any) -> int | None:
@@ -153,6 +156,29 @@ def row_mask(value: Any, leading: tuple[int, ...]) -> jax.Array:
     if mask.dtype != jnp.bool:
         raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
     return mask
+
+
+def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> float | jax.Array:
+    """A positive number, or a floating array `[]` or with one entry for each token; with `zero`, 0 too.
+
+    The range of an array is checked only where that costs no transfer.
+    """
+    if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
+        numbers = np.asarray(value, np.float64)
+        wrong = ~np.isfinite(numbers) | (numbers < 0 if zero else numbers <= 0)
+        if wrong.any():
+            allowed = "at least 0" if zero else "above 0"
+            raise ValueError(f"temperature={numbers[wrong].ravel()[0]:g} must be a finite number {allowed}")
+        if not isinstance(value, np.ndarray):
+            return float(value)
+    values = array("temperature", value)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"temperature has dtype {values.dtype}; it must be a floating dtype")
+    if values.shape not in ((), leading):
+        raise ValueError(
+            f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
+        )
+    return values
 
 
 def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.statistics import Partial
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
@@ -74,12 +74,12 @@ class Residual(NamedTuple):
 
 
 class Backend(Protocol):
-    """The functions of a backend. `hidden [n, H]` and `labels [n]` (int32, -1: no target; or None) are one block."""
+    """The functions of a backend. A `batch` is one block of n rows."""
 
     name: str
 
-    def refusal(self, spec: HeadSpec) -> str | None:
-        """Why this backend cannot serve such a head, as the end of a sentence; None where it can."""
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
+        """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can."""
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
@@ -99,16 +99,13 @@ class Backend(Protocol):
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""
 
-    def statistics(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> Partial:
+    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
         """Partial statistics over the whole vocabulary; nothing of size n·V is stored."""
 
     def dlogits_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         tile_index: jax.Array,
@@ -121,16 +118,13 @@ class Backend(Protocol):
         the accumulator dtype, before the scale and the normalisation; None where not wanted.
         """
 
-    def stash(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> tuple[Partial, Any]:
+    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, Any]:
         """For the in-forward mode: statistics of one block, and whatever `stash_products` needs of its logits."""
 
     def stash_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         factor: jax.Array,
@@ -151,16 +145,16 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"pallas_ce.{name}").BACKEND
 
 
-def choose(implementation: str | None, spec: HeadSpec) -> tuple[str, str]:
+def choose(implementation: str | None, spec: HeadSpec, rows: BatchSpec = PLAIN) -> tuple[str, str]:
     """The implementation's name, and why it was chosen.
 
     Raises:
-        ValueError: the named implementation is unknown or cannot serve this head.
+        ValueError: the named implementation is unknown or cannot serve this head with such rows.
     """
     if implementation is None:
         return "xla", "the tiled XLA implementation serves every platform"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    if implementation != "reference" and (reason := load(implementation).refusal(spec)):
+    if implementation != "reference" and (reason := load(implementation).refusal(spec, rows)):
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
     return implementation, "asked for by name"

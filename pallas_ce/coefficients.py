@@ -9,14 +9,18 @@ For a row `z` of logits with label `t`, `p = softmax(z)`, differentiating each s
     C = 2·g_ssq                                                 F = g_max_logit
 
 with per-row numbers only. In `log p_j = z_j - lse` it is invariant to a common shift of the logits; written in `z_j`
-it would cancel. Logits are `z = softcap(scale·(hidden·weight + bias))`; `Coefficients` stop at the capped logits,
-`dlogits` also applies the cap's derivative `1 - (z/c)²`, and the scale is applied in float32 at the end.
+it would cancel. A row with K targets has K of D, and repeated targets add up. Logits are
+`z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the capped logits,
+`dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the end.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_ce.head import Batch
+from pallas_ce.statistics import places_in_tile, spread
 
 
 class Coefficients(NamedTuple):
@@ -25,7 +29,7 @@ class Coefficients(NamedTuple):
     prob: jax.Array | None = None  # A
     prob_log_prob: jax.Array | None = None  # B
     prob_sq: jax.Array | None = None  # C
-    target: jax.Array | None = None  # D
+    target: jax.Array | None = None  # D, [n] or [n, K]
     logit_weights: jax.Array | None = None  # E
     argmax: jax.Array | None = None  # F
 
@@ -45,8 +49,16 @@ def saved_statistics(names: frozenset[str]) -> frozenset[str]:
     return frozenset(saved)
 
 
-def from_cotangents(cotangents: dict[str, jax.Array], statistics: dict[str, jax.Array]) -> Coefficients:
-    """Coefficients from the statistics' cotangents `[n]` (absent where zero) and the saved statistics `[n]`."""
+def from_cotangents(
+    cotangents: dict[str, jax.Array], statistics: dict[str, jax.Array], batch: Batch | None = None
+) -> Coefficients:
+    """Coefficients from the statistics' cotangents (absent where zero) and the saved statistics.
+
+    Args:
+        cotangents: `[n]`, that of `target_logit` in the labels' shape.
+        statistics: `[n]`, those that `saved_statistics` names.
+        batch: the rows; None for rows with one target and without temperature.
+    """
     g_lse, g_entropy, g_ssq = (cotangents.get(name) for name in ("lse", "entropy", "sum_sq_probs"))
     prob = g_lse
     prob_log_prob = prob_sq = None
@@ -56,16 +68,40 @@ def from_cotangents(cotangents: dict[str, jax.Array], statistics: dict[str, jax.
     if g_ssq is not None:
         prob_sq = 2 * g_ssq
         prob = _plus(prob, -2 * g_ssq * statistics["sum_sq_probs"])
+    target = cotangents.get("target_logit")
+    if target is not None and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
+        target = _at_first_occurrence(target, batch.labels)
     coefficients = Coefficients(
         prob,
         prob_log_prob,
         prob_sq,
-        cotangents.get("target_logit"),
+        target,
         cotangents.get("mean_logit"),
         cotangents.get("max_logit"),
     )
+    if batch is not None and (inverse := batch.inverse_temperature) is not None:
+        coefficients = jax.tree.map(lambda c: c * spread(inverse, c), coefficients)
     # A row of -inf only has no distribution to change: gradient 0.
     return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
+
+
+def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
+    """`values [n, K]` summed over equal labels of a row, at the first of them, and 0 at the others.
+
+    Adding them into dlogits then has the same result in any order: same inputs, same bits, also where a device
+    scatters with atomic additions. One target at a time, for the sake of memory.
+    """
+    order = jnp.arange(labels.shape[1])
+
+    def body(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, repeated = carry
+        label, value = (jax.lax.dynamic_slice_in_dim(x, k, 1, axis=1) for x in (labels, values))
+        equal = labels == label
+        return total + jnp.where(equal, value, 0), repeated | (equal & (order > k))
+
+    init = (jnp.zeros_like(values), jnp.zeros(labels.shape, bool))
+    total, repeated = jax.lax.fori_loop(0, labels.shape[1], body, init)
+    return jnp.where(repeated, 0, total)
 
 
 def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:
@@ -74,7 +110,7 @@ def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:
 
 def select(coefficients: Coefficients, live: jax.Array) -> Coefficients:
     """Exactly 0 in the rows where `live [n]` is False: selected, because 0·nan is not 0."""
-    return jax.tree.map(lambda c: jnp.where(live, c, 0.0), coefficients)
+    return jax.tree.map(lambda c: jnp.where(spread(live, c), c, 0.0), coefficients)
 
 
 # Normalised coefficients bound the entries of dlogits by 2**13: inside float16 (65504), with the most room below.
@@ -87,8 +123,9 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     A mean over N tokens has coefficients of 1/N and entries of p/N, which underflow in float16 from N = 1e4 on. A power
     of two costs no accuracy, and the product is multiplied back in float32. The bound uses `p ≤ 1`, `-p·log p ≤ 1/e`.
     """
-    bounds = [abs(c) for c in (coefficients.prob, coefficients.prob_sq, coefficients.target, coefficients.argmax)
-              if c is not None]  # fmt: skip
+    terms = (coefficients.prob, coefficients.prob_sq, coefficients.target, coefficients.argmax)
+    # Of K targets each has a column of its own, where no other adds to it.
+    bounds = [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in terms if c is not None]
     if coefficients.prob_log_prob is not None:
         bounds.append(0.37 * abs(coefficients.prob_log_prob))
     if coefficients.logit_weights is not None:
@@ -111,20 +148,20 @@ def dlogits(
     labels: jax.Array | None,
     argmax: jax.Array | None,
     logit_weights: jax.Array | None,
-    softcap: float | None,
+    softcap: jax.Array | float | None,
 ) -> jax.Array:
     """The gradient `[n, c]` with respect to `scale·(hidden·weight + bias)` of one tile, in the logits' dtype.
 
     Args:
-        coefficients: of the rows, each `[n]`.
-        logits: capped logits `[n, c]`.
+        coefficients: of the rows, each `[n]`; that of the target in the labels' shape.
+        logits: `[n, c]`.
         lse: `[n]`; needed where `coefficients.need_probabilities`.
         columns: `[c]` int32 vocabulary ids.
         live: `[c]` bool, False for columns that belong to another tile; None where all are live.
-        labels: `[n]` int32, -1 for no target.
+        labels: `[n]` or `[n, K]` int32, -1 for no target.
         argmax: `[n]` int32.
         logit_weights: `[c]`, u.
-        softcap: the cap c, or None.
+        softcap: what bounds the logits, `Head.bound`; or None.
     """
     terms = []
     if coefficients.prob is not None:
@@ -138,7 +175,7 @@ def dlogits(
         if coefficients.prob_sq is not None:
             inner = inner + coefficients.prob_sq[:, None] * p
         terms.append(p * inner)
-    if coefficients.target is not None:
+    if coefficients.target is not None and coefficients.target.ndim == 1:
         assert labels is not None
         terms.append(jnp.where(columns[None, :] == labels[:, None], coefficients.target[:, None], 0.0))
     if coefficients.logit_weights is not None:
@@ -147,7 +184,12 @@ def dlogits(
     if coefficients.argmax is not None:
         assert argmax is not None
         terms.append(jnp.where(columns[None, :] == argmax[:, None], coefficients.argmax[:, None], 0.0))
-    total = sum(terms[1:], terms[0])
+    total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(logits)
+    if coefficients.target is not None and coefficients.target.ndim == 2:
+        assert labels is not None
+        place, inside = places_in_tile(labels, columns, live)
+        rows = jnp.arange(labels.shape[0])[:, None]
+        total = total.at[rows, place].add(jnp.where(inside, coefficients.target, 0.0), mode="promise_in_bounds")
     if softcap is not None:
         total = total * (1.0 - jnp.square(logits / softcap))
     return total if live is None else jnp.where(live, total, 0.0)

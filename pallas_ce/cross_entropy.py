@@ -174,15 +174,13 @@ def _linear_cross_entropy(
     mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
     arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
-    hidden, head = inputs.hidden_and_head(arrays, spec)
+    batch, head = inputs.batch_and_head(arrays, spec, ids)
     extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
     if static.reduction == "none":
         unreduced = (by_row, shared | unnormalised(spec.accumulator))
-        value, found = evaluate.row_losses(static.how, loss.names | extra, loss, hidden, head, ids, mask, unreduced)
+        value, found = evaluate.row_losses(static.how, loss.names | extra, loss, batch, head, mask, unreduced)
     else:
-        value, found = evaluate.total_loss(
-            static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
-        )
+        value, found = evaluate.total_loss(static.how, loss.names, extra, loss, batch, head, mask, (by_row, shared))
     if not static.return_metrics:
         return value, None
     return value, call_metrics(loss, found, ids, mask, (by_row, shared), static.how.total)

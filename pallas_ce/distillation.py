@@ -145,7 +145,7 @@ def linear_distillation(
             f"weight has {spec.weight_rows} vocabulary entries and teacher_weight {teacher_spec.weight_rows}; "
             "pass vocab_size, the entries that both have"
         )
-    temperatures = Temperature.read(temperature, leading, "0 has no distributions to compare")
+    temperatures = Temperature.read(temperature, leading)
     if labels is not None:
         labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
     if normalizer is not None:
@@ -231,7 +231,10 @@ def _linear_distillation(
     elif static.streamed:
         values = pair.row_divergences(static.call, hidden, head, mask, constant)
     else:
-        values = reference.divergences(static.call.divergence, hidden, head, mask, *constant)
+        inverse = None if constant.temperature is None else 1.0 / constant.temperature
+        values = reference.divergences(
+            static.call.divergence, hidden, head, mask, constant.hidden, constant.head, inverse
+        )
     weights = None if token_weights is None else token_weights.reshape(-1)
     loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
     return loss.reshape(leading) if static.reduction == "none" else loss

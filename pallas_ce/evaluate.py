@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_ce import reference
 from pallas_ce.blocks import Rows, flat_rows
-from pallas_ce.head import Head
+from pallas_ce.head import Batch, Head
 from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.forward import empty_statistics
 from pallas_ce.settings import Settings
@@ -19,36 +19,34 @@ RowTotal = Callable[[dict[str, jax.Array], Any], jax.Array]
 def statistics(
     settings: Settings,
     names: frozenset[str],
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """Primitive statistics `[...]` of `hidden [..., H]`, differentiable; 0 where `mask` is False."""
-    leading = hidden.shape[:-1]
-    if hidden.size == 0:
-        return empty_statistics(names, leading, head.spec)
+    """Primitive statistics `[...]` of the rows, differentiable; 0 where `mask` is False."""
+    leading = batch.leading
+    if batch.hidden.size == 0:
+        return empty_statistics(names, batch, head)
     if settings.mode is None:
-        rows, ids, counted = flat_rows(leading, (hidden, labels, mask))
-        found = reference.row_statistics(names, rows, head, ids, counted)
-        return {name: value.reshape(leading) for name, value in found.items()}
-    return recompute.row_statistics(settings, names, hidden, head, labels, mask)
+        rows, counted = flat_rows(leading, (batch, mask))
+        found = reference.row_statistics(names, rows, head, counted)
+        return {name: value.reshape(*leading, *value.shape[1:]) for name, value in found.items()}
+    return recompute.row_statistics(settings, names, batch, head, mask)
 
 
 def row_losses(
     settings: Settings,
     names: frozenset[str],
     row_total: RowTotal,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(settings, names, hidden, head, labels, mask)
-    rows, values = visited_values(row_total, found, hidden.shape[:-1], mask, inputs)
-    return rows.in_row_order(values).reshape(hidden.shape[:-1]), found
+    found = statistics(settings, names, batch, head, mask)
+    rows, values = visited_values(row_total, found, batch.leading, mask, inputs)
+    return rows.in_row_order(values).reshape(batch.leading), found
 
 
 def total_loss(
@@ -56,9 +54,8 @@ def total_loss(
     names: frozenset[str],
     extra_names: frozenset[str],
     row_total: RowTotal,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -69,21 +66,20 @@ def total_loss(
         names: primitive statistics that `row_total` reads.
         extra_names: further ones to return.
         row_total: `(statistics [n], (by_row, shared)) -> [n]`.
-        hidden: `[..., H]`.
+        batch: the rows.
         head: the head.
-        labels: `[...]` int32 or None.
         mask: `[...]` bool, which rows count; None means all.
         inputs: `(by_row, shared)`: pytrees of `[..., *K]`, and of arrays that all rows share.
     """
-    if settings.mode == "in_forward" and hidden.size > 0:
+    if settings.mode == "in_forward" and batch.hidden.size > 0:
         call = in_forward.Call(settings, row_total, names, names | extra_names)
-        found, handle = in_forward.statistics_and_handle(call, hidden, head, labels, mask, inputs)
+        found, handle = in_forward.statistics_and_handle(call, batch, head, mask, inputs)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
-        found = statistics(settings, names | extra_names, hidden, head, labels, mask)
+        found = statistics(settings, names | extra_names, batch, head, mask)
         handle = jnp.zeros((), head.spec.accumulator)
     read = {name: found[name] for name in names}
-    _, values = visited_values(row_total, read, hidden.shape[:-1], mask, inputs)
+    _, values = visited_values(row_total, read, batch.leading, mask, inputs)
     return settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
 
 

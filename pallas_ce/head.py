@@ -1,6 +1,7 @@
-"""The projection head as data: which arrays it has, and the static facts that shape a kernel."""
+"""The projection head and the rows it is applied to, as data: arrays, and the static facts that shape a kernel."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,50 @@ class HeadSpec:
         return jax.lax.Precision.HIGHEST if self.dtype == np.float32 else None
 
 
+class Batch(NamedTuple):
+    """The rows a head is applied to, or a block of them: a pytree whose leaves begin with the same dimensions.
+
+    Attributes:
+        hidden: `[..., H]`; in a block `[n, H]`.
+        labels: `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target; None where none is read.
+        inverse_temperature: `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by.
+            A constant.
+    """
+
+    hidden: jax.Array
+    labels: jax.Array | None = None
+    inverse_temperature: jax.Array | None = None
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The rows' shape."""
+        return self.hidden.shape[:-1]
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The labels' axes beside the rows': `()` or `(K,)`."""
+        return () if self.labels is None else self.labels.shape[self.hidden.ndim - 1 :]
+
+
+class BatchSpec(NamedTuple):
+    """Static facts of a `Batch` that a backend may have to refuse.
+
+    Attributes:
+        targets: K where each row has K targets; None where it has one or none.
+        row_temperature: whether each row has a temperature.
+    """
+
+    targets: int | None = None
+    row_temperature: bool = False
+
+
+PLAIN = BatchSpec()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`.
+    """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`, over a row's temperature.
 
     Attributes:
         weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype.
@@ -109,23 +150,38 @@ class Head:
             preferred_element_type=spec.accumulator,
         )
 
-    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Capped logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
-        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias)
+    def logits(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        inverse_temperature: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
+        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias, inverse_temperature)
 
-    def cap(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Capped logits from `hidden·weight [n, c]`: bias, scale, soft cap."""
+    def cap(
+        self, products: jax.Array, bias: jax.Array | None, inverse_temperature: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits from `hidden·weight [n, c]`: bias, scale, soft cap, temperature."""
         z = products
         if bias is not None:
             z = z + bias.astype(z.dtype)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        return soft_cap(z, self.spec.softcap)
+        z = soft_cap(z, self.spec.softcap)
+        return z if inverse_temperature is None else z * inverse_temperature[:, None]
 
-    def tile_logits(self, hidden: jax.Array, tile: Tile) -> jax.Array:
-        """Capped logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not live included."""
+    def bound(self, inverse_temperature: jax.Array | None) -> jax.Array | float | None:
+        """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""
+        if self.spec.softcap is None or inverse_temperature is None:
+            return self.spec.softcap
+        return self.spec.softcap * inverse_temperature[:, None]
+
+    def tile_logits(self, hidden: jax.Array, tile: Tile, inverse_temperature: jax.Array | None = None) -> jax.Array:
+        """Logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not live included."""
         bias = None if self.bias is None else tile.take(self.bias)
-        return self.logits(hidden, tile.take(self.weight, self.spec.vocab_axis), bias)
+        return self.logits(hidden, tile.take(self.weight, self.spec.vocab_axis), bias, inverse_temperature)
 
     def tile_products(self, hidden: jax.Array, dlogits: jax.Array, tile: Tile, wanted: "Wanted") -> "Products":
         """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.

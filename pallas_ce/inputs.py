@@ -1,5 +1,6 @@
-"""From public arguments to rows and a head: what the three public functions share."""
+"""From public arguments to rows and a head: what the public functions share."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -9,18 +10,28 @@ import numpy as np
 
 from pallas_ce import arguments
 from pallas_ce import labels as label_rule
-from pallas_ce.head import Head, HeadSpec, LogitsSpec
+from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
 from pallas_ce.sharding import MeshAxes
 
 
 class HeadArrays(NamedTuple):
-    """The head's arrays as the caller gave them; `logit_scale` is None where it is the number 1."""
+    """The head's arrays as the caller gave them, None where absent.
+
+    `logit_scale` is None where it is the number 1, and divided by `temperature` where that is a number, which leaves
+    None there.
+    """
 
     hidden: jax.Array
     weight: jax.Array
     bias: jax.Array | None
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
+    temperature: jax.Array | None = None
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Hidden's leading shape."""
+        return self.hidden.shape[:-1]
 
 
 def read_head(
@@ -34,6 +45,7 @@ def read_head(
     vocab_size: int | None,
     logit_softcap: float | None,
     dtype: Any | None,
+    temperature: Any = 1.0,
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[HeadArrays, HeadSpec]:
     """Checked arrays and static facts."""
@@ -45,7 +57,29 @@ def read_head(
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
-    return HeadArrays(hidden, weight, bias, scale, logit_weights), spec
+    arrays = HeadArrays(hidden, weight, bias, scale, logit_weights)
+    return _with_temperature(arrays, spec, arguments.temperature(temperature, arrays.leading))
+
+
+def _with_temperature(
+    arrays: HeadArrays, spec: HeadSpec, temperature: float | jax.Array
+) -> tuple[HeadArrays, HeadSpec]:
+    """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
+    if not isinstance(temperature, float):
+        return arrays._replace(temperature=temperature), spec
+    if temperature == 1.0:
+        return arrays, spec
+    if spec.softcap is not None:
+        spec = dataclasses.replace(spec, softcap=spec.softcap / temperature)
+    inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
+    scale = inverse if arrays.logit_scale is None else arrays.logit_scale.astype(spec.accumulator) * inverse
+    return arrays._replace(logit_scale=scale), spec
+
+
+def batch_spec(arrays: HeadArrays, labels: jax.Array | None) -> BatchSpec:
+    """The static facts of the rows."""
+    several = labels is not None and labels.ndim > len(arrays.leading)
+    return BatchSpec(labels.shape[-1] if labels is not None and several else None, arrays.temperature is not None)
 
 
 def read_labels(
@@ -55,15 +89,16 @@ def read_labels(
     ignore_index: int | None,
     validate: bool,
     of: str = "hidden's",
+    several: bool = False,
 ) -> jax.Array:
-    """Checked labels; with `validate`, their values too."""
+    """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
     if not isinstance(
         labels, np.ndarray | np.generic
     ):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
         labels = arguments.array("labels", labels)
     else:
         labels = np.asarray(labels)
-    arguments.check_labels(labels, leading, of)
+    arguments.check_labels(labels, leading, of, several)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
     return label_rule.as_array(labels)
@@ -84,8 +119,8 @@ def tokens(leading: tuple[int, ...]) -> int:
     return math.prod(leading)
 
 
-def hidden_and_head(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
-    """Hidden states and the head, inside jit."""
+def batch_and_head(arrays: HeadArrays, spec: HeadSpec, ids: jax.Array | None = None) -> tuple[Batch, Head]:
+    """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
     wide = spec.accumulator
     u = arrays.logit_weights
     head = Head(
@@ -95,10 +130,13 @@ def hidden_and_head(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head
         None if u is None else jax.lax.stop_gradient(u.astype(wide)),
         spec,
     )
-    return arrays.hidden, head
+    inverse = None
+    if arrays.temperature is not None:
+        inverse = 1.0 / jax.lax.stop_gradient(jnp.broadcast_to(arrays.temperature.astype(wide), arrays.leading))
+    return Batch(arrays.hidden, ids, inverse), head
 
 
 def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
     """`hidden [N, H]` and the head, inside jit."""
-    hidden, head = hidden_and_head(arrays, spec)
-    return hidden.reshape(-1, spec.hidden_size), head
+    batch, head = batch_and_head(arrays, spec)
+    return batch.hidden.reshape(-1, spec.hidden_size), head

@@ -37,6 +37,15 @@ def counted(ids: jax.Array, ignore_index: int | None) -> jax.Array:
     return inside & (ids != ignore_index) if ignore_index is not None and 0 <= ignore_index < 2**31 else inside
 
 
+def targets(ids: jax.Array, ignore_index: int | None, row_axes: int) -> tuple[jax.Array, jax.Array]:
+    """`canonical` labels `[...]` or `[..., K]` with `NO_TARGET` for those that do not count, and the rows that do.
+
+    A row with K labels counts where one of them does.
+    """
+    counts = counted(ids, ignore_index)
+    return jnp.where(counts, ids, NO_TARGET), counts if ids.ndim == row_axes else jnp.any(counts, axis=-1)
+
+
 def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int) -> None:
     """Raises ValueError naming the first label that is neither `ignore_index` nor in the vocabulary.
 

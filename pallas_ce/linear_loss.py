@@ -13,12 +13,12 @@ from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
 from pallas_ce.blocks import flat_rows
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Batch, HeadSpec
 from pallas_ce.losses import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.meshes import in_automatic_region
 from pallas_ce.settings import Settings
 from pallas_ce.sharding import MeshAxes, shards_of
-from pallas_ce.statistics import STATISTICS, RowStatistics, from_primitives, primitive_names
+from pallas_ce.statistics import STATISTICS, RowStatistics, from_primitives, primitive_names, struct
 
 RowLoss = Callable[..., jax.Array]
 
@@ -41,6 +41,7 @@ def linear_loss(
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
     logit_scale: Any = 1.0,
+    temperature: Any = 1.0,
     dtype: Any | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
@@ -59,13 +60,15 @@ def linear_loss(
             only those that count. Differentiable values it needs must come as row inputs, not from its closure.
         hidden: `[..., H]`.
         weight: `[V', H]` or `[H, V']`.
-        labels: `[...]` integers, or None for losses without a target.
+        labels: `[...]` integers, or None for losses without a target. `[..., K]`: K targets for each row, for which
+            `statistics.log_prob` and `.target_logit` are `[n, K]`.
         *row_inputs: `[..., *K]` with `hidden`'s leading shape (advantages, old log-probabilities, …), or scalars shared
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
         backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
-            vocabulary never count.
+            vocabulary never count. With K labels a row counts where one of them does, and those that do not have
+            `target_logit` 0.
         row_mask: `[...]` bool; rows where it is False do not count.
         token_weights: w `[...]`, differentiable.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
@@ -75,6 +78,7 @@ def linear_loss(
         vocab_size: V, where the weight is padded.
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
+        temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
         dtype: compute dtype.
         implementation: "xla", "mosaic_gpu", "reference" or None.
         scratch_bytes: bound on scratch memory.
@@ -117,11 +121,12 @@ def linear_loss(
         vocab_size=vocab_size,
         logit_softcap=logit_softcap,
         dtype=dtype,
+        temperature=temperature,
         mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
     if labels is not None:
-        labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
+        labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, several=True)
     by_row, shared, is_shared = _split(row_inputs, leading)
     mask = inputs.read_row_mask(row_mask, leading)
     weights = inputs.read_by_row("token_weights", token_weights, leading)
@@ -131,6 +136,7 @@ def linear_loss(
         spec,
         inputs.tokens(leading),
         scalar_loss=reduction != "none",
+        rows=inputs.batch_spec(arrays, labels),
         backward=backward,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
@@ -171,13 +177,15 @@ class _RowTotal:
     is_shared: tuple[bool, ...]
     dtype: Any
     tokens: int
+    targets: tuple[int, ...]
 
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given
         rows = next((x.shape[0] for x in primitives.values()), self.tokens)
         # A function may mention a statistic that its result does not depend on; the compiler drops the stand-in.
-        stand_ins = {name: jnp.zeros(rows, jnp.int32 if name == "argmax" else self.dtype) for name in self.unread}
-        statistics = from_primitives(primitives, self.names)._replace(**stand_ins)
+        stand_ins = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in stand_ins.items()}
+        statistics = from_primitives(primitives, self.names)._replace(**zeros)
         values = self.row_loss(statistics, *_join(by_row, shared, self.is_shared))
         values = values.astype(self.dtype)
         if token_weights is not None:
@@ -220,12 +228,13 @@ def _linear_loss(
 ) -> jax.Array:
     spec, leading = static.spec, arrays.hidden.shape[:-1]
     wide, n = spec.accumulator, inputs.tokens(leading)
-    hidden, head = inputs.hidden_and_head(arrays, spec)
     mask, ids = row_mask, None
     if labels is not None:
-        ids = label_rule.canonical(labels, spec.vocab_size)
-        counted = label_rule.counted(ids, static.ignore_index)
+        ids, counted = label_rule.targets(
+            label_rule.canonical(labels, spec.vocab_size), static.ignore_index, len(leading)
+        )
         mask = counted if mask is None else mask & counted
+    batch, head = inputs.batch_and_head(arrays, spec, ids)
     weights = None if token_weights is None else token_weights.astype(wide)
 
     inverse = jnp.ones((), wide)
@@ -235,10 +244,10 @@ def _linear_loss(
         inverse = safe_inverse(static.how.total(default) if normalizer is None else jnp.asarray(normalizer, wide))
 
     examples = _join(flat_rows(leading, by_row), shared, static.is_shared)
-    names = _statistics_read(static.row_loss, spec, ids is not None, examples, n)
+    names = _statistics_read(static.row_loss, spec, batch, examples, n)
     unread = tuple(name for name in _available(ids is not None) if name not in names)
-    row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n)
-    problem = (hidden, head, ids, mask, ((by_row, weights), (shared, inverse)))
+    row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n, batch.targets)
+    problem = (batch, head, mask, ((by_row, weights), (shared, inverse)))
     if static.reduction == "none":
         return evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)[0]
     total, _ = evaluate.total_loss(static.how, primitive_names(names), frozenset(), row_total, *problem)
@@ -250,13 +259,12 @@ def _available(has_labels: bool) -> list[str]:
 
 
 def _statistics_read(
-    row_loss: RowLoss, spec: HeadSpec, has_labels: bool, row_inputs: list[jax.Array], tokens: int
+    row_loss: RowLoss, spec: HeadSpec, batch: Batch, row_inputs: list[jax.Array], tokens: int
 ) -> tuple[str, ...]:
     """Names of the statistics that `row_loss`'s result depends on, from its trace."""
+    has_labels = batch.labels is not None
     names = _available(has_labels)
-    fields: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else spec.accumulator) for name in names
-    }
+    fields: dict[str, Any] = {name: struct(name, (tokens,), batch.targets, spec.accumulator) for name in names}
     example = RowStatistics(**fields)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
     without = "" if has_labels else "; labels is None, so statistics.target_logit and statistics.log_prob are None"

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from pallas_ce.batching import over_rows
+from pallas_ce.head import Batch
 from pallas_ce.partitioning import partitioned
 from pallas_ce.shards import RowArrays, Shards
 
@@ -21,7 +22,7 @@ def streamed(shards: Shards | None, operation: Operation) -> Callable[..., tuple
     """
 
     def on_any_shape(shards: Shards, rows: RowArrays, *shared: Any) -> tuple[Any, Any]:
-        leading = rows.hidden.shape[:-1]
+        leading = rows.batch.leading
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), rows)
         by_row, of_head = operation(shards, flat, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
@@ -42,8 +43,8 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
 
         def headless(shards: Shards, rows: RowArrays, head: None, *shared: Any) -> tuple[Any, None]:
             del shards, head
-            return operation(jax.tree.unflatten(structure, [rows.hidden, *rows.more]), *shared), None
+            return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
 
-        return streamed(None, headless)(RowArrays(first, None, None, more=others), None, *shared)[0]
+        return streamed(None, headless)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
 
     return entered

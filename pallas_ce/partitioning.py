@@ -61,7 +61,7 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
             del result
             given_rows, given_head, *_ = jax.tree.unflatten(structure, [leaf.sharding.spec for leaf in given])
             weight = None if given_head is None else given_head.weight
-            axes, shards = split(mesh, given_rows.hidden, weight, rows, head)
+            axes, shards = split(mesh, given_rows.batch.hidden, weight, rows, head)
 
             def place(dims: Names) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
@@ -96,7 +96,7 @@ def split(
     """
     row_names = _row_names(rows)
     axes = {name: _axes(mesh, part) for name, part in zip(row_names, hidden, strict=False)}
-    for name, size in zip(row_names, rows.hidden.shape, strict=False):
+    for name, size in zip(row_names, rows.batch.hidden.shape, strict=False):
         if size % _devices(mesh, axes[name]):
             axes[name] = ()  # an intermediate value may lie unevenly; the partitioner evens it out
     over_rows = tuple(axis for name in row_names for axis in axes[name])
@@ -110,7 +110,7 @@ def split(
                 f"{axes[name]}: pad the weight, and pass vocab_size where it is the vocabulary that is padded"
             )
     vocabulary = axes["vocabulary"]
-    hidden_bytes = rows.hidden.size * rows.hidden.dtype.itemsize // _devices(mesh, over_rows)
+    hidden_bytes = rows.batch.hidden.size * rows.batch.hidden.dtype.itemsize // _devices(mesh, over_rows)
     weight_bytes = head.weight.size * head.spec.dtype.itemsize // _devices(mesh, vocabulary)
     return axes, lay_out(over_rows, vocabulary, axes["width"], hidden_bytes, weight_bytes)
 
@@ -126,7 +126,7 @@ def _devices(mesh: Mesh, axes: Axes) -> int:
 
 
 def _row_names(rows: RowArrays) -> Names:
-    return tuple(f"row{i}" for i in range(rows.hidden.ndim - 1))
+    return tuple(f"row{i}" for i in range(rows.batch.hidden.ndim - 1))
 
 
 def _weight_names(head: Head | None) -> Names:

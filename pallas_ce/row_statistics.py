@@ -29,12 +29,13 @@ def linear_row_statistics(
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
     logit_scale: Any = 1.0,
+    temperature: Any = 1.0,
     dtype: Any | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
 ) -> RowStatistics:
-    r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+    r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
 
     Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, with any cotangents: a loss
     written in plain JAX on top of the statistics trains. The backward recomputes tiles of the logits (`2·N·H·V`
@@ -44,7 +45,7 @@ def linear_row_statistics(
         hidden: `[..., H]` bfloat16, float16, float32 or float64; N rows in all, zero rows included.
         weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. Never copied or transposed.
         labels: `[...]`, any integer dtype; needed for `target_logit` and `log_prob`. No label is special here: one
-            outside `[0, vocab_size)` has `target_logit` 0.
+            outside `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
         statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
         row_mask: `[...]` bool; rows where it is False hold 0, have gradients of exactly 0, and their work is skipped.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
@@ -53,6 +54,8 @@ def linear_row_statistics(
         vocab_size: V; entries of the weight from there on are padding: no statistics, zero gradients. Default V'.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         logit_scale: scalar, may be traced and differentiated.
+        temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. Divides the capped
+            logits; a constant, it gets no gradient. A number is folded into cap and scale and costs nothing.
         dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
             accumulate in float32 (float64 for float64).
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
@@ -63,7 +66,8 @@ def linear_row_statistics(
             needed: under `jit` the arrays' own shardings are read.
 
     Returns:
-        RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for.
+        RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for; with K
+            targets, `target_logit` and `log_prob` are `[..., K]`.
 
     Raises:
         ValueError: shapes that do not fit, unknown names, a budget too small for one row.
@@ -95,17 +99,19 @@ def linear_row_statistics(
         vocab_size=vocab_size,
         logit_softcap=logit_softcap,
         dtype=dtype,
+        temperature=temperature,
         mesh_axes=mesh_axes,
     )
     leading = arrays.hidden.shape[:-1]
     if labels is not None:
-        labels = inputs.read_labels(labels, leading, spec, None, False)
+        labels = inputs.read_labels(labels, leading, spec, None, False, several=True)
     names = arguments.check_statistics(statistics, labels)
     mask = inputs.read_row_mask(row_mask, leading)
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
         scalar_loss=False,
+        rows=inputs.batch_spec(arrays, labels),
         implementation=implementation,
         scratch_bytes=scratch_bytes,
         shards=shards_of(mesh_axes, arrays, (labels, mask)),
@@ -122,6 +128,6 @@ def _row_statistics(
     row_mask: jax.Array | None,
 ) -> RowStatistics:
     how, spec, names = static
-    hidden, head = inputs.hidden_and_head(arrays, spec)
     ids = None if labels is None else label_rule.canonical(labels, spec.vocab_size)
-    return from_primitives(evaluate.statistics(how, primitive_names(names), hidden, head, ids, row_mask), names)
+    batch, head = inputs.batch_and_head(arrays, spec, ids)
+    return from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, row_mask), names)

@@ -103,7 +103,7 @@ def linear_sample(
     }
     arrays, spec = inputs.read_head(hidden, weight, bias, logit_scale, None, **options)
     leading = arrays.hidden.shape[:-1]
-    temperatures = Temperature.read(temperature, leading)
+    temperatures = Temperature.read(temperature, leading, zero=True)
     mask = inputs.read_row_mask(row_mask, leading)
     if top_k is not None:
         k = check_k("top_k", top_k, spec.vocab_size)

@@ -7,7 +7,7 @@ import jax
 
 from pallas_ce import arguments, backends
 from pallas_ce.backends import Backend, Backward, Mode, Plan
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
 from pallas_ce.shards import Shards
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
@@ -84,6 +84,7 @@ def choose(
     tokens: int,
     *,
     scalar_loss: bool,
+    rows: BatchSpec = PLAIN,
     backward: Backward = "auto",
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
@@ -95,7 +96,7 @@ def choose(
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     scratch_bytes = arguments.check_scratch_bytes(scratch_bytes)
-    name, reason = backends.choose(implementation, spec)
+    name, reason = backends.choose(implementation, spec, rows)
     if name == "reference":
         if backward != "auto":
             raise ValueError(

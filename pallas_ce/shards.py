@@ -14,6 +14,7 @@ devices is here, as methods that do nothing where nothing is split:
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.head import Head
+from pallas_ce.head import Batch, Head
 from pallas_ce.labels import NO_TARGET
 from pallas_ce.statistics import Partial, merge
 
@@ -33,15 +34,13 @@ class RowArrays(NamedTuple):
     """What an operation knows of each row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
 
     Attributes:
-        hidden: `[..., H]`.
-        labels: `[...]` int32, -1 for no target.
+        batch: hidden states, labels, temperatures.
         mask: `[...]` bool, which rows count.
         argmax: `[...]` int32, the row's column of the largest logit, where a backward reads it.
         more: any pytree.
     """
 
-    hidden: jax.Array
-    labels: jax.Array | None
+    batch: Batch
     mask: jax.Array | None
     argmax: jax.Array | None = None
     more: Any = None
@@ -94,7 +93,8 @@ class Shards:
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
         head = self._local_head(head)
-        return rows._replace(labels=self.columns(rows.labels, head), argmax=self.columns(rows.argmax, head)), head
+        batch = rows.batch._replace(labels=self.columns(rows.batch.labels, head))
+        return rows._replace(batch=batch, argmax=self.columns(rows.argmax, head)), head
 
     def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
         """Vocabulary ids as columns of this device; `NO_TARGET` for those of another."""
@@ -149,8 +149,11 @@ class Shards:
             partial = merge(partial, nothing)
         sums = partial._replace(max=None, argmax=None)
         leaves, structure = jax.tree.flatten(sums)
-        if leaves:
-            leaves = list(lax.psum(jnp.stack(leaves), self.vocabulary))
+        if leaves:  # as one array: one collective
+            by_row = [x.reshape(x.shape[0], -1) for x in leaves]
+            total = lax.psum(jnp.concatenate(by_row, axis=1), self.vocabulary)
+            ends = list(itertools.accumulate(x.shape[1] for x in by_row))
+            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1], 1), leaves, strict=True)]
         return jax.tree.unflatten(structure, leaves)._replace(max=top, argmax=argmax)
 
     def own_rows[Tree](self, rows: Tree) -> Tree:

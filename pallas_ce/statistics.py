@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 STATISTICS = (
     "lse",
@@ -25,17 +26,21 @@ STATISTICS = (
 # Statistics that are sums and differences of others; kernels never see their names.
 _DERIVED = {"log_prob": ("target_logit", "lse"), "expected_logit": ("lse", "entropy")}
 
+# Those that have one entry for each target of a row.
+_OF_TARGETS = ("target_logit", "log_prob")
+
 
 class RowStatistics(NamedTuple):
     """Statistics of rows `z [V]` of logits with label `t`, where `p = softmax(z)`.
 
-    Every field has the leading shape of the labels, float32 (float64 for float64 inputs; `argmax` int32), or is None
-    where it was not asked for. Rows that a `row_mask` turns off hold 0 everywhere.
+    Every field has hidden's leading shape, float32 (float64 for float64 inputs; `argmax` int32), or is None where it
+    was not asked for. Rows that a `row_mask` turns off hold 0 everywhere. With labels `[..., K]`, K targets for each
+    row, `target_logit` and `log_prob` have that shape.
 
     Attributes:
         lse: `log Σ_v exp z_v`.
         target_logit: `z_t`; 0 where `t` is not in `[0, V)`.
-        log_prob: `target_logit - lse`.
+        log_prob: `target_logit - lse`; -inf in a row of -inf only.
         mean_logit: `Σ_v u_v z_v` with the given `logit_weights` u, or `1/V` each.
         entropy: `-Σ_v p_v log p_v`, in nats.
         expected_logit: `Σ_v p_v z_v = lse - entropy`.
@@ -55,6 +60,17 @@ class RowStatistics(NamedTuple):
     argmax: jax.Array | None = None
 
 
+def struct(name: str, rows: tuple[int, ...], targets: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a statistic of rows of that shape with labels `[*rows, *targets]`."""
+    shape = (*rows, *targets) if name in _OF_TARGETS else rows
+    return jax.ShapeDtypeStruct(shape, jnp.int32 if name == "argmax" else dtype)
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x [...]` with axes of 1 behind, so that it broadcasts with `like [..., *K]`."""
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
 def primitive_names(names: Iterable[str]) -> frozenset[str]:
     """The statistics a kernel must compute so that those in `names` can be derived."""
     return frozenset(part for name in names for part in _DERIVED.get(name, (name,)))
@@ -64,7 +80,8 @@ def from_primitives(primitives: dict[str, jax.Array], names: Iterable[str]) -> R
     """`RowStatistics` holding just `names`, from the primitive ones."""
     values = dict(primitives)
     if "log_prob" in names:
-        values["log_prob"] = values["target_logit"] - values["lse"]
+        lse = spread(values["lse"], values["target_logit"])
+        values["log_prob"] = jnp.where(jnp.isneginf(lse), lse, values["target_logit"] - lse)
     if "expected_logit" in names:
         values["expected_logit"] = values["lse"] - values["entropy"]
     return RowStatistics(**{name: values[name] for name in names})
@@ -81,7 +98,7 @@ class Partial(NamedTuple):
     sum_exp: jax.Array | None = None  # Σ e^{z-m}
     sum_exp_shifted: jax.Array | None = None  # Σ e^{z-m} (z-m): for the entropy, without the cancellation of Σ e^z z
     sum_exp_sq: jax.Array | None = None  # Σ e^{2(z-m)}
-    target_logit: jax.Array | None = None  # z_t where a column seen is the target, else 0
+    target_logit: jax.Array | None = None  # z_t where a column seen is the target, else 0; [n] or [n, K]
     weighted_sum: jax.Array | None = None  # Σ u z
     argmax: jax.Array | None = None  # lowest column where z = m
 
@@ -100,7 +117,7 @@ def partial_of_tile(
         logits: `[n, c]`, float32 or float64.
         columns: `[c]` int32, ascending vocabulary ids of the tile's columns.
         live: `[c]` bool, False for columns that another tile covers; None where all are live.
-        labels: `[n]` int32, -1 for no target; needed for `target_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; needed for `target_logit`.
         logit_weights: `[c]`, the u of `mean_logit`.
         names: primitive statistics to prepare.
     """
@@ -120,9 +137,13 @@ def partial_of_tile(
             squares = (exp * exp).sum(axis=1)
     if "target_logit" in names:
         assert labels is not None
-        hit = columns[None, :] == labels[:, None]
-        hit = hit if live is None else hit & live
-        target = jnp.where(hit, logits, 0.0).sum(axis=1)
+        if labels.ndim == 1:
+            hit = columns[None, :] == labels[:, None]
+            hit = hit if live is None else hit & live
+            target = jnp.where(hit, logits, 0.0).sum(axis=1)
+        else:
+            place, inside = places_in_tile(labels, columns, live)
+            target = jnp.where(inside, jnp.take_along_axis(logits, place, axis=1, mode="clip"), 0.0)
     if "mean_logit" in names:
         assert logit_weights is not None
         counts = logit_weights != 0 if live is None else live & (logit_weights != 0)
@@ -130,6 +151,18 @@ def partial_of_tile(
     if "argmax" in names:
         arg = columns[0] + z.argmax(axis=1).astype(jnp.int32)
     return Partial(top, total, shifted, squares, target, weighted, arg)
+
+
+def places_in_tile(labels: jax.Array, columns: jax.Array, live: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Where in a tile the targets `labels [n, K]` lie, `[n, K]`, and whether they do, in a column that is live.
+
+    The places of those that do not mean nothing, but lie in the tile.
+    """
+    last = columns.shape[0] - 1
+    offset = labels - columns[0]
+    place = jnp.clip(offset, 0, last)
+    inside = (offset >= 0) & (offset <= last)
+    return place, inside if live is None else inside & live[place]
 
 
 def merge(a: Partial, b: Partial) -> Partial:

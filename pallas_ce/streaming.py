@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_ce import arguments, settings
@@ -122,27 +121,10 @@ class Temperature(NamedTuple):
     value: jax.Array | None
 
     @classmethod
-    def read(cls, value: Any, leading: tuple[int, ...], zero: str | None = None) -> "Temperature":
-        """Checked; plain numbers and concrete NumPy arrays for their range too.
-
-        Args:
-            value: the argument.
-            leading: hidden's leading shape.
-            zero: None where 0 is allowed, otherwise what to do in its place.
-        """
-        if arguments.is_known(value, 1.0):
-            return cls(None)
-        if isinstance(value, int | float | np.number | np.ndarray):
-            allowed = "at least 0" if zero is None else "above 0"
-            numbers = np.asarray(value, np.float64)
-            wrong = ~np.isfinite(numbers) | (numbers < 0 if zero is None else numbers <= 0)
-            if wrong.any():
-                hint = "" if zero is None else f"; {zero}"
-                raise ValueError(f"temperature={numbers[wrong].ravel()[0]:g} must be a finite number {allowed}{hint}")
-        array = arguments.array("temperature", value)
-        if array.shape not in ((), leading):
-            raise ValueError(f"temperature has shape {array.shape}; it must be a scalar or hidden's leading {leading}")
-        return cls(array)
+    def read(cls, value: Any, leading: tuple[int, ...], zero: bool = False) -> "Temperature":
+        """Checked; `zero` says whether 0 is allowed."""
+        read = arguments.temperature(value, leading, zero)
+        return cls(None if isinstance(read, float) and read == 1.0 else jnp.asarray(read))
 
     def by_row(self, leading: tuple[int, ...], spec: HeadSpec) -> jax.Array | None:
         """`[N]` in the accumulator dtype, a constant; inside jit."""

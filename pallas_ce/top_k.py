@@ -97,7 +97,7 @@ def linear_top_k(
     # Beside the logits: their exponentials, and what selecting from them takes.
     streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 4, least_columns=k)
     streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
-    temperatures = Temperature.read(temperature, leading, "a division by 0 has no log-probabilities")
+    temperatures = Temperature.read(temperature, leading)
     return _linear_top_k(_Static(k, spec, streams), arrays, temperatures, inputs.read_row_mask(row_mask, leading))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ce.head import Head, Wanted, scale_gradient
+from pallas_ce.head import Batch, Head, Wanted, scale_gradient
 from pallas_ce.shards import Axes, Shards, Sums, psum
 
 _REFUSAL = (
@@ -34,10 +34,10 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return _barrier(instead, tree)
 
 
-def wanted_inputs(hidden: Any, head: Any) -> Wanted:
+def wanted_inputs(batch: Any, head: Any) -> Wanted:
     """Reads off `custom_vjp`'s primals (with `symbolic_zeros=True`) which inputs are differentiated."""
     return Wanted(
-        hidden=hidden.perturbed,
+        hidden=batch.hidden.perturbed,
         weight=head.weight.perturbed,
         bias=head.bias is not None and head.bias.perturbed,
         logit_scale=head.logit_scale is not None and head.logit_scale.perturbed,
@@ -54,8 +54,8 @@ def is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero)
 
 
-# The arrays of `custom_vjp`'s primals: hidden, head, labels, mask.
-Inputs = tuple[jax.Array, Head, jax.Array | None, jax.Array | None]
+# The arrays of `custom_vjp`'s primals: batch, head, mask.
+Inputs = tuple[Batch, Head, jax.Array | None]
 
 
 class Gradients(NamedTuple):
@@ -80,9 +80,8 @@ class Saved:
     for each step of a scan.
     """
 
-    hidden: jax.Array
+    batch: Batch
     head: Head
-    labels: jax.Array | None
     mask: jax.Array | None
     kept: Any
     flags: jax.Array
@@ -169,12 +168,12 @@ def finish(
 
 
 def input_cotangents(saved: Saved, gradients: Gradients) -> tuple[Any, ...]:
-    """The cotangents of `(hidden, head, labels, mask)`, zero where `gradients` has None."""
-    zeros = zero_cotangent((saved.hidden, saved.head, saved.labels, saved.mask))
-    d_head = dataclasses.replace(
-        zeros[1], **{name: g for name, g in gradients._asdict().items() if name != "hidden" and g is not None}
-    )
-    return zeros[0] if gradients.hidden is None else gradients.hidden, d_head, zeros[2], zeros[3]
+    """The cotangents of `(batch, head, mask)`, zero where `gradients` has None."""
+    d_batch, d_head, d_mask = zero_cotangent((saved.batch, saved.head, saved.mask))
+    found = {name: g for name, g in gradients._asdict().items() if g is not None}
+    if "hidden" in found:
+        d_batch = d_batch._replace(hidden=found.pop("hidden"))
+    return d_batch, dataclasses.replace(d_head, **found), d_mask
 
 
 def zero_cotangent(tree: Any) -> Any:

@@ -6,11 +6,11 @@ from jax import lax
 
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Rows
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head
 from pallas_ce.operations import streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards
-from pallas_ce.statistics import finalise
+from pallas_ce.statistics import finalise, struct
 
 Statistics = dict[str, jax.Array]
 
@@ -18,9 +18,10 @@ Statistics = dict[str, jax.Array]
 _GATHERED_ROWS = 1024
 
 
-def empty_statistics(names: frozenset[str], rows: int | tuple[int, ...], spec: HeadSpec) -> Statistics:
-    """Zeros, one for each row, for each statistic: what ignored rows keep."""
-    return {name: jnp.zeros(rows, jnp.int32 if name == "argmax" else spec.accumulator) for name in sorted(names)}
+def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
+    """Zeros for each statistic: what ignored rows keep."""
+    structs = {name: struct(name, batch.leading, batch.targets, head.spec.accumulator) for name in sorted(names)}
+    return {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
 
 
 def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statistics:
@@ -29,27 +30,22 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 
 def forward_statistics(
-    settings: Settings,
-    names: frozenset[str],
-    hidden: jax.Array,
-    head: Head,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
+    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
 ) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others."""
 
     def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
         rows, head = shards.enter(rows, head)
-        tokens = rows.hidden.shape[0]
+        tokens = rows.batch.hidden.shape[0]
         whole = settings.plan(head.spec, tokens, None)
 
         def visit(counted: Rows, plan: Plan) -> Statistics:
             def body(block: RowBlock, found: Statistics) -> Statistics:
-                labels = None if rows.labels is None else block.take(rows.labels)
-                partial = settings.backend.statistics(head, block.take(rows.hidden), labels, names, plan)
+                block_batch = jax.tree.map(block.take, rows.batch)
+                partial = settings.backend.statistics(head, block_batch, names, plan)
                 return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-            return counted.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, tokens, head.spec))
+            return counted.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, rows.batch, head))
 
         if rows.mask is None or whole.rows <= _GATHERED_ROWS:
             return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
@@ -62,4 +58,4 @@ def forward_statistics(
         return shards.own_rows(found), None
 
     with jax.named_scope("pallas_ce.forward"):
-        return streamed(settings.shards, operation)(RowArrays(hidden, labels, mask), head)[0]
+        return streamed(settings.shards, operation)(RowArrays(batch, mask), head)[0]

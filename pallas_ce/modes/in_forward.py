@@ -19,7 +19,7 @@ from jax import lax
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
 from pallas_ce.blocks import RowBlock, Rows
-from pallas_ce.head import Head, Wanted
+from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.loops import vary_like
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -66,26 +66,24 @@ class Call:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics_and_handle(
     call: Call,
-    hidden: jax.Array,
+    batch: Batch,
     head: Head,
-    labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
 ) -> tuple[Statistics, jax.Array]:
-    """Statistics `[...]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
+    """Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
     `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss:
     that of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
 
     Args:
         call: the static facts.
-        hidden: `[..., H]`.
+        batch: the rows.
         head: the head.
-        labels: `[...]` int32 or None.
         mask: `[...]` bool, which rows count; None: all.
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[..., *K]` and of whole arrays.
     """
-    found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+    found = forward_statistics(call.settings, call.names, batch, head, mask)
     return with_handle(found, inputs, head.spec.accumulator, call.settings.total)
 
 
@@ -105,7 +103,7 @@ def with_handle(
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
     values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
-    hidden, head, labels, mask, inputs = first_order_only(values)
+    batch, head, mask, inputs = first_order_only(values)
     hidden_sum, sums = None, HeadSums()
     if wanted:
         with jax.named_scope("pallas_ce.in_forward"):
@@ -114,12 +112,12 @@ def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], S
                 # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
                 shards = dataclasses.replace(shards, sums=Sums())
             operation = streamed(shards, functools.partial(_statistics_and_sums, call, wanted))
-            rows = RowArrays(hidden, labels, mask, more=inputs[0])
+            rows = RowArrays(batch, mask, more=inputs[0])
             (found, hidden_sum), sums = operation(rows, head, inputs[1])
     else:
-        found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+        found = forward_statistics(call.settings, call.names, batch, head, mask)
     kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    kept_for_backward = Saved(*values[:4], (kept, values[4]), flags_of(wanted))
+    kept_for_backward = Saved(*values[:3], (kept, values[3]), flags_of(wanted))
     return with_handle(found, inputs, head.spec.accumulator, call.settings.total), kept_for_backward
 
 
@@ -132,7 +130,7 @@ def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[An
         kept, upstream = first_order_only((kept, upstream))
         hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, wanted, strict=True))
         upstream = psum(upstream, shards.cotangents_of_total)
-        gradients = finish(saved.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
+        gradients = finish(saved.batch.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
     return *input_cotangents(saved, gradients), zero_cotangent(inputs)
 
 
@@ -144,28 +142,26 @@ def _statistics_and_sums(
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     rows, head = shards.enter(rows, head)
-    hidden, labels = rows.hidden, rows.labels
-    spec, backend, tokens = head.spec, call.settings.backend, hidden.shape[0]
+    spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
     plan = call.settings.plan(spec, tokens, "in_forward")
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, hidden_sum, sums = carry
-        block_hidden = block.take(hidden)
-        block_labels = None if labels is None else block.take(labels)
-        partial, stash = backend.stash(head, block_hidden, block_labels, names, plan)
+        block_batch = jax.tree.map(block.take, rows.batch)
+        partial, stash = backend.stash(head, block_batch, names, plan)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
-        coefficients = coef.from_cotangents(cotangents, statistics)
+        coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
             statistics["lse"] if coefficients.need_probabilities else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
-            head, block_hidden, block_labels, residual, coefficients, factor, stash, sums, wanted, plan
+            head, block_batch, residual, coefficients, factor, stash, sums, wanted, plan
         )
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
@@ -175,10 +171,10 @@ def _statistics_and_sums(
         jnp.zeros(head.weight.shape, wide) if wanted.weight else None,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
-    hidden_sum = jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None
-    carry = (empty_statistics(call.names, tokens, spec), hidden_sum, sums)
+    hidden_sum = jnp.zeros(rows.batch.hidden.shape, wide) if wanted.hidden_product else None
+    carry = (empty_statistics(call.names, rows.batch, head), hidden_sum, sums)
     found, hidden_sum, sums = Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, carry)
-    hidden_sum, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(*sums))
+    hidden_sum, of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
     return (shards.own_rows(found), hidden_sum), of_head
 
 

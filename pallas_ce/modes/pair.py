@@ -16,7 +16,7 @@ from pallas_ce import divergences as pairs
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Tile, Tiles
 from pallas_ce.divergences import Divergence, Normaliser, PairPartial, PairStatistics
-from pallas_ce.head import Head, Products, Wanted
+from pallas_ce.head import Batch, Head, Products, Wanted
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -66,7 +66,7 @@ def row_divergences(call: Call, hidden: jax.Array, head: Head, mask: jax.Array |
 def _forward(call: Call, *primals: Any) -> tuple[jax.Array, Saved]:
     hidden, head, mask, teacher = values_of(primals)
     found = _statistics(call, *first_order_only((hidden, head, mask, teacher)))
-    saved = Saved(hidden, head, None, mask, (found, teacher), flags_of(wanted_inputs(*primals[:2])))
+    saved = Saved(Batch(hidden), head, mask, (found, teacher), flags_of(wanted_inputs(*primals[:2])))
     return found.value, saved
 
 
@@ -78,10 +78,10 @@ def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
         with jax.named_scope("pallas_ce.distillation"):
             operation = streamed(Shards(), functools.partial(_gradients, call, saved.wanted))
             more = (teacher.hidden, teacher.temperature, found, cotangent)
-            hidden_sum, of_head = operation(RowArrays(used.hidden, None, used.mask, more=more), used.head, teacher.head)
-        gradients = sweep.finished(used.hidden, used.head, hidden_sum, of_head)
-    d_hidden, d_head, _, d_mask = input_cotangents(saved, gradients)
-    return d_hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
+            hidden_sum, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
+        gradients = sweep.finished(used.batch.hidden, used.head, hidden_sum, of_head)
+    d_batch, d_head, d_mask = input_cotangents(saved, gradients)
+    return d_batch.hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
 
 
 row_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -138,7 +138,7 @@ def _statistics(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | Non
 def _gradients(
     call: Call, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, HeadSums]:
-    hidden, mask = rows.hidden, rows.mask
+    hidden, mask = rows.batch.hidden, rows.mask
     teacher_hidden, temperature, found, cotangent = rows.more
     plan = call.streams.plan(hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)

@@ -11,7 +11,7 @@ import jax
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
 from pallas_ce.blocks import RowBlock
-from pallas_ce.head import Head, Products, Wanted
+from pallas_ce.head import Batch, Head, Products, Wanted
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -33,15 +33,10 @@ from pallas_ce.shards import RowArrays, Shards, psum
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
-    settings: Settings,
-    names: frozenset[str],
-    hidden: jax.Array,
-    head: Head,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
+    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
 ) -> Statistics:
-    """Primitive statistics `[...]` of `hidden [..., H]`, differentiable in `hidden` and the head's arrays but u."""
-    return forward_statistics(settings, names, hidden, head, labels, mask)
+    """Primitive statistics of the rows of `batch`, differentiable in `hidden` and the head's arrays but u."""
+    return forward_statistics(settings, names, batch, head, mask)
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
@@ -61,13 +56,12 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
         used, given = first_order_only((saved, given))
         if settings.shards is not None:
             given = {name: psum(g, settings.shards.cotangents_by_row) for name, g in given.items()}
-        coefficients = coef.from_cotangents(given, used.kept)
         with jax.named_scope("pallas_ce.recompute"):
             operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted))
             kept = dict(used.kept)
-            rows = RowArrays(used.hidden, used.labels, used.mask, kept.pop("argmax", None), (kept, coefficients))
+            rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
             hidden_sum, of_head = operation(rows, used.head)
-        gradients = sweep.finished(used.hidden, used.head, hidden_sum, of_head)
+        gradients = sweep.finished(used.batch.hidden, used.head, hidden_sum, of_head)
     return input_cotangents(saved, gradients)
 
 
@@ -79,8 +73,9 @@ def _gradients(
 ) -> tuple[jax.Array | None, HeadSums]:
     weight_dtype = head.weight.dtype
     rows, head = shards.enter(rows, head)
-    kept, coefficients = rows.more
-    plan = settings.plan(head.spec, rows.hidden.shape[0], "recompute")
+    kept, cotangents = rows.more
+    plan = settings.plan(head.spec, rows.batch.hidden.shape[0], "recompute")
+    coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:
         coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
@@ -95,8 +90,7 @@ def _gradients(
             block_coefficients = coef.select(block_coefficients, block.live)
         return settings.backend.dlogits_products(
             head,
-            block.take(rows.hidden),
-            None if rows.labels is None else block.take(rows.labels),
+            jax.tree.map(block.take, rows.batch),
             jax.tree.map(block.take, residual),
             block_coefficients,
             tile_index,

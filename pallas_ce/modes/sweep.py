@@ -43,7 +43,7 @@ def gradient_sums(
         products: `(block of rows, tile index) ->` their share of the gradients, before factor and scale; rows of the
             block that are not live must contribute nothing.
     """
-    hidden, spec, wide = rows.hidden, head.spec, head.spec.accumulator
+    hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
     tiles, counted = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask)
     blocks = counted.blocks(hidden.shape[0], plan.rows)
     tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import Tiles
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products, tuning
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
@@ -45,8 +45,15 @@ class MosaicGpuBackend:
     name = "mosaic_gpu"
     config: Config | None = None
 
-    def refusal(self, spec: HeadSpec) -> str | None:
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """All but bfloat16 and float16 operands, whose accuracy is the reason to ask for wider ones."""
+        if rows.targets is not None:
+            return f"its kernels read one label for each row, and labels hold K={rows.targets}; use 'xla'"
+        if rows.row_temperature:
+            return (
+                "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
+                "into the head, or use 'xla'"
+            )
         if spec.dtype not in _DTYPES:
             return (
                 f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
@@ -89,22 +96,20 @@ class MosaicGpuBackend:
         """All of the weight where TMA cannot read it; see `operands`."""
         return _copied(spec)
 
-    def statistics(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> Partial:
+    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
         """One kernel; the tail by XLA."""
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
-        config = self._config("forward", head, hidden.shape[0], len(names))
-        partial = forward_kernel.statistics(head, hidden, labels, names, config, partial_bytes)
+        config = self._config("forward", head, batch.hidden.shape[0], len(names))
+        partial = forward_kernel.statistics(head, batch.hidden, batch.labels, names, config, partial_bytes)
         if (rest := operands.tail(head)) is not None:
-            partial = merge(partial, products.tail_logits_and_partial(head, rest, hidden, labels, names)[1])
+            last = products.tail_logits_and_partial(head, rest, batch.hidden, batch.labels, names)[1]
+            partial = merge(partial, last)
         return partial
 
     def dlogits_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         tile_index: jax.Array,
@@ -128,36 +133,33 @@ class MosaicGpuBackend:
         )
         gradient, sums = dlogits_kernel.dlogits(
             slice_of_head,
-            hidden,
-            _from(labels, tile.start, columns),
+            batch.hidden,
+            _from(batch.labels, tile.start, columns),
             Residual(residual.lse, _from(residual.argmax, tile.start, columns)),
             coefficients,
-            self._config("dlogits", head, hidden.shape[0], sum(c is not None for c in coefficients), columns),
+            self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients), columns),
             bias_sum=wanted.bias_sum,
             first=None if tile.live is None else jnp.int32(tile_index) * columns - tile.start,
         )
         assert gradient is not None
-        gradient = gradient[: hidden.shape[0], :columns]
+        gradient = gradient[: batch.hidden.shape[0], :columns]
         for_hidden = for_weight = None
         if wanted.hidden_product:
             for_hidden = head.matmul(gradient, weight, (1, spec.vocab_axis))
         if wanted.weight:
-            a, b = (gradient, hidden) if spec.vocab_axis == 0 else (hidden, gradient)
+            a, b = (gradient, batch.hidden) if spec.vocab_axis == 0 else (batch.hidden, gradient)
             for_weight = head.matmul(a, b, (0, 0))
         return for_hidden, for_weight, sums
 
-    def stash(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> tuple[Partial, products.Stash]:
+    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, products.Stash]:
         """See `products.make`."""
-        config, fallback = (self._config(k, head, hidden.shape[0], len(names)) for k in ("stash", "forward"))
-        return products.make(head, hidden, labels, names, config, fallback)
+        config, fallback = (self._config(k, head, batch.hidden.shape[0], len(names)) for k in ("stash", "forward"))
+        return products.make(head, batch.hidden, batch.labels, names, config, fallback)
 
     def stash_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         factor: jax.Array,
@@ -167,9 +169,9 @@ class MosaicGpuBackend:
         plan: Plan,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        config = self._config("dlogits", head, hidden.shape[0], sum(c is not None for c in coefficients))
+        config = self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients))
         return products.products(
-            head, hidden, labels, residual, coefficients, factor, stash, accumulators, wanted, config
+            head, batch.hidden, batch.labels, residual, coefficients, factor, stash, accumulators, wanted, config
         )
 
     def _partial_bytes(self, spec: HeadSpec, rows: int) -> int:

@@ -4,14 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.divergences import Divergence
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics import spread
 
 
-def logits(hidden: jax.Array, head: Head, mask: jax.Array | None) -> jax.Array:
-    """Capped logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
+def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
+    """Logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
     spec = head.spec
+    hidden, _, inverse_temperature = batch
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
+        inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
     z = jnp.tensordot(
@@ -20,15 +23,13 @@ def logits(hidden: jax.Array, head: Head, mask: jax.Array | None) -> jax.Array:
         axes=(1, 1 - spec.vocab_axis),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return head.cap(z, bias)
+    return head.cap(z, bias, inverse_temperature)
 
 
-def row_statistics(
-    names: frozenset[str], hidden: jax.Array, head: Head, labels: jax.Array | None, mask: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Primitive statistics `[N]` of `hidden [N, H]`, each by its definition; 0 where `mask [N]` is False."""
-    spec = head.spec
-    z = logits(hidden, head, mask)
+def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
+    """Primitive statistics of the N rows of `batch`, each by its definition; 0 where `mask [N]` is False."""
+    spec, labels = head.spec, batch.labels
+    z = logits(batch, head, mask)
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
     any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
@@ -49,10 +50,11 @@ def row_statistics(
     values["max_logit"] = jnp.take_along_axis(z, values["argmax"][:, None], axis=1)[:, 0]
     if labels is not None:
         inside = labels >= 0
-        target = jnp.take_along_axis(z, jnp.where(inside, labels, 0)[:, None], axis=1)[:, 0]
+        places = jnp.where(inside, labels, 0).reshape(labels.shape[0], -1)
+        target = jnp.take_along_axis(z, places, axis=1).reshape(labels.shape)
         values["target_logit"] = jnp.where(inside, target, 0.0)
     if mask is not None:
-        values = {name: jnp.where(mask, value, 0) for name, value in values.items()}
+        values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
     return {name: values[name] for name in names}
 
 
@@ -63,14 +65,11 @@ def divergences(
     mask: jax.Array | None,
     teacher_hidden: jax.Array,
     teacher_head: Head,
-    temperature: jax.Array | None,
+    inverse_temperature: jax.Array | None,
 ) -> jax.Array:
     """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
-    student = logits(hidden, head, mask)
-    teacher = logits(teacher_hidden, teacher_head, mask).astype(student.dtype)
-    if temperature is not None:
-        divisor = temperature if mask is None else jnp.where(mask, temperature, 1.0)
-        student, teacher = student / divisor[:, None], teacher / divisor[:, None]
+    student = logits(Batch(hidden, None, inverse_temperature), head, mask)
+    teacher = logits(Batch(teacher_hidden, None, inverse_temperature), teacher_head, mask).astype(student.dtype)
     usable = jnp.any(student > -jnp.inf, axis=1) & jnp.any(teacher > -jnp.inf, axis=1)
     usable = usable if mask is None else usable & mask
     log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))

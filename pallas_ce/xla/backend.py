@@ -14,7 +14,7 @@ from jax import lax
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import Tile, Tiles, shrink
 from pallas_ce.coefficients import Coefficients, dlogits
-from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.loops import fori_loop
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
@@ -30,8 +30,8 @@ class XlaBackend:
 
     name = "xla"
 
-    def refusal(self, spec: HeadSpec) -> str | None:
-        """Never: plain JAX serves every head."""
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
+        """Never: plain JAX serves every head and all rows."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
@@ -56,13 +56,11 @@ class XlaBackend:
         """None."""
         return 0
 
-    def statistics(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> Partial:
+    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
         """Statistics tile by tile, merged as they come."""
 
         def step(tile: Tile) -> Partial:
-            return _partial(head, tile, _tile_logits(head, hidden, tile), labels, names)
+            return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
 
         tiles = _tiles(head, plan)
         first = step(tiles.tile(0))
@@ -71,8 +69,7 @@ class XlaBackend:
     def dlogits_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         tile_index: jax.Array,
@@ -81,18 +78,16 @@ class XlaBackend:
     ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
         """The logits of one tile once more, and their products."""
         tile = _tiles(head, plan).tile(tile_index)
-        logits = _tile_logits(head, hidden, tile)
-        return _products(head, hidden, labels, residual, coefficients, tile, logits, wanted)
+        logits = _tile_logits(head, batch, tile)
+        return _products(head, batch, residual, coefficients, tile, logits, wanted)
 
-    def stash(
-        self, head: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str], plan: Plan
-    ) -> tuple[Partial, jax.Array]:
+    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
 
         def step(tile: Tile) -> tuple[Partial, jax.Array]:
-            logits = _tile_logits(head, hidden, tile)
-            return _partial(head, tile, logits, labels, names), logits
+            logits = _tile_logits(head, batch, tile)
+            return _partial(head, tile, logits, batch.labels, names), logits
 
         def body(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
             done, kept = carry
@@ -107,8 +102,7 @@ class XlaBackend:
     def stash_products(
         self,
         head: Head,
-        hidden: jax.Array,
-        labels: jax.Array | None,
+        batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
         factor: jax.Array,
@@ -123,9 +117,7 @@ class XlaBackend:
         def body(i: jax.Array, carry: _Sums) -> _Sums:
             tile = tiles.tile(i)
             logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
-            for_hidden, for_weight, for_bias = _products(
-                head, hidden, labels, residual, coefficients, tile, logits, wanted
-            )
+            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, wanted)
             sums, weight, bias = carry
             if sums is not None and for_hidden is not None:
                 sums = sums + for_hidden
@@ -135,7 +127,7 @@ class XlaBackend:
                 bias = tile.add(bias, factor * for_bias)
             return _Sums(sums, weight, bias)
 
-        zeros = jnp.zeros(hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
+        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if wanted.hidden_product else None
         sums = fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
         return sums.hidden, Accumulators(sums.weight, sums.bias)
 
@@ -162,8 +154,8 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
     return Tiles(head.spec.vocab_size, plan.columns, head.live_columns)
 
 
-def _tile_logits(head: Head, hidden: jax.Array, tile: Tile) -> jax.Array:
-    return head.tile_logits(hidden, tile)
+def _tile_logits(head: Head, batch: Batch, tile: Tile) -> jax.Array:
+    return head.tile_logits(batch.hidden, tile, batch.inverse_temperature)
 
 
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
@@ -173,8 +165,7 @@ def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None
 
 def _products(
     head: Head,
-    hidden: jax.Array,
-    labels: jax.Array | None,
+    batch: Batch,
     residual: Residual,
     coefficients: Coefficients,
     tile: Tile,
@@ -189,9 +180,9 @@ def _products(
         residual.lse,
         tile.columns,
         tile.live,
-        labels,
+        batch.labels,
         residual.argmax,
         weights,
-        head.spec.softcap,
+        head.bound(batch.inverse_temperature),
     )
-    return head.tile_products(hidden, gradient, tile, wanted)
+    return head.tile_products(batch.hidden, gradient, tile, wanted)

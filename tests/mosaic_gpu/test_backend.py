@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_ce.mosaic_gpu
-from pallas_ce import linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
 from pallas_ce.modes import forward
 from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.mosaic_gpu.config import Config
@@ -159,6 +159,17 @@ def test_losses_of_every_statistic(mode: str, interpreted: Callable[..., Any]) -
         )
 
     check(interpreted, loss, arrays(70, 64, 208), mode, 1.5 * TOLERANCE[jnp.bfloat16])
+
+
+def test_a_number_as_temperature_is_folded_into_cap_and_scale(interpreted: Callable[..., Any]) -> None:
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: str) -> jax.Array:
+        found = linear_log_probs(
+            **given, labels=labels_of(40, 208), temperature=0.7, logit_softcap=5.0, return_entropy=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.mean(found.log_probs + 0.1 * found.entropy)
+
+    check(interpreted, loss, arrays(40, 64, 208), "recompute", TOLERANCE[jnp.bfloat16])
 
 
 def test_without_interpreter_and_without_gpu_nothing_falls_back() -> None:

@@ -12,6 +12,7 @@ import pytest
 from pallas_ce import coefficients as coef
 from pallas_ce import reference
 from pallas_ce.backends import Residual
+from pallas_ce.head import Batch
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import finalise
@@ -54,7 +55,7 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
         p.head, p.hidden, p.labels
     )
     got = finalise(partial, EVERY)
-    want = reference.row_statistics(EVERY, p.hidden, p.head, p.labels, None)
+    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     for name in EVERY - {"argmax"}:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
     z = logits_of(p)
@@ -74,7 +75,7 @@ def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) 
         bias = jnp.full(192, offset / scale)
         head = dataclasses.replace(p.head, bias=bias, logit_scale=jnp.float32(scale))
         run = interpreted(lambda head, h: forward_kernel.statistics(head, h, None, LSE, Config(**SMALL)))
-        want = reference.row_statistics(LSE, p.hidden, head, None, None)["lse"]
+        want = reference.row_statistics(LSE, Batch(p.hidden), head, None)["lse"]
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
 
 
@@ -85,7 +86,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> 
     def lse(head: Any, h: jax.Array, live: jax.Array) -> jax.Array:
         return finalise(forward_kernel.statistics(head, h, None, LSE, config, live_rows=live), LSE)["lse"]
 
-    want = reference.row_statistics(LSE, p.hidden, p.head, None, None)["lse"]
+    want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
     got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
     np.testing.assert_allclose(got[:130], want[:130], rtol=1e-5)
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
@@ -95,7 +96,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> 
 def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
     n, v = p.hidden.shape[0], p.head.spec.vocab_size
-    want = reference.row_statistics(EVERY, p.hidden, p.head, p.labels, None)
+    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     e = want["lse"] - 1.5
     names = EVERY if index % 2 else LOSS
     partial, stored = interpreted(lambda head, h, t, e: stash_kernel.stash(head, h, t, e, names, config))(
@@ -115,7 +116,7 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
     n, v, spec = p.hidden.shape[0], p.head.spec.vocab_size, p.head.spec
     first = 3 if index % 2 else None
-    kept = reference.row_statistics(frozenset({"lse", "argmax"}), p.hidden, p.head, None, None)
+    kept = reference.row_statistics(frozenset({"lse", "argmax"}), Batch(p.hidden), p.head, None)
     coefficients = all_coefficients(n)
     if index % 3 == 0:
         coefficients = coefficients._replace(prob_log_prob=None, prob_sq=None, logit_weights=None, argmax=None)

@@ -21,7 +21,13 @@ def to64(tree: Arrays) -> Arrays:
 class Logits:
     """Capped logits of a head, and the way back from their gradient to the head's arrays."""
 
-    def __init__(self, arrays: Arrays, vocab_size: int | None = None, logit_softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        arrays: Arrays,
+        vocab_size: int | None = None,
+        logit_softcap: float | None = None,
+        temperature: Any = 1.0,
+    ) -> None:
         self.a = a = to64(arrays)
         self.v = v = vocab_size or a["weight"].shape[0]
         self.scale = a.get("logit_scale", np.float64(1.0))
@@ -30,6 +36,8 @@ class Logits:
         raw = self.scale * self.linear
         self.z = raw if logit_softcap is None else logit_softcap * np.tanh(raw / logit_softcap)
         self.slope = 1.0 if logit_softcap is None else 1.0 - np.tanh(raw / logit_softcap) ** 2
+        by_row = np.broadcast_to(np.asarray(temperature, np.float64), raw.shape[:1])[:, None]
+        self.z, self.slope = self.z / by_row, self.slope / by_row
         shifted = self.z - self.z.max(1, keepdims=True)
         self.lse = np.log(np.exp(shifted).sum(1)) + self.z.max(1)
         self.log_p = self.z - self.lse[:, None]
@@ -50,17 +58,21 @@ class Logits:
 
 
 def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) -> tuple[Arrays, Arrays]:
-    """Every statistic `[N]`, and each one's derivative `[N, V]` with respect to the row's logits."""
+    """Every statistic `[N]`, and each one's derivative `[N, V]` with respect to the row's logits.
+
+    With labels `[N, K]` the target's are `[N, K]` and `[N, K, V]`.
+    """
     z, p, log_p, v = logits.z, logits.p, logits.log_p, logits.v
     u = np.full(v, 1.0 / v) if u is None else np.asarray(u, np.float64)
     labels = labels.astype(np.int64)
     inside = (labels >= 0) & (labels < v)
-    target = (np.arange(v) == labels[:, None]) & inside[:, None]
+    target = (np.arange(v) == labels[..., None]) & inside[..., None]
+    rows = (slice(None), *[None] * (labels.ndim - 1))
     top = np.arange(v) == z.argmax(1)[:, None]
     entropy, ssq = -(p * log_p).sum(1), (p * p).sum(1)
     values = {
         "lse": logits.lse,
-        "target_logit": (z * target).sum(1),
+        "target_logit": (z[rows] * target).sum(-1),
         "mean_logit": z @ u,
         "entropy": entropy,
         "expected_logit": (p * z).sum(1),
@@ -68,11 +80,11 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
         "max_logit": z.max(1),
         "argmax": z.argmax(1),
     }
-    values["log_prob"] = values["target_logit"] - logits.lse
+    values["log_prob"] = values["target_logit"] - logits.lse[rows]
     slopes = {
         "lse": p,
         "target_logit": target * 1.0,
-        "log_prob": target - p,
+        "log_prob": target - p[rows],
         "mean_logit": np.broadcast_to(u, z.shape),
         "entropy": -p * (log_p + entropy[:, None]),
         "expected_logit": p * (1 + z - values["expected_logit"][:, None]),
@@ -80,6 +92,12 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
         "max_logit": top * 1.0,
     }
     return values, slopes
+
+
+def pull_back(slopes: Arrays, cotangents: Arrays) -> Any:
+    """The gradient `[N, V]` of the logits, from the cotangents of the statistics."""
+    terms = (cotangents[name][..., None] * slopes[name] for name in cotangents)
+    return sum(term.reshape(term.shape[0], -1, term.shape[-1]).sum(1) for term in terms)
 
 
 def cross_entropy(

@@ -10,6 +10,9 @@ import numpy as np
 WAYS = [("reference", "auto"), ("xla", "recompute"), ("xla", "in_forward")]
 STREAMED = WAYS[1:]
 
+# What the statistics' functions take and the oracle's logits too.
+LOGIT_OPTIONS = ("vocab_size", "logit_softcap")
+
 
 @dataclasses.dataclass
 class Problem:
@@ -29,6 +32,26 @@ def make(seed: int, n: int, h: int, v: int, scale: float = 1.0, vocab_axis: int 
     labels = rng.integers(0, v, size=n).astype(np.int32)
     labels[rng.random(n) < 0.2] = -100
     return Problem({"hidden": hidden, "weight": weight}, labels, {}, vocab_axis)
+
+
+@st.composite
+def statistics_problems(draw: Any) -> Problem:
+    """`problems` for the functions on statistics: also K targets for each row, and temperatures of every kind.
+
+    Small vocabularies make targets repeat within a row; labels of -100 and V are no targets.
+    """
+    p = draw(problems())
+    n, v = p.labels.size, p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    p.arrays.pop("token_weights", None)
+    p.options = {k: x for k, x in p.options.items() if k in LOGIT_OPTIONS}
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    if targets := draw(st.sampled_from([None, 1, 3, 7])):
+        p.labels = rng.integers(0, v + 1, size=(n, targets)).astype(np.int32)
+        p.labels[rng.random((n, targets)) < 0.2] = -100
+    if kind := draw(st.sampled_from([None, "number", "scalar", "rows"])):
+        drawn = rng.uniform(0.3, 3.0, size=n).astype(np.float32)
+        p.options["temperature"] = {"number": float(drawn[0]), "scalar": drawn[0].reshape(()), "rows": drawn}[kind]
+    return p
 
 
 @st.composite

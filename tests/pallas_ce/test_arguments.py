@@ -99,7 +99,7 @@ def test_a_head_that_does_not_fit_is_named(
 
 
 LOSS_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"labels": LABELS[:, None]}, ValueError, r"labels have shape \(4, 1\); hidden's leading shape \(4,\) is needed"),
+    ({"labels": LABELS[:, None, None]}, ValueError, r"labels have shape \(4, 1, 1\); hidden's leading shape \(4,\)"),
     ({"labels": LABELS * 1.0}, TypeError, "labels have dtype float32; they must be integers"),
     ({"labels": LABELS > 1}, TypeError, "labels have dtype bool; they must be integers"),
     ({"ignore_index": 1.0}, TypeError, r"ignore_index=1\.0 must be a Python int, or None"),

@@ -14,7 +14,7 @@ from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics import STATISTICS
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, library_loss, library_results, oracle_results
-from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems
+from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
@@ -35,16 +35,17 @@ def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, impl
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@hypothesis.given(p=problems(), data=st.data())
+@hypothesis.given(p=statistics_problems(), data=st.data())
 def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, implementation: str) -> None:
     names = data.draw(st.lists(st.sampled_from(STATISTICS), min_size=1, unique=True))
     real = p.options.get("vocab_size", p.arrays["weight"].shape[0])
     rng = np.random.default_rng(0)
     u = data.draw(st.sampled_from([None, rng.normal(size=real).astype(np.float32)]))
-    mask = data.draw(st.sampled_from([None, rng.random(p.labels.size) < 0.6]))
-    cotangents = {name: rng.normal(size=p.labels.size).astype(np.float32) for name in names if name != "argmax"}
-    options = {k: v for k, v in p.options.items() if k in ("vocab_size", "logit_softcap")}
-    arrays = {k: v for k, v in p.arrays.items() if k != "token_weights"}
+    n = p.labels.shape[0]
+    mask = data.draw(st.sampled_from([None, rng.random(n) < 0.6]))
+    logits = oracle.Logits(p.arrays, **p.options)
+    values, slopes = oracle.statistics(logits, p.labels, u)
+    cotangents = {k: rng.normal(size=values[k].shape).astype(np.float32) for k in names if k != "argmax"}
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -53,20 +54,64 @@ def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, i
         weight = arrays.pop("weight")
         found = linear_row_statistics(
             arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, statistics=names,
-            row_mask=mask, logit_weights=u, vocab_axis=p.vocab_axis, implementation=implementation, **arrays, **options,
+            row_mask=mask, logit_weights=u, vocab_axis=p.vocab_axis, implementation=implementation,
+            **arrays, **p.options,
         )  # fmt: skip
         return sum(jnp.sum(getattr(found, k) * g) for k, g in cotangents.items()) + 0.0, found
 
-    (_, found), gradients = ours(jax.tree.map(jnp.asarray, arrays))
-    logits = oracle.Logits(arrays, **options)
-    values, slopes = oracle.statistics(logits, p.labels, u)
-    counts = np.ones(p.labels.size, bool) if mask is None else mask
-    dz = sum(((g * counts)[:, None] * slopes[k] for k, g in cotangents.items()), np.zeros_like(logits.z))
+    (_, found), gradients = ours(jax.tree.map(jnp.asarray, p.arrays))
+    counts = np.ones(n, bool) if mask is None else mask
+    dz = counts[:, None] * (oracle.pull_back(slopes, cotangents) + np.zeros_like(logits.z))
 
     assert {k for k, x in found._asdict().items() if x is not None} == set(names)
     for name in names:
-        assert_close(getattr(found, name), np.where(counts, values[name], 0), 1e-5, floor=5e-6)
+        want = np.where(counts.reshape(n, *[1] * (values[name].ndim - 1)), values[name], 0)
+        assert_close(getattr(found, name), want, 1e-5, floor=5e-6)
     assert_close(gradients, logits.gradients(dz), 1e-5, floor=1e-5)
+
+
+def _weighted(s: RowStatistics, weights: dict[str, Any]) -> Any:
+    products = (getattr(s, name) * g for name, g in weights.items())
+    return sum(jnp.sum(x.reshape(x.shape[0], -1), axis=1) for x in products)
+
+
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+@hypothesis.settings(max_examples=6)  # each compiles a loss of its own
+@hypothesis.given(p=statistics_problems(), data=st.data())
+def test_a_summed_loss_of_any_statistics_matches_the_oracle(
+    p: Problem, data: Any, implementation: str, backward: Any
+) -> None:
+    names = data.draw(st.lists(st.sampled_from(STATISTICS[:-1]), min_size=1, max_size=4, unique=True))
+    n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    rows, width = p.arrays["weight"].shape
+    small = max(12 * n * rows // 20, 4 * rows + 12 + 24 * width)
+    budget = data.draw(st.sampled_from([None, small])) if implementation == "xla" else None
+    rng = np.random.default_rng(1)
+    real = (p.labels >= 0) & (p.labels < v)
+    counts = real.reshape(n, -1).any(axis=1)
+    logits = oracle.Logits(p.arrays, **p.options)
+    values, slopes = oracle.statistics(logits, p.labels)
+    weights = {name: rng.normal(size=values[name].shape).astype(np.float32) for name in names}
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1))
+    def ours(arrays: dict[str, Any], weights: dict[str, Any]) -> Any:
+        arrays = dict(arrays)
+        weight = arrays.pop("weight")
+        return linear_loss(
+            lambda s, *rest: _weighted(s, dict(zip(names, rest, strict=True))),
+            arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, *(weights[k] for k in names),
+            reduction="sum", vocab_axis=p.vocab_axis, implementation=implementation, backward=backward,
+            scratch_bytes=budget, **arrays, **p.options,
+        )  # fmt: skip
+
+    value, (gradients, by_weight) = ours(jax.tree.map(jnp.asarray, p.arrays), weights)
+    counted = {k: np.where(counts.reshape(n, *[1] * (x.ndim - 1)), x, 0) for k, x in values.items()}
+    products = [g * counted[name] for name, g in weights.items()]
+    size = sum(np.abs(x).sum() for x in products)
+    assert_close(value, sum(x.sum() for x in products), 1e-5, floor=1e-6 * max(1.0, size))
+    assert_close(by_weight, {name: counted[name] for name in names}, 1e-5, floor=5e-6)
+    assert_close(gradients, logits.gradients(counts[:, None] * oracle.pull_back(slopes, weights)), 1e-5, floor=1e-5)
 
 
 def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:

@@ -38,6 +38,24 @@ def test_cross_entropy_gradients(reduction: str) -> None:
         np.testing.assert_allclose(gradient, numeric, atol=1e-8, err_msg=name)
 
 
+def test_statistics_slopes_with_several_targets_and_temperatures() -> None:
+    p = make(0, 5, 3, 4)
+    labels = np.array([[0, 0, 1], [-100, 2, 3], [3, 1, 0], [4, 4, 4], [2, 2, 2]])
+    options = {"logit_softcap": 2.0, "temperature": np.linspace(0.5, 2, 5)}
+    rng = np.random.default_rng(0)
+    logits = oracle.Logits(p.arrays, **options)
+    values, slopes = oracle.statistics(logits, labels)
+    cotangents = {name: rng.normal(size=values[name].shape) for name in ("log_prob", "entropy")}
+
+    def total(arrays: Any) -> Any:
+        found = oracle.statistics(oracle.Logits(arrays, **options), labels)[0]
+        return sum((found[name] * g).sum() for name, g in cotangents.items())
+
+    numeric = _differences(total, p.arrays, "hidden")
+    gradient = logits.gradients(oracle.pull_back(slopes, cotangents))["hidden"]
+    np.testing.assert_allclose(gradient, numeric, atol=1e-7)
+
+
 def test_statistics_slopes() -> None:
     p = make(0, 5, 3, 4)
     u = np.array([0.5, 0.0, -1.0, 2.0])

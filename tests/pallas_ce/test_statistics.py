@@ -68,6 +68,24 @@ def test_a_part_without_columns_is_neutral(rows: dict[str, Any]) -> None:
     assert not np.any(empty["sum_sq_probs"])
 
 
+@hypothesis.given(rows=rows_of_logits(), cut=st.integers(0, V))
+def test_each_of_several_targets_is_found_once_however_the_columns_are_cut(rows: dict[str, Any], cut: int) -> None:
+    logits, labels = rows["logits"], np.random.default_rng(cut).integers(-1, V, (N, 4)).astype(np.int32)
+    labels[:, 3] = labels[:, 0]
+
+    def found(live: Any, columns: Any) -> Any:
+        part = partial_of_tile(logits[:, columns], columns, live, labels, None, frozenset({"target_logit"}))
+        return part.target_logit
+
+    early = min(cut, V - 8)  # a tile of eight that starts early, before the columns that are its own
+    columns = COLUMNS
+    got = found(columns < early, columns)
+    got += found(None, columns[early : early + 8])
+    got += found(columns[8:] >= early + 8, columns[8:]) if early + 8 < V else 0.0
+    want = np.where(labels >= 0, np.take_along_axis(logits, np.maximum(labels, 0), axis=1), 0)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", STATISTICS)
 def test_only_what_a_statistic_needs_is_kept(name: str) -> None:
     names = primitive_names((name,))

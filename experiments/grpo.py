@@ -1,0 +1,276 @@
+"""Trains a tiny language model by rewards, and compares memory with and without logits: `python -m experiments.grpo`.
+
+Group-relative policy optimisation: sample a group of answers to each prompt, reward them, update. The task is to answer
+a prompt p with tokens whose id is p modulo the number of prompts; the reward is the share of an answer's places that
+do. An untrained model earns about one in as many as there are prompts.
+
+Writes rewards and the update's temporary memory, with log-probabilities streamed (`linear_log_probs`) and from stored
+logits, to `experiments/results/grpo.json`, and draws `grpo.png` beside it from that file. `--plot-only` just draws.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.model import LanguageModel
+from experiments.machine import describe
+from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, policy_loss
+
+RESULTS = Path(__file__).parent / "results" / "grpo.json"
+VOCABULARIES = [2048, 8192, 32768, 131072]
+MEMORY_SHAPE = {"prompts": 8, "group": 4, "length": 128}  # 4096 tokens
+END = 0  # the token that ends an answer
+
+Params = nnx.State[Any, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Task, model and training.
+
+    Attributes:
+        vocabulary: V.
+        prompts: how many prompts there are; each is answered in every iteration.
+        group: answers to each prompt.
+        length: most tokens of an answer.
+        width: features of the hidden states.
+        iterations: how often answers are sampled.
+        epochs: updates on each set of answers; from the second on they are off-policy, and clipping matters.
+        learning_rate: of Adam.
+        clip_norm: of the gradient: the KL estimate e^d - d - 1 grows without bound for tokens that the initial model
+            finds unlikely.
+        kl_coefficient: of the penalty for leaving the initial model.
+        temperature: answers are drawn from, and trained in, the distribution at this temperature.
+    """
+
+    vocabulary: int = 512
+    prompts: int = 4
+    group: int = 32
+    length: int = 8
+    width: int = 32
+    iterations: int = 60
+    epochs: int = 2
+    learning_rate: float = 1e-2
+    clip_norm: float = 1.0
+    kl_coefficient: float = 1e-3
+    temperature: float = 0.9
+
+
+class Rollout(NamedTuple):
+    """Sampled sequences and what is known of them; B of them, the answers to one prompt next to each other.
+
+    Attributes:
+        tokens: int `[B, 1 + length]`, the prompt and its answer.
+        mask: bool `[B, length]`, the answer's tokens, the one that ends it included.
+        rewards: `[B]`.
+        old_log_probs: `[B, length]`, under the policy that sampled.
+        ref_log_probs: `[B, length]`, under the initial one.
+    """
+
+    tokens: jax.Array
+    mask: jax.Array
+    rewards: jax.Array
+    old_log_probs: jax.Array
+    ref_log_probs: jax.Array
+
+
+def streamed(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
+    """Log-probabilities and entropies without logits."""
+    return linear_log_probs(hidden, kernel, labels, vocab_axis=1, temperature=temperature, return_entropy=True)
+
+
+def stored(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
+    """The same from stored logits."""
+    log_p = jax.nn.log_softmax(hidden @ kernel / temperature)
+    counts = labels >= 0
+    chosen = jnp.take_along_axis(log_p, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return LogProbs(jnp.where(counts, chosen, 0.0), jnp.where(counts, entropy, 0.0))
+
+
+HEADS: dict[str, Callable[..., LogProbs]] = {"streamed": streamed, "stored": stored}
+
+
+class State(NamedTuple):
+    """All that an update changes."""
+
+    params: Params
+    optimizer: optax.OptState
+
+
+class Loop:
+    """The three parts of an iteration, for one way of making log-probabilities."""
+
+    def __init__(self, config: Config, head: str) -> None:
+        self.config = config
+        self.head = HEADS[head]
+        self.optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.adam(config.learning_rate))
+        self.graph = nnx.graphdef(nnx.eval_shape(self._model, 0))
+
+    def _model(self, seed: int) -> LanguageModel:
+        size = self.config.width
+        shape = TrainConfig(
+            vocab_size=self.config.vocabulary, width=size, layers=1, attention_heads=2, mlp_width=2 * size
+        )
+        return LanguageModel(shape, -1, rngs=nnx.Rngs(jax.random.key(seed)))
+
+    def initial_state(self, seed: int) -> State:
+        """A model that knows nothing."""
+        params = nnx.state(self._model(seed), nnx.Param)
+        return State(params, self.optimizer.init(params))
+
+    def log_probs(self, params: Params, tokens: jax.Array, mask: jax.Array) -> LogProbs:
+        """Of the answers' tokens `[B, length]`; those behind an answer's end are ignored."""
+        model: LanguageModel = nnx.merge(self.graph, params)
+        labels = jnp.where(mask, tokens[:, 1:], -100)
+        assert model.head.kernel is not None
+        return self.head(model.body(tokens[:, :-1]), model.head.kernel[...], labels, self.config.temperature)
+
+    def sample(self, params: Params, initial: Params, key: jax.Array) -> Rollout:
+        """Draws and rewards answers; of the logits only one place's are made at a time."""
+        config = self.config
+        model: LanguageModel = nnx.merge(self.graph, params)
+        prompts = jnp.repeat(jnp.arange(config.prompts), config.group)
+        blank = jnp.zeros((prompts.size, 1 + config.length), jnp.int32).at[:, 0].set(prompts)
+
+        def extend(place: jax.Array, tokens: jax.Array) -> jax.Array:
+            logits = model.head.logits(model.body(tokens[:, :-1])[:, place]) / config.temperature
+            drawn = jax.random.categorical(jax.random.fold_in(key, place), logits)
+            return tokens.at[:, place + 1].set(drawn)
+
+        tokens = jax.lax.fori_loop(0, config.length, extend, blank)
+        answers = tokens[:, 1:]
+        ends = (answers == END).astype(jnp.int32)
+        mask = jnp.cumsum(ends, axis=1) - ends == 0
+        right = mask & (answers % config.prompts == prompts[:, None]) & (answers != END)
+        rewards = jnp.mean(right.astype(jnp.float32), axis=1)
+        old, ref = (self.log_probs(p, tokens, mask).log_probs for p in (params, initial))
+        return Rollout(tokens, mask, rewards, old, ref)
+
+    def update(self, state: State, rollout: Rollout) -> tuple[State, PolicyMetrics]:
+        """One step of GRPO."""
+        advantages = group_advantages(rollout.rewards, self.config.group)
+
+        def loss(params: Params) -> tuple[jax.Array, PolicyMetrics]:
+            found = self.log_probs(params, rollout.tokens, rollout.mask)
+            value, metrics = policy_loss(
+                found.log_probs,
+                advantages,
+                rollout.mask,
+                old_log_probs=rollout.old_log_probs,
+                ref_log_probs=rollout.ref_log_probs,
+                entropy=found.entropy,
+                kl_coefficient=self.config.kl_coefficient,
+                aggregation="sequence_mean",
+                return_metrics=True,
+            )
+            return value, metrics
+
+        gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), optimizer), metrics
+
+
+def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, list[float]]:
+    """Runs the loop; returns each iteration's mean reward, and after its updates KL, entropy and clipped share."""
+    loop = Loop(config, head)
+    state = loop.initial_state(seed)
+    initial = state.params
+    sample, update = jax.jit(loop.sample), jax.jit(loop.update)
+    history: dict[str, list[float]] = {"reward": [], "kl": [], "entropy": [], "clipped": []}
+    for iteration in range(config.iterations):
+        rollout = sample(state.params, initial, jax.random.fold_in(jax.random.key(seed), iteration))
+        for _ in range(config.epochs):
+            state, metrics = update(state, rollout)
+        history["reward"].append(float(jnp.mean(rollout.rewards)))
+        assert metrics.kl is not None
+        assert metrics.entropy is not None
+        history["kl"].append(float(metrics.kl))
+        history["entropy"].append(float(metrics.entropy))
+        history["clipped"].append(float(metrics.clipped_low + metrics.clipped_high))
+    return history
+
+
+def update_bytes(config: Config, head: str) -> int:
+    """The update's memory beside its inputs and outputs, as the compiler planned it.
+
+    Room of the outputs, which grow with the vocabulary, serves temporaries too, until what belongs there is written.
+    """
+    loop = Loop(config, head)
+    state = jax.eval_shape(loop.initial_state, 0)
+    rollout = jax.eval_shape(loop.sample, state.params, state.params, jax.random.key(0))
+    memory = jax.jit(loop.update).lower(state, rollout).compile().memory_analysis()
+    if memory is None:
+        raise RuntimeError(f"the compiler for {jax.devices()[0].device_kind} does not tell what memory a program takes")
+    return int(memory.temp_size_in_bytes)
+
+
+def measure_memory(vocabularies: list[int]) -> dict[str, Any]:
+    """MiB of the update for each vocabulary and head."""
+    mib: dict[str, list[float]] = {
+        head: [update_bytes(Config(vocabulary=v, **MEMORY_SHAPE), head) / 2**20 for v in vocabularies] for head in HEADS
+    }
+    return {"shape": MEMORY_SHAPE, "vocabulary": vocabularies, "temporary_mib": mib}
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Draws what a result file holds."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.plot(record["training"]["reward"], color="tab:blue")
+    left.axhline(1 / record["config"]["prompts"], color="grey", linestyle=":", label="chance")
+    left.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1))
+    memory = record["memory"]
+    for (head, mib), colour in zip(memory["temporary_mib"].items(), ("tab:blue", "tab:orange"), strict=True):
+        right.plot(memory["vocabulary"], mib, "o-", color=colour, label=f"{head} log-probabilities")
+    right.set(xlabel="vocabulary", ylabel="temporary memory of the update (MiB)", xscale="log", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains, measures, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=Config.iterations)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="for the memory")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--plot-only", action="store_true", help="draw what --out holds")
+    options = parser.parse_args(arguments)
+    if not options.plot_only:
+        config = Config(iterations=options.iterations)
+        history = train(config, seed=options.seed)
+        print(f"reward {history['reward'][0]:.3f} -> {history['reward'][-1]:.3f} in {config.iterations} iterations")
+        memory = measure_memory(options.vocabularies)
+        for i, vocabulary in enumerate(options.vocabularies):
+            mib = {head: values[i] for head, values in memory["temporary_mib"].items()}
+            ratio = mib["streamed"] / mib["stored"]
+            print(f"V {vocabulary}: {mib['streamed']:.1f} MiB streamed, {mib['stored']:.1f} stored, ratio {ratio:.3f}")
+        record = {
+            "command": f"python -m experiments.grpo --iterations {config.iterations} --seed {options.seed}",
+            **describe(),
+            "config": asdict(config),
+            "training": history,
+            "memory": memory,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    plot(json.loads(options.out.read_text()), options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

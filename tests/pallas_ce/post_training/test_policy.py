@@ -1,0 +1,253 @@
+"""Policy losses against the published formulas, written out in float64 NumPy."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import group_advantages, kl_estimate, policy_loss
+from tests.pallas_ce.checks import assert_close
+
+KL = {
+    "k1": lambda lp, ref: lp - ref,
+    "k2": lambda lp, ref: (lp - ref) ** 2 / 2,
+    "k3": lambda lp, ref: np.exp(ref - lp) - (ref - lp) - 1,
+}
+
+
+def published(x: dict[str, np.ndarray], o: dict[str, Any]) -> float:
+    """The loss as TRL's `grpo`, `bnpo` and `dr_grpo` have it, with PPO's entropy bonus."""
+    m = x["mask"].astype(np.float64)
+    log_ratio = (x["log_probs"] - x["old_log_probs"]) * m
+    if o["level"] != "token":
+        log_ratio = log_ratio.sum(-1, keepdims=True) / np.maximum(m.sum(-1, keepdims=True), 1) + 0 * log_ratio
+    r = np.exp(log_ratio)
+    a = x["advantages"] if x["advantages"].ndim == m.ndim else x["advantages"][..., None]
+    first = np.minimum(r, o.get("ratio_limit") or np.inf) * a
+    per_token = -np.minimum(first, np.clip(r, 1 - o["clip_low"], 1 + o["clip_high"]) * a)
+    per_token = per_token + o["kl_coefficient"] * KL[o["kl_estimator"]](x["log_probs"], x["ref_log_probs"])
+    per_token = per_token - o["entropy_coefficient"] * x["entropy"]
+    how, given = o["aggregation"], o.get("normalizer")
+    if how == "token_mean":
+        return (per_token * m).sum() / (given or max(m.sum(), 1))
+    if how == "sequence_mean":
+        return ((per_token * m).sum(-1) / np.maximum(m.sum(-1), 1)).sum() / (given or m[..., 0].size)
+    return (per_token * m).sum() / (o["length"] * (given or m[..., 0].size))
+
+
+@st.composite
+def rollouts(draw: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Log-probabilities that wander off the sampling policy's, some sequences without tokens; any options."""
+    shape = draw(st.sampled_from([(5,), (2, 2, 4)]))  # two shapes: each operation is compiled for each
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    log_probs = -rng.exponential(1.5, shape)
+    off = draw(st.sampled_from([0.01, 0.5]))
+    x = {
+        "log_probs": log_probs,
+        "old_log_probs": log_probs + off * rng.normal(size=shape),
+        "ref_log_probs": log_probs + off * rng.normal(size=shape),
+        "entropy": rng.exponential(1.0, shape),
+        "advantages": rng.normal(size=draw(st.sampled_from([shape, shape[:-1]]))),
+    }
+    x = {name: value.astype(np.float32) for name, value in x.items()}
+    x["mask"] = rng.random(shape) < draw(st.sampled_from([0.0, 0.7, 1.0]))
+    o = {
+        "level": draw(st.sampled_from(["token", "sequence", "sequence_token"])),
+        "clip_low": draw(st.sampled_from([0.2, 3e-4])),
+        "clip_high": draw(st.sampled_from([0.2, 0.28])),
+        "ratio_limit": draw(st.sampled_from([None, 1.5])),
+        "kl_coefficient": draw(st.sampled_from([0.0, 0.3])),
+        "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
+        "entropy_coefficient": draw(st.sampled_from([0.0, 0.1])),
+        "aggregation": draw(st.sampled_from(["token_mean", "sequence_mean", "fixed_length"])),
+        "normalizer": draw(st.sampled_from([None, 11.0])),
+    }
+    if o["aggregation"] == "fixed_length":
+        o["length"] = 9
+    return x, o
+
+
+def ours(x: dict[str, Any], o: dict[str, Any]) -> Any:
+    return policy_loss(**x, **o)
+
+
+@hypothesis.given(problem=rollouts())
+def test_value_is_the_published_formula(problem: Any) -> None:
+    x, o = problem
+    wide = {name: value if name == "mask" else value.astype(np.float64) for name, value in x.items()}
+    assert_close(ours(x, o), np.asarray(published(wide, o)), 1e-5, floor=1e-6)
+
+
+@hypothesis.given(problem=rollouts())
+def test_gradients_are_those_of_the_published_formula(problem: Any) -> None:
+    x, o = problem
+    if o["level"] == "sequence_token":  # its gradient is not that of its value; below
+        o["level"] = "sequence"
+    wide = {name: value if name == "mask" else value.astype(np.float64) for name, value in x.items()}
+    gradients = jax.grad(lambda given: ours({**x, **given}, o))({k: x[k] for k in ("log_probs", "entropy")})
+    for name, gradient in gradients.items():
+        for index in np.ndindex(gradient.shape):
+            step = np.zeros_like(wide[name])
+            step[index] = 1e-6
+            up, down = ({**wide, name: wide[name] + sign * step} for sign in (1, -1))
+            numeric = (published(up, o) - published(down, o)) / 2e-6
+            assert abs(gradient[index] - numeric) <= 1e-4 * max(1.0, abs(numeric)), (name, index)
+    assert all(np.all(np.asarray(g)[~x["mask"]] == 0) for g in gradients.values())
+
+
+def test_the_sequence_ratio_with_token_gradients() -> None:
+    """GSPO-token: where no ratio is clipped, `-s_i·A_it` is the gradient of each token, for advantages by token too."""
+    rng = np.random.default_rng(0)
+    log_probs, old = (-rng.exponential(1.0, (3, 5)) for _ in range(2))
+    advantages = rng.normal(size=(3, 5))
+    options: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1e6, "aggregation": "sequence_mean"}
+    gradient = jax.grad(lambda lp: policy_loss(lp, advantages, old_log_probs=old, level="sequence_token", **options))(
+        log_probs
+    )
+    ratio = np.exp((log_probs - old).mean(1, keepdims=True))
+    assert_close(gradient, -ratio * advantages / 15, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("level", "aggregation"),
+    [("token", "token_mean"), ("token", "fixed_length"), ("sequence", "sequence_mean"), ("sequence_token", "none")],
+)
+def test_masked_tokens_contribute_nothing_whatever_they_hold(level: Any, aggregation: Any) -> None:
+    rng = np.random.default_rng(0)
+    mask = np.array([[True, True, False], [False, False, False]])
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+    clean = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in names}
+    contents = np.array([[0, 0, np.nan], [np.inf, -np.inf, np.nan]], np.float32)
+    bad = {name: np.where(mask, x, contents) for name, x in clean.items()}
+    options: dict[str, Any] = {"mask": mask, "level": level, "kl_coefficient": 0.1, "entropy_coefficient": 0.1,
+                               "aggregation": aggregation, "return_metrics": True}  # fmt: skip
+    options |= {"length": 3} if aggregation == "fixed_length" else {}
+
+    def total(x: Any) -> Any:
+        loss, metrics = policy_loss(**x, **options)
+        return jnp.sum(loss), metrics
+
+    (want, metrics), gradients = jax.value_and_grad(total, has_aux=True)(clean)
+    (got, found), others = jax.value_and_grad(total, has_aux=True)(bad)
+    assert got == want
+    jax.tree.map(np.testing.assert_array_equal, found, metrics)
+    for name, gradient in others.items():
+        np.testing.assert_array_equal(gradient, gradients[name])
+        assert np.all(np.asarray(gradient)[~mask] == 0)
+        assert np.any(gradient) == (name in ("log_probs", "entropy"))  # the others are constants
+
+
+def test_ratios_that_would_overflow_keep_finite_gradients() -> None:
+    log_probs = jnp.array([[0.0, -1000.0, 0.0, 0.0]])
+    old = jnp.array([[-1000.0, 0.0, -1000.0, -1000.0]])
+    advantages = jnp.array([[1.0, 1.0, -1e-30, 0.0]])
+    for level in ("token", "sequence", "sequence_token"):
+        gradient = jax.grad(policy_loss)(
+            log_probs, advantages, old_log_probs=old, ref_log_probs=old, kl_coefficient=1e-30, level=level
+        )
+        assert np.all(np.isfinite(gradient)), level
+
+
+def test_without_old_log_probs_the_gradient_is_that_of_the_score_function() -> None:
+    log_probs, advantages = jnp.log(jnp.array([[0.3, 0.2], [0.5, 0.9]])), jnp.array([2.0, -1.0])
+    loss, gradient = jax.value_and_grad(policy_loss)(log_probs, advantages)
+    np.testing.assert_allclose(loss, -0.5, rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[-0.5, -0.5], [0.25, 0.25]], rtol=1e-6)
+
+
+def test_metrics_count_the_tokens_whose_gradient_is_clipped() -> None:
+    log_probs = jnp.log(jnp.array([[0.1, 0.1, 0.9, 0.9, 0.5]]))
+    advantages = jnp.array([[1.0, -1.0, 1.0, -1.0, 1.0]])
+    mask = jnp.array([[True, True, True, True, False]])
+    old = jnp.log(jnp.full((1, 5), 0.5))
+    (_, metrics), gradient = jax.value_and_grad(policy_loss, has_aux=True)(
+        log_probs, advantages, mask, old_log_probs=old, ref_log_probs=old, return_metrics=True
+    )
+    assert metrics.clipped_low == metrics.clipped_high == 0.25
+    np.testing.assert_array_equal(np.asarray(gradient)[0] == 0, [False, True, True, False, True])
+    np.testing.assert_allclose(metrics.ratio, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(metrics.kl, np.mean([4 + np.log(0.2)] * 2 + [5 / 9 - 1 - np.log(5 / 9)] * 2), rtol=1e-5)
+    assert metrics.entropy is None
+
+
+def test_parts_of_a_batch_add_up_to_the_batch_with_its_normalizer() -> None:
+    rng = np.random.default_rng(0)
+    log_probs, advantages, mask = -rng.exponential(1.0, (6, 4)), rng.normal(size=6), rng.random((6, 4)) < 0.7
+    for aggregation, normalizer in (("token_mean", mask.sum()), ("sequence_mean", 6)):
+        whole = policy_loss(log_probs, advantages, mask, aggregation=aggregation)
+        parts = [
+            policy_loss(*(x[part] for x in (log_probs, advantages, mask)), aggregation=aggregation,
+                        normalizer=normalizer)
+            for part in (slice(0, 2), slice(2, 6))
+        ]  # fmt: skip
+        np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates(estimator: Any) -> None:
+    rng = np.random.default_rng(0)
+    lp, ref = (rng.normal(size=20).astype(np.float32) for _ in range(2))
+    want = KL[estimator](lp.astype(np.float64), ref.astype(np.float64))
+    assert_close(kl_estimate(lp, ref, estimator), want, 1e-6)
+    if estimator == "k3":  # no cancellation where both are close
+        assert_close(kl_estimate(jnp.float32(0.001), jnp.float32(0.0), "k3"), np.asarray(np.expm1(-1e-3) + 1e-3), 1e-3)
+    else:
+        exact = np.random.default_rng(1).dirichlet(np.ones(5), size=2)
+        p, q = exact
+        mean = np.sum(p * np.asarray(kl_estimate(jnp.log(p), jnp.log(q), "k1")))
+        np.testing.assert_allclose(mean, np.sum(p * np.log(p / q)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages(scale: Any) -> None:
+    rewards = np.random.default_rng(0).normal(size=12)
+    groups = rewards.reshape(3, 4)
+    want = groups - groups.mean(1, keepdims=True)
+    deviation = {"group": groups.std(1, ddof=1, keepdims=True), "batch": rewards.std(ddof=1), "none": 1 - 1e-4}[scale]
+    assert_close(group_advantages(rewards, 4, scale=scale), (want / (deviation + 1e-4)).reshape(-1), 1e-5)
+
+
+def test_advantages_of_equal_rewards_are_zero_and_none_has_a_gradient() -> None:
+    assert np.all(np.asarray(group_advantages(jnp.full(6, 0.1), 3)) == 0)
+    assert np.all(np.asarray(jax.grad(lambda r: group_advantages(r, 2)[0])(jnp.array([1.0, 2.0]))) == 0)
+
+
+X = {"log_probs": jnp.zeros((2, 3)), "advantages": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantages": jnp.zeros(3)}, r"advantages has shape \(3,\); it must be \(2, 3\) or \(2,\)"),
+        ({"mask": jnp.ones((3, 2), bool)}, r"mask has shape \(3, 2\)"),
+        ({"old_log_probs": jnp.zeros(2)}, "old_log_probs has shape"),
+        ({"kl_coefficient": 0.1}, "kl_coefficient=0.1 needs ref_log_probs"),
+        ({"entropy_coefficient": 0.1}, "entropy_coefficient=0.1 needs entropy"),
+        ({"aggregation": "mean"}, "aggregation='mean' is unknown"),
+        ({"level": "word"}, "level='word' is unknown"),
+        ({"aggregation": "fixed_length"}, "length=None is needed"),
+        ({"length": 3}, "length=3 is needed for aggregation='fixed_length', and only there"),
+        ({"ratio_limit": 1.1}, "ratio_limit=1.1 must lie above"),
+        ({"clip_low": 2.0}, "clip_low=2.0 must be between"),
+        ({"normalizer": 2, "aggregation": "none"}, "divides by nothing"),
+        ({"log_probs": jnp.float32(0)}, "log_probs is a scalar"),
+    ],
+)
+def test_errors_name_the_argument_and_what_would_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**{**X, **options})
+
+
+def test_errors_of_dtypes_and_of_advantages() -> None:
+    with pytest.raises(TypeError, match="mask has dtype int32; it must be bool"):
+        policy_loss(**X, mask=jnp.ones((2, 3), int))
+    with pytest.raises(TypeError, match="log_probs has dtype int32"):
+        policy_loss(jnp.zeros((2, 3), int), jnp.zeros(2))
+    with pytest.raises(ValueError, match="group_size=2"):
+        group_advantages(jnp.zeros(3), 2)
+    with pytest.raises(ValueError, match="estimator='k4'"):
+        kl_estimate(jnp.zeros(3), jnp.zeros(3), "k4")  # type: ignore[arg-type]

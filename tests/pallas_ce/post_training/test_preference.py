@@ -1,0 +1,110 @@
+"""Preference losses against the published formulas, written out in float64 NumPy."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import dpo_loss, sequence_log_probs
+from tests.pallas_ce.checks import assert_close
+
+NAMES = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+
+
+def published(x: list[np.ndarray], kind: str, beta: float, smoothing: float) -> np.ndarray:
+    """TRL's `sigmoid`, `hinge` and `ipo`, each pair."""
+    logits = (x[0] - x[1]) - (x[2] - x[3])
+    if kind == "sigmoid":
+        return (1 - smoothing) * np.logaddexp(0, -beta * logits) + smoothing * np.logaddexp(0, beta * logits)
+    return np.maximum(0, 1 - beta * logits) if kind == "hinge" else (logits - 1 / (2 * beta)) ** 2
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
+@hypothesis.given(seed=st.integers(0, 2**16), beta=st.sampled_from([0.05, 0.5]), share=st.sampled_from([0.0, 0.6, 1.0]))
+def test_values_and_gradients_are_those_of_the_published_formulas(
+    kind: Any, seed: int, beta: float, share: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = [-10 * rng.exponential(1.0, 7).astype(np.float32) for _ in NAMES]
+    mask = rng.random(7) < share
+    smoothing = 0.1 if kind == "sigmoid" else 0.0
+    wide = [value.astype(np.float64) for value in x]
+    each = np.where(mask, published(wide, kind, beta, smoothing), 0)
+
+    def loss(*given: Any, reduction: Any = "mean") -> Any:
+        return dpo_loss(*given, mask, beta=beta, label_smoothing=smoothing, kind=kind, reduction=reduction)
+
+    assert_close(loss(*x, reduction="none"), each, 1e-5, floor=1e-5)
+    assert_close(loss(*x, reduction="sum"), np.asarray(each.sum()), 1e-5, floor=1e-5)
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(*x)
+    assert_close(value, np.asarray(each.sum() / max(mask.sum(), 1)), 1e-5, floor=1e-5)
+    logits = (wide[0] - wide[1]) - (wide[2] - wide[3])
+    slope = {
+        "sigmoid": beta * (1 / (1 + np.exp(-beta * logits)) - 1 + smoothing),
+        "hinge": -beta * (beta * logits < 1),
+        "ipo": 2 * (logits - 1 / (2 * beta)),
+    }[kind]
+    slope = np.where(mask, slope, 0) / max(mask.sum(), 1)
+    assert_close(gradients[0], slope, 1e-5, floor=1e-6)
+    assert_close(gradients[1], -slope, 1e-5, floor=1e-6)
+    assert not np.any(gradients[2])
+    assert not np.any(gradients[3])
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
+def test_masked_pairs_contribute_nothing_whatever_they_hold(kind: Any) -> None:
+    mask = np.array([True, False, True, False, False])
+    clean = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    bad = np.where(mask, clean, np.array([0, np.nan, 0, np.inf, -np.inf], np.float32))
+
+    def loss(x: Any) -> Any:
+        return dpo_loss(*x, mask, kind=kind, return_metrics=True)
+
+    want, got = (jax.value_and_grad(loss, has_aux=True)(x) for x in (clean, bad))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert np.all(np.asarray(got[1])[:, ~mask] == 0)
+
+
+def test_extreme_margins_keep_finite_gradients() -> None:
+    x = jnp.array([[1e4, -1e4], [-1e4, 1e4], [0.0, 0.0], [0.0, 0.0]])
+    value, gradient = jax.value_and_grad(lambda x: dpo_loss(*x, beta=1.0))(x)
+    np.testing.assert_allclose(value, 1e4, rtol=1e-6)
+    assert np.all(np.isfinite(gradient))
+
+
+def test_metrics() -> None:
+    x = ([-1.0, -5.0], [-2.0, -4.0], [-1.5, -5.5], [-1.0, -4.5])
+    _, metrics = dpo_loss(*(jnp.array(v) for v in x), beta=0.5, return_metrics=True)
+    np.testing.assert_allclose(metrics.chosen_reward, 0.25)
+    np.testing.assert_allclose(metrics.rejected_reward, -0.125)
+    np.testing.assert_allclose(metrics.margin, 0.375)
+    assert metrics.accuracy == 0.5
+
+
+def test_sequence_log_probs_sum_or_average_what_counts() -> None:
+    log_probs = jnp.array([[-1.0, -3.0, jnp.nan], [jnp.nan, jnp.inf, 0.0]])
+    mask = jnp.array([[True, True, False], [False, False, False]])
+    np.testing.assert_array_equal(sequence_log_probs(log_probs, mask), [-4.0, 0.0])
+    np.testing.assert_array_equal(sequence_log_probs(log_probs, mask, average=True), [-2.0, 0.0])
+    gradient = jax.grad(lambda x: jnp.sum(sequence_log_probs(x, mask, average=True)))(log_probs)
+    np.testing.assert_array_equal(gradient, [[0.5, 0.5, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.0}, "beta=0.0 must be above 0"),
+        ({"label_smoothing": 0.6}, "label_smoothing=0.6 must be between 0 and 0.5"),
+        ({"label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing=0.1 is for kind='sigmoid'"),
+        ({"kind": "nca"}, "kind='nca' is unknown"),
+        ({"reduction": "max"}, "reduction='max' is unknown"),
+        ({"rejected": jnp.zeros(3)}, r"rejected has shape \(3,\); it must be \(2,\)"),
+    ],
+)
+def test_errors_name_the_argument_and_what_would_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dpo_loss(**{**{name: jnp.zeros(2) for name in NAMES}, **options})

@@ -1,0 +1,251 @@
+"""`linear_log_probs`: against the float64 oracle, through everything it returns together."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import LogProbs, linear_cross_entropy, linear_log_probs, linear_loss
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.problems import Problem, make, statistics_problems
+
+HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
+
+
+def _log_probs(p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
+    arrays = dict(arrays)
+    weight = arrays.pop("weight")
+    return linear_log_probs(
+        arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels,
+        vocab_axis=p.vocab_axis, **arrays, **p.options, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(p=statistics_problems(), ignore_index=st.sampled_from([-100, 0, None]))
+def test_everything_returned_has_its_own_upstream_weights(p: Problem, ignore_index: Any, implementation: str) -> None:
+    n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    real = (p.labels >= 0) & (p.labels < v) & (p.labels != ignore_index)
+    counts = real.reshape(n, -1).any(axis=1)
+    logits = oracle.Logits(p.arrays, **p.options)
+    values, slopes = oracle.statistics(logits, p.labels)
+    rng = np.random.default_rng(2)
+    upstream = {"log_prob": real * rng.normal(size=p.labels.shape), "entropy": counts * rng.normal(size=n),
+                "sum_sq_probs": counts * rng.normal(size=n)}  # fmt: skip
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def ours(arrays: dict[str, Any]) -> Any:
+        found = _log_probs(
+            p, arrays, ignore_index=ignore_index, implementation=implementation,
+            return_entropy=True, return_sum_sq_probs=True, return_hit=True,
+        )  # fmt: skip
+        # Weights where nothing counts must not matter.
+        weights = (np.where(g == 0, 5.0, g).astype(np.float32) for g in upstream.values())
+        return sum(jnp.sum(x * g) for x, g in zip(found[:3], weights, strict=True)), found
+
+    (_, found), gradients = ours(jax.tree.map(jnp.asarray, p.arrays))
+    want = LogProbs(
+        np.where(real, values["log_prob"], 0), np.where(counts, values["entropy"], 0),
+        np.where(counts, values["sum_sq_probs"], 0), None,
+    )  # fmt: skip
+    assert_close(found[:3], want[:3], 1e-5, floor=5e-6)
+    argmax = values["argmax"].reshape(n, *[1] * (p.labels.ndim - 1))
+    np.testing.assert_array_equal(found.hit, real & (p.labels == argmax))
+    assert_close(gradients, logits.gradients(oracle.pull_back(slopes, upstream)), 1e-5, floor=1e-5)
+
+
+def test_only_what_is_asked_for_is_returned() -> None:
+    labels = jnp.array([0, 1, -100, 4])
+    plain = linear_log_probs(HIDDEN, WEIGHT, labels)
+    assert plain.shape == (4,)
+    assert plain.dtype == jnp.float32
+    found = linear_log_probs(HIDDEN, WEIGHT, labels, return_hit=True)
+    np.testing.assert_array_equal(found.log_probs, plain)
+    np.testing.assert_array_equal(found.hit, [True, False, False, False])
+    assert found.entropy is None
+    assert found.sum_sq_probs is None
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (2, 3), (2, 0)])
+@pytest.mark.parametrize("targets", [(), (3,)])
+def test_any_leading_shape(leading: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    hidden, labels = jnp.ones((*leading, 3)), jnp.zeros((*leading, *targets), jnp.int32)
+    temperature = jnp.full(leading, 2.0)
+    found = linear_log_probs(hidden, WEIGHT, labels, temperature=temperature, return_entropy=True)
+    np.testing.assert_allclose(found.log_probs, np.full(labels.shape, -np.log(5)), rtol=1e-6)
+    np.testing.assert_allclose(found.entropy, np.full(leading, np.log(5)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("softcap", "targets"), [(None, None), (2.0, 3)])
+def test_a_temperature_given_as_number_scalar_or_rows_is_the_same(softcap: Any, targets: Any) -> None:
+    p = make(0, 20, 7, 30)
+    labels = p.labels if targets is None else np.stack([p.labels] * targets, axis=1)
+
+    def results(temperature: Any) -> Any:
+        def total(arrays: dict[str, Any], scale: Any) -> Any:
+            found = linear_log_probs(
+                arrays["hidden"], arrays["weight"], labels, temperature=temperature, logit_softcap=softcap,
+                logit_scale=scale, return_entropy=True,
+            )  # fmt: skip
+            return jnp.sum(found.log_probs) + 0.3 * jnp.sum(found.entropy)
+
+        return jax.value_and_grad(total, (0, 1))(p.arrays, jnp.float32(1.2))
+
+    want = jax.tree.map(lambda x: np.asarray(x, np.float64), results(0.7))
+    for temperature in (jnp.float32(0.7), jnp.full(20, 0.7)):
+        assert_close(results(temperature), want, 1e-5)
+
+
+def test_a_temperature_has_no_gradient() -> None:
+    def total(temperature: Any) -> Any:
+        return jnp.sum(linear_log_probs(HIDDEN, WEIGHT.at[0].set(2.0), jnp.arange(4), temperature=temperature))
+
+    assert np.all(np.asarray(jax.grad(total)(jnp.full(4, 0.5))) == 0)
+    assert jax.grad(total)(0.5) == 0
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_what_ignored_rows_hold_does_not_matter(implementation: Any) -> None:
+    labels = jnp.array([[0, 1], [-100, 7], [2, -100], [-100, -100]])
+    bad = HIDDEN.at[jnp.array([1, 3])].set(jnp.nan)
+
+    def total(hidden: Any, weight: Any) -> Any:
+        found = linear_log_probs(
+            hidden, weight, labels, temperature=jnp.array([1.0, jnp.nan, 2.0, jnp.inf]), return_entropy=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(found.log_probs) + jnp.sum(found.entropy)
+
+    value, (d_hidden, d_weight) = jax.value_and_grad(total, (0, 1))(bad, WEIGHT)
+    np.testing.assert_allclose(value, -np.log(5), rtol=1e-5)
+    assert np.all(np.isfinite(d_weight))
+    assert np.all(np.isfinite(d_hidden))
+    assert np.all(np.asarray(d_hidden)[[1, 3]] == 0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_impossible_tokens_and_rows_without_distribution(implementation: Any) -> None:
+    def total(hidden: Any, bias: Any) -> Any:
+        found = linear_log_probs(hidden, WEIGHT, jnp.arange(4), bias=bias, implementation=implementation)
+        return jnp.sum(jnp.where(jnp.isfinite(found), found, 0)), found
+
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(HIDDEN, jnp.array([-jnp.inf, 0, 0, 0, 0]))
+    np.testing.assert_allclose(found, [-np.inf, *[-np.log(4)] * 3], rtol=1e-6)
+    assert np.all(np.isfinite(gradient))
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(HIDDEN, jnp.full(5, -jnp.inf))
+    assert np.all(np.isneginf(found))
+    assert np.all(np.asarray(gradient) == 0)
+
+
+def test_repeated_tokens_have_the_same_bits_in_any_order() -> None:
+    p = make(1, 6, 5, 40)
+    labels = np.tile(np.arange(4, dtype=np.int32), (6, 3))
+    weights = np.random.default_rng(0).normal(size=labels.shape).astype(np.float32)
+
+    def gradient(order: Any) -> Any:
+        def total(hidden: Any) -> Any:
+            return jnp.sum(weights[:, order] * linear_log_probs(hidden, p.arrays["weight"], labels[:, order]))
+
+        return jax.grad(total)(p.arrays["hidden"])
+
+    np.testing.assert_array_equal(gradient(np.arange(12)), gradient(np.arange(12)))
+    assert_close(gradient(np.arange(12)[::-1]), np.asarray(gradient(np.arange(12)), np.float64), 1e-5)
+
+
+def test_float64_is_served_in_float64() -> None:
+    p = make(2, 20, 9, 40)
+    p.options = {"temperature": 0.7, "logit_softcap": 3.0}
+    with jax.enable_x64(True):
+        got = linear_log_probs(*(np.float64(p.arrays[k]) for k in ("hidden", "weight")), p.labels, **p.options)
+        assert got.dtype == np.float64
+        got = np.asarray(got)
+    values, _ = oracle.statistics(oracle.Logits(p.arrays, **p.options), p.labels)
+    assert_close(got, np.where(p.labels < 0, 0, values["log_prob"]), 1e-12)
+
+
+def test_vmap_over_rows_and_over_heads() -> None:
+    hidden = jax.random.normal(jax.random.key(0), (3, 4, 5))
+    weight = jax.random.normal(jax.random.key(1), (3, 9, 5))
+    labels = jax.random.randint(jax.random.key(2), (3, 4, 2), 0, 9)
+    temperature = jnp.linspace(0.5, 2, 12).reshape(3, 4)
+
+    def one(hidden: Any, weight: Any, labels: Any, temperature: Any) -> Any:
+        return linear_log_probs(hidden, weight, labels, temperature=temperature)
+
+    shared = jax.vmap(one, (0, None, 0, 0))(hidden, weight[0], labels, temperature)
+    mapped = jax.vmap(one)(hidden, weight, labels, temperature)
+    for i in range(3):
+        np.testing.assert_allclose(shared[i], one(hidden[i], weight[0], labels[i], temperature[i]), rtol=1e-5)
+        np.testing.assert_allclose(mapped[i], one(hidden[i], weight[i], labels[i], temperature[i]), rtol=1e-5)
+
+
+def test_gradients_through_vmap_with_several_targets() -> None:
+    hidden = jax.random.normal(jax.random.key(0), (3, 4, 5))
+    weight = jax.random.normal(jax.random.key(1), (9, 5))
+    labels = jax.random.randint(jax.random.key(2), (3, 4, 2), 0, 9)
+
+    def one(hidden: Any, labels: Any) -> Any:
+        return jnp.sum(jnp.square(linear_log_probs(hidden, weight, labels)))
+
+    gradients = jax.vmap(jax.grad(one))(hidden, labels)
+    for i in range(3):
+        np.testing.assert_allclose(gradients[i], jax.grad(one)(hidden[i], labels[i]), rtol=1e-4, atol=1e-6)
+
+
+def test_no_array_of_rows_times_vocabulary() -> None:
+    n, v, k = 512, 4096, 64
+    hidden = jax.ShapeDtypeStruct((n, 64), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((v, 64), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((n, k), jnp.int32)
+
+    def total(hidden: Any, weight: Any, labels: Any) -> Any:
+        found = linear_log_probs(hidden, weight, labels, return_entropy=True, scratch_bytes=2**20)
+        return jnp.sum(found.log_probs**2) + jnp.sum(found.entropy)
+
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(hidden, weight, labels).compile()
+    assert f"[{n},{v}]" not in compiled.as_text()
+    # The budget, hidden's float32 gradient, and a few numbers for each label: fewer than K.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2**20 + 4 * n * 64 + 48 * n * k
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": jnp.zeros((4, 2, 1), int)}, r"labels have shape \(4, 2, 1\).*\(4,\), or that with K >= 1 labels"),
+        ({"labels": jnp.zeros((4, 0), int)}, "K >= 1"),
+        ({"temperature": 0.0}, "temperature=0 must be a finite number above 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": jnp.ones(3)}, r"temperature has shape \(3,\).*leading shape \(4,\)"),
+        ({"temperature": jnp.ones(4), "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}, "Python number"),
+        ({"labels": jnp.zeros((4, 2), int), "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}, "K=2"),
+        ({"labels": jnp.full(4, 7), "validate_labels": True}, r"labels\[0\]=7 is neither"),
+    ],
+)
+def test_errors_name_the_argument_and_what_would_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(HIDDEN, WEIGHT, **{"labels": jnp.zeros(4, int), **options})
+
+
+def test_an_integer_array_is_no_temperature() -> None:
+    with pytest.raises(TypeError, match="temperature has dtype int32"):
+        linear_log_probs(HIDDEN, WEIGHT, jnp.zeros(4, int), temperature=jnp.ones(4, int))
+
+
+def test_the_cross_entropy_still_takes_one_label() -> None:
+    with pytest.raises(ValueError, match=r"labels have shape \(4, 2\); hidden's leading shape \(4,\) is needed"):
+        linear_cross_entropy(HIDDEN, WEIGHT, jnp.zeros((4, 2), int))
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_streamed_loss_with_several_targets_counts_rows_that_have_one(backward: Any) -> None:
+    labels = jnp.array([[0, -100], [-100, -100], [5, 7], [1, 1]])
+    value = linear_loss(lambda s: -jnp.sum(s.target_logit, axis=1), HIDDEN, WEIGHT, labels, backward=backward)
+    np.testing.assert_allclose(value, -(3 + 6) / 2)
