@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
 from pallas_ce.blocks import Rows
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.losses import CrossEntropy, Metrics, Reduction, safe_inverse
+from pallas_ce.modes.differentiation import Known
 from pallas_ce.settings import Settings
 
 
@@ -107,6 +108,67 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        token_weights=token_weights,
+        class_weights=class_weights,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        normalizer=normalizer,
+        dtype=dtype,
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        validate_labels=validate_labels,
+        return_metrics=return_metrics,
+    )
+    loss, metrics = compute(*problem)
+    return (loss, metrics) if return_metrics else loss
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: "_Static"
+    arrays: inputs.HeadArrays
+    labels: jax.Array
+    options: "_Options"
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    ignore_index: int | None,
+    token_weights: Any | None,
+    class_weights: Any | None,
+    label_smoothing: Any,
+    z_loss: Any,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    reduction: Reduction,
+    normalizer: Any | None,
+    dtype: Any | None,
+    backward: Backward,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    validate_labels: bool,
+    return_metrics: bool,
+) -> Problem:
+    """Checks the arguments of `linear_cross_entropy`."""
     arguments.check_reduction(reduction, normalizer, backward)
     ignore_index = arguments.ignored(ignore_index)
     arrays, spec = inputs.read_head(
@@ -144,8 +206,7 @@ def linear_cross_entropy(
         normalizer,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
-    loss, metrics = _linear_cross_entropy(static, arrays, labels, options)
-    return (loss, metrics) if return_metrics else loss
+    return Problem(static, arrays, labels, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,29 +231,57 @@ class _Options:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_cross_entropy(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options
+def compute(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
-    spec, leading = static.spec, arrays.hidden.shape[:-1]
+    """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same problem."""
+    rows = _rows(static, arrays, labels, options)
+    loss, hidden, head, ids, mask, (by_row, shared) = rows
+    extra = _extra(static)
+    if static.reduction == "none":
+        unnormalised = (by_row, shared | _unnormalised(static.spec))
+        values, found = evaluate.row_losses(
+            static.how, loss.names | extra, loss, hidden, head, ids, mask, unnormalised, known
+        )
+        value = values.reshape(arrays.hidden.shape[:-1])
+    else:
+        value, found = evaluate.total_loss(static.how, loss.names, extra, *rows, known)
+    if not static.return_metrics:
+        return value, None
+    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(loss, found, ids, mask, (by_row, shared)))
+
+
+def keep(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options, wanted: Wanted
+) -> Known | None:
+    """What `compute` takes as `known`, for gradients of `wanted` or fewer."""
+    rows = _rows(static, arrays, labels, options)
+    return evaluate.keep(static.how, rows.loss.names, _extra(static), *rows, wanted)
+
+
+def _extra(static: _Static) -> frozenset[str]:
+    return frozenset({"argmax"}) if static.return_metrics else frozenset()
+
+
+class _Rows(NamedTuple):
+    loss: CrossEntropy
+    hidden: jax.Array
+    head: Head
+    ids: jax.Array
+    mask: jax.Array
+    inputs: tuple[dict[str, jax.Array], dict[str, jax.Array]]
+
+
+def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: _Options) -> _Rows:
+    """The call as rows, a head, and a row loss with its inputs."""
+    spec = static.spec
     ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = _row_loss(static, options, ids, mask)
     if loss.smoothing and options.class_weights is not None:
         arrays = arrays._replace(logit_weights=options.class_weights.astype(spec.accumulator) / spec.vocab_size)
     hidden, head = inputs.flatten(arrays, spec)
-    extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
-    if static.reduction == "none":
-        values, found = evaluate.row_losses(
-            static.how, loss.names | extra, loss, hidden, head, ids, mask, (by_row, shared | _unnormalised(spec))
-        )
-        value = values.reshape(leading)
-    else:
-        value, found = evaluate.total_loss(
-            static.how, loss.names, extra, loss, hidden, head, ids, mask, (by_row, shared)
-        )
-    if not static.return_metrics:
-        return value, None
-    return value, jax.tree.map(jax.lax.stop_gradient, _metrics(loss, found, ids, mask, (by_row, shared)))
+    return _Rows(loss, hidden, head, ids, mask, (by_row, shared))
 
 
 def _row_loss(

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Head, HeadSpec, Wanted
+from pallas_ce.modes.differentiation import Known
 from pallas_ce.settings import Settings
 from pallas_ce.statistics import RowStatistics, from_primitives, primitive_names
 
@@ -80,6 +81,52 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        statistics=statistics,
+        row_mask=row_mask,
+        logit_weights=logit_weights,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        dtype=dtype,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    return compute(*problem)
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: tuple[Settings, HeadSpec, tuple[str, ...]]
+    arrays: inputs.HeadArrays
+    labels: jax.Array | None
+    row_mask: jax.Array | None
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    *,
+    statistics: Sequence[str],
+    row_mask: Any | None,
+    logit_weights: Any | None,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    dtype: Any | None,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+) -> Problem:
+    """Checks the arguments of `linear_row_statistics`."""
     arrays, spec = inputs.read_head(
         hidden,
         weight,
@@ -103,20 +150,44 @@ def linear_row_statistics(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
-    return _row_statistics((choice.settings, spec, names), arrays, labels, mask)
+    return Problem((choice.settings, spec, names), arrays, labels, mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _row_statistics(
+def compute(
     static: tuple[Settings, HeadSpec, tuple[str, ...]],
     arrays: inputs.HeadArrays,
     labels: jax.Array | None,
     row_mask: jax.Array | None,
+    known: Known | None = None,
 ) -> RowStatistics:
-    how, spec, names = static
+    """The statistics. `known`: what `keep` has found for the same problem."""
+    how, _, names = static
+    found = evaluate.statistics(how, primitive_names(names), *_rows(static, arrays, labels, row_mask), known)
     leading = arrays.hidden.shape[:-1]
+    return jax.tree.map(lambda x: x.reshape(leading), from_primitives(found, names))
+
+
+def keep(
+    static: tuple[Settings, HeadSpec, tuple[str, ...]],
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+    wanted: Wanted,
+) -> Known | None:
+    """What `compute` takes as `known`."""
+    how, _, names = static
+    rows = _rows(static, arrays, labels, row_mask)
+    return evaluate.keep(how, primitive_names(names), frozenset(), None, *rows, ((), ()), wanted)
+
+
+def _rows(
+    static: tuple[Settings, HeadSpec, tuple[str, ...]],
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+) -> tuple[jax.Array, Head, jax.Array | None, jax.Array | None]:
+    spec = static[1]
     hidden, head = inputs.flatten(arrays, spec)
     ids = None if labels is None else label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    mask = None if row_mask is None else row_mask.reshape(-1)
-    found = evaluate.statistics(how, primitive_names(names), hidden, head, ids, mask)
-    return jax.tree.map(lambda x: x.reshape(leading), from_primitives(found, names))
+    return hidden, head, ids, None if row_mask is None else row_mask.reshape(-1)

@@ -56,6 +56,25 @@ def is_zero(cotangent: Any) -> bool:
 Inputs = tuple[jax.Array, Head, jax.Array | None, jax.Array | None]
 
 
+class Known(NamedTuple):
+    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
+
+    For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
+    and the functions there that take it have the same values and gradients with it as without.
+
+    Attributes:
+        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
+        hidden: in_forward's sum `[N, H]` for hidden's gradient; None where nothing needs it, as for the others.
+        weight: its sum for the weight.
+        bias: its sum for the bias.
+    """
+
+    statistics: dict[str, jax.Array]
+    hidden: jax.Array | None = None
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients in their inputs' dtypes; None where not wanted."""
 

@@ -23,6 +23,7 @@ from pallas_ce.head import Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
     Inputs,
+    Known,
     Saved,
     absent,
     finish,
@@ -64,6 +65,7 @@ def statistics_and_handle(
     labels: jax.Array | None,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
+    known: Known | None,
 ) -> tuple[Statistics, jax.Array]:
     """Statistics `[N]`, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
@@ -77,8 +79,12 @@ def statistics_and_handle(
         labels: `[N]` int32 or None.
         mask: `[N]` bool, which rows count; None: all.
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[N, ...]` and of whole arrays.
+        known: what `keep` has found for the same problem, or None.
     """
-    found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+    if known is None:
+        found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
+    else:
+        found = known.statistics
     return _with_handle(found, inputs, head)
 
 
@@ -95,17 +101,14 @@ def _with_handle(found: Statistics, inputs: Any, head: Head) -> tuple[Statistics
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
     wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
-    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
+    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals[:5])
+    known: Known | None = values_of(primals[5])
     hidden, head, labels, mask, inputs = first_order_only(values)
-    hidden_sum, sums = None, Accumulators(None, None)
-    if wanted:
-        with jax.named_scope("pallas_ce.in_forward"):
-            operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
-            by_row = (hidden, labels, mask, inputs[0])
-            (found, hidden_sum), sums = operation(by_row, (head, inputs[1]))
+    if known is None:
+        found, *sums = keep(call, wanted, hidden, head, labels, mask, inputs)
     else:
-        found = forward_statistics(call.settings, call.names, hidden, head, labels, mask)
-    kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
+        found, *sums = first_order_only(known)
+    kept = [absent() if x is None else x for x in sums]
     return _with_handle(found, inputs, head), Saved(*values[:4], (kept, values[4]), flags_of(wanted))
 
 
@@ -122,10 +125,28 @@ def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[An
             scale = upstream if head.logit_scale is None else upstream * head.logit_scale
             d_weight = (scale * weight_sum).astype(head.weight.dtype)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
-    return *input_cotangents(saved, gradients), zero_cotangent(inputs)
+    return *input_cotangents(saved, gradients), zero_cotangent(inputs), None
 
 
 statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def keep(
+    call: Call,
+    wanted: Wanted,
+    hidden: jax.Array,
+    head: Head,
+    labels: jax.Array | None,
+    mask: jax.Array | None,
+    inputs: tuple[Any, Any],
+) -> Known:
+    """Statistics and the sums that the gradients in `wanted` come from."""
+    if not wanted:
+        return Known(forward_statistics(call.settings, call.names, hidden, head, labels, mask))
+    with jax.named_scope("pallas_ce.in_forward"):
+        operation = over_rows(functools.partial(_statistics_and_sums, call, wanted))
+        (found, hidden_sum), sums = operation((hidden, labels, mask, inputs[0]), (head, inputs[1]))
+    return Known(found, hidden_sum, *sums)
 
 
 def _statistics_and_sums(call: Call, wanted: Wanted, by_row: Any, shared: Any) -> tuple[Any, Accumulators]:

@@ -20,6 +20,7 @@ from pallas_ce.head import Head, Wanted
 from pallas_ce.modes.differentiation import (
     Gradients,
     Inputs,
+    Known,
     Saved,
     finish,
     first_order_only,
@@ -41,15 +42,22 @@ def row_statistics(
     head: Head,
     labels: jax.Array | None,
     mask: jax.Array | None,
+    known: Known | None,
 ) -> Statistics:
     """Primitive statistics `[N]` of `hidden [N, H]`, differentiable in `hidden` and the head's arrays but u."""
+    if known is not None:
+        return {name: known.statistics[name] for name in names}
     return forward_statistics(settings, names, hidden, head, labels, mask)
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
-    values: Inputs = values_of(primals)
+    values: Inputs = values_of(primals[:4])
+    known: Known | None = values_of(primals[4])
     saved_names = coef.saved_statistics(names)
-    found = forward_statistics(settings, names | saved_names, *first_order_only(values))
+    if known is not None:
+        found = first_order_only(known.statistics)
+    else:
+        found = forward_statistics(settings, names | saved_names, *first_order_only(values))
     kept = {name: found[name] for name in saved_names}
     saved = Saved(*values, kept, flags_of(wanted_inputs(*primals[:2])))
     return {name: found[name] for name in names}, saved
@@ -67,7 +75,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
             by_row = (used.hidden, used.labels, used.mask, used.kept, coefficients)
             d_hidden, (d_weight, d_bias, d_scale) = operation(by_row, used.head)
         gradients = Gradients(d_hidden, d_weight, d_bias, d_scale)
-    return input_cotangents(saved, gradients)
+    return *input_cotangents(saved, gradients), None
 
 
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
