@@ -8,13 +8,13 @@ there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 
 from pallas_ce.class_samplers import ClassSample as ClassSample
 from pallas_ce.crf import linear_chain_crf as linear_chain_crf
-from pallas_ce.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from pallas_ce.distillation import linear_distillation as linear_distillation
 from pallas_ce.explain import Explanation as Explanation
 from pallas_ce.explain import explain as explain
 from pallas_ce.given_logits import chunked_cross_entropy as chunked_cross_entropy
 from pallas_ce.given_logits import cross_entropy as cross_entropy
 from pallas_ce.given_logits import mean_squared_lse as mean_squared_lse
+from pallas_ce.head_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from pallas_ce.linear_loss import linear_loss as linear_loss
 from pallas_ce.log_probs import LogProbs as LogProbs
 from pallas_ce.log_probs import linear_log_probs as linear_log_probs

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from pallas_ce import reference
 from pallas_ce.blocks import Rows, flat_rows
-from pallas_ce.head import Batch, Head
+from pallas_ce.coefficients import saved_statistics
+from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.modes import in_forward, recompute
-from pallas_ce.modes.forward import empty_statistics
+from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.settings import Settings
 
 RowTotal = Callable[[dict[str, jax.Array], Any], jax.Array]
@@ -22,8 +24,9 @@ def statistics(
     batch: Batch,
     head: Head,
     mask: jax.Array | None,
+    known: Known | None = None,
 ) -> dict[str, jax.Array]:
-    """Primitive statistics `[...]` of the rows, differentiable; 0 where `mask` is False."""
+    """Primitive statistics `[...]` of the rows, differentiable; 0 where `mask` is False. `known`: found by `keep`."""
     leading = batch.leading
     if batch.hidden.size == 0:
         return empty_statistics(names, batch, head)
@@ -31,7 +34,7 @@ def statistics(
         rows, counted = flat_rows(leading, (batch, mask))
         found = reference.row_statistics(names, rows, head, counted)
         return {name: value.reshape(*leading, *value.shape[1:]) for name, value in found.items()}
-    return recompute.row_statistics(settings, names, batch, head, mask)
+    return recompute.row_statistics(settings, names, batch, head, mask, known)
 
 
 def row_losses(
@@ -42,9 +45,10 @@ def row_losses(
     head: Head,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
+    known: Known | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(settings, names, batch, head, mask)
+    found = statistics(settings, names, batch, head, mask, known)
     rows, values = visited_values(row_total, found, batch.leading, mask, inputs)
     return rows.in_row_order(values).reshape(batch.leading), found
 
@@ -58,6 +62,7 @@ def total_loss(
     head: Head,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
+    known: Known | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`Σ row_total` over the rows that count, a scalar, and the statistics without gradient.
 
@@ -70,17 +75,43 @@ def total_loss(
         head: the head.
         mask: `[...]` bool, which rows count; None means all.
         inputs: `(by_row, shared)`: pytrees of `[..., *K]`, and of arrays that all rows share.
+        known: what `keep` has found for the same problem, or None.
     """
     if settings.mode == "in_forward" and batch.hidden.size > 0:
         call = in_forward.Call(settings, row_total, names, names | extra_names)
-        found, handle = in_forward.statistics_and_handle(call, batch, head, mask, inputs)
+        found, handle = in_forward.statistics_and_handle(call, batch, head, mask, inputs, known)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
-        found = statistics(settings, names | extra_names, batch, head, mask)
+        found = statistics(settings, names | extra_names, batch, head, mask, known)
         handle = jnp.zeros((), head.spec.accumulator)
     read = {name: found[name] for name in names}
     _, values = visited_values(row_total, read, batch.leading, mask, inputs)
     return settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
+
+
+def keep(
+    settings: Settings,
+    names: frozenset[str],
+    extra_names: frozenset[str],
+    row_total: RowTotal | None,
+    batch: Batch,
+    head: Head,
+    mask: jax.Array | None,
+    inputs: tuple[Any, Any],
+    wanted: Wanted,
+) -> Known | None:
+    """What the functions above take as `known`, for gradients of `wanted` or fewer; arguments as in `total_loss`.
+
+    None for the reference, which differentiates its logits anew.
+    """
+    if settings.mode is None:
+        return None
+    if settings.mode == "in_forward":
+        assert row_total is not None
+        call = in_forward.Call(settings, row_total, names, names | extra_names)
+        return in_forward.keep(call, wanted, batch, head, mask, inputs)
+    names = names | extra_names
+    return Known(forward_statistics(settings, names | saved_statistics(names), batch, head, mask))
 
 
 def visited_values(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments
-from pallas_ce.cross_entropy import linear_cross_entropy
+from pallas_ce.head_cross_entropy import linear_cross_entropy
 from pallas_ce.losses import Metrics
 
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments
-from pallas_ce.cross_entropy import linear_cross_entropy
 from pallas_ce.given_logits import chunked_cross_entropy, cross_entropy, mean_squared_lse
+from pallas_ce.head_cross_entropy import linear_cross_entropy
 from pallas_ce.linear_loss import linear_loss
 from pallas_ce.statistics import RowStatistics
 

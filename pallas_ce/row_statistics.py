@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec, Wanted
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.modes.differentiation import Known
 from pallas_ce.settings import Settings
 from pallas_ce.sharding import MeshAxes, shards_of
 from pallas_ce.statistics import RowStatistics, from_primitives, primitive_names
@@ -89,6 +90,60 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        statistics=statistics,
+        row_mask=row_mask,
+        logit_weights=logit_weights,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        dtype=dtype,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+    )
+    function = functools.partial(compute, problem.static)
+    return in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+
+
+_Static = tuple[Settings, HeadSpec, tuple[str, ...]]
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: _Static
+    arrays: inputs.HeadArrays
+    labels: jax.Array | None
+    row_mask: jax.Array | None
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    *,
+    statistics: Sequence[str],
+    row_mask: Any | None,
+    logit_weights: Any | None,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    temperature: Any = 1.0,
+    dtype: Any | None,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+) -> Problem:
+    """Checks the arguments of `linear_row_statistics`."""
     arrays, spec = inputs.read_head(
         hidden,
         weight,
@@ -116,18 +171,36 @@ def linear_row_statistics(
         scratch_bytes=scratch_bytes,
         shards=shards_of(mesh_axes, arrays, (labels, mask)),
     )
-    function = functools.partial(_row_statistics, (choice.settings, spec, names))
-    return in_automatic_region(function, True, arrays.hidden, arrays, labels, mask)
+    return Problem((choice.settings, spec, names), arrays, labels, mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _row_statistics(
-    static: tuple[Settings, HeadSpec, tuple[str, ...]],
+def compute(
+    static: _Static,
     arrays: inputs.HeadArrays,
     labels: jax.Array | None,
     row_mask: jax.Array | None,
+    known: Known | None = None,
 ) -> RowStatistics:
+    """The statistics. `known`: what `keep` has found for the same problem."""
     how, spec, names = static
+    batch, head = _rows(spec, arrays, labels)
+    return from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, row_mask, known), names)
+
+
+def keep(
+    static: _Static,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+    wanted: Wanted,
+) -> Known | None:
+    """What `compute` takes as `known`."""
+    how, spec, names = static
+    batch, head = _rows(spec, arrays, labels)
+    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, row_mask, ((), ()), wanted)
+
+
+def _rows(spec: HeadSpec, arrays: inputs.HeadArrays, labels: jax.Array | None) -> tuple[Batch, Head]:
     ids = None if labels is None else label_rule.canonical(labels, spec.vocab_size)
-    batch, head = inputs.batch_and_head(arrays, spec, ids)
-    return from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, row_mask), names)
+    return inputs.batch_and_head(arrays, spec, ids)

@@ -1,4 +1,60 @@
-"""PyTorch bridge: the losses of `pallas_ce` for PyTorch models, exchanging tensors through DLPack without a copy.
+"""PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-The bridge arrives in a later release. Until then this package is empty: importing it works, with or without PyTorch.
+`linear_cross_entropy` and `linear_row_statistics` are the functions, `LinearCrossEntropyLoss` the module,
+`PipelineFusedLoss` the loss of a pipeline-parallel model, `patch_causal_lm` the one line for a Hugging Face model.
+`to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
+
+Needs the extra `torch`. Importing this package does not import PyTorch; it keeps JAX, where that has not started yet,
+from taking most of a GPU's memory for itself (see `torch_bridge.memory`).
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch_bridge import memory
+
+if TYPE_CHECKING:
+    from torch_bridge.exchange import to_jax as to_jax
+    from torch_bridge.exchange import to_torch as to_torch
+    from torch_bridge.functions import linear_cross_entropy as linear_cross_entropy
+    from torch_bridge.functions import linear_row_statistics as linear_row_statistics
+    from torch_bridge.huggingface import patch_causal_lm as patch_causal_lm
+    from torch_bridge.huggingface import unpatch_causal_lm as unpatch_causal_lm
+    from torch_bridge.memory import memory_usage as memory_usage
+    from torch_bridge.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+    from torch_bridge.pipeline import PipelineFusedLoss as PipelineFusedLoss
+    from torch_bridge.pipeline import put_head_back as put_head_back
+    from torch_bridge.pipeline import returning as returning
+    from torch_bridge.pipeline import take_head as take_head
+
+_HOMES = {
+    "LinearCrossEntropyLoss": "modules",
+    "PipelineFusedLoss": "pipeline",
+    "linear_cross_entropy": "functions",
+    "linear_row_statistics": "functions",
+    "memory_usage": "memory",
+    "patch_causal_lm": "huggingface",
+    "put_head_back": "pipeline",
+    "returning": "pipeline",
+    "take_head": "pipeline",
+    "to_jax": "exchange",
+    "to_torch": "exchange",
+    "unpatch_causal_lm": "huggingface",
+}
+
+__all__ = list(_HOMES)
+
+memory.share_device()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"torch_bridge.{name} needs PyTorch: pip install 'pallas-ce[torch]'", name="torch"
+        ) from error

@@ -34,10 +34,10 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return _barrier(instead, tree)
 
 
-def wanted_inputs(batch: Any, head: Any) -> Wanted:
+def wanted_inputs(hidden: Any, head: Any) -> Wanted:
     """Reads off `custom_vjp`'s primals (with `symbolic_zeros=True`) which inputs are differentiated."""
     return Wanted(
-        hidden=batch.hidden.perturbed,
+        hidden=hidden.perturbed,
         weight=head.weight.perturbed,
         bias=head.bias is not None and head.bias.perturbed,
         logit_scale=head.logit_scale is not None and head.logit_scale.perturbed,
@@ -56,6 +56,27 @@ def is_zero(cotangent: Any) -> bool:
 
 # The arrays of `custom_vjp`'s primals: batch, head, mask.
 Inputs = tuple[Batch, Head, jax.Array | None]
+
+
+class Known(NamedTuple):
+    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
+
+    For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
+    and the functions there that take it have the same values and gradients with it as without.
+
+    Attributes:
+        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
+        hidden: in_forward's sum `[N, H]` for hidden's gradient; None where nothing needs it, as for the others.
+        weight: its sum for the weight.
+        bias: its sum for the bias.
+        logit_scale: its sum for the scale.
+    """
+
+    statistics: dict[str, jax.Array]
+    hidden: jax.Array | None = None
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

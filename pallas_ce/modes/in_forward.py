@@ -25,6 +25,7 @@ from pallas_ce.modes.differentiation import (
     Gradients,
     HeadSums,
     Inputs,
+    Known,
     Saved,
     absent,
     finish,
@@ -70,6 +71,7 @@ def statistics_and_handle(
     head: Head,
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
+    known: Known | None,
 ) -> tuple[Statistics, jax.Array]:
     """Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
 
@@ -82,8 +84,12 @@ def statistics_and_handle(
         head: the head.
         mask: `[...]` bool, which rows count; None: all.
         inputs: `(by_row, shared)` for `row_loss`: pytrees of `[..., *K]` and of whole arrays.
+        known: what `keep` has found for the same problem, or None.
     """
-    found = forward_statistics(call.settings, call.names, batch, head, mask)
+    if known is None:
+        found = forward_statistics(call.settings, call.names, batch, head, mask)
+    else:
+        found = {name: known.statistics[name] for name in call.names}
     return with_handle(found, inputs, head.spec.accumulator, call.settings.total)
 
 
@@ -101,24 +107,18 @@ def with_handle(
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
-    wanted = wanted_inputs(*primals[:2]) if call.read - {"argmax"} else Wanted()
-    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals)
+    wanted = wanted_inputs(primals[0].hidden, primals[1]) if call.read - {"argmax"} else Wanted()
+    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals[:4])
+    known: Known | None = values_of(primals[4])
     batch, head, mask, inputs = first_order_only(values)
-    hidden_sum, sums = None, HeadSums()
-    if wanted:
-        with jax.named_scope("pallas_ce.in_forward"):
-            shards = call.settings.shards
-            if shards is not None:
-                # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
-                shards = dataclasses.replace(shards, sums=Sums())
-            operation = streamed(shards, functools.partial(_statistics_and_sums, call, wanted))
-            rows = RowArrays(batch, mask, more=inputs[0])
-            (found, hidden_sum), sums = operation(rows, head, inputs[1])
+    if known is None:
+        found, *sums = keep(call, wanted, batch, head, mask, inputs)
     else:
-        found = forward_statistics(call.settings, call.names, batch, head, mask)
-    kept = [absent() if x is None else x for x in (hidden_sum, *sums)]
-    kept_for_backward = Saved(*values[:3], (kept, values[3]), flags_of(wanted))
-    return with_handle(found, inputs, head.spec.accumulator, call.settings.total), kept_for_backward
+        found, *sums = first_order_only(known)
+        found = {name: found[name] for name in call.names}
+    kept = [absent() if x is None else x for x in sums]
+    saved = Saved(*values[:3], (kept, values[3]), flags_of(wanted))
+    return with_handle(found, inputs, head.spec.accumulator, call.settings.total), saved
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -131,10 +131,26 @@ def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[An
         hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, wanted, strict=True))
         upstream = psum(upstream, shards.cotangents_of_total)
         gradients = finish(saved.batch.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
-    return *input_cotangents(saved, gradients), zero_cotangent(inputs)
+    return *input_cotangents(saved, gradients), zero_cotangent(inputs), None
 
 
 statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def keep(
+    call: Call, wanted: Wanted, batch: Batch, head: Head, mask: jax.Array | None, inputs: tuple[Any, Any]
+) -> Known:
+    """Statistics and the sums that the gradients in `wanted` come from."""
+    if not wanted:
+        return Known(forward_statistics(call.settings, call.names, batch, head, mask))
+    shards = call.settings.shards
+    if shards is not None:
+        # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
+        shards = dataclasses.replace(shards, sums=Sums())
+    with jax.named_scope("pallas_ce.in_forward"):
+        operation = streamed(shards, functools.partial(_statistics_and_sums, call, wanted))
+        (found, hidden_sum), sums = operation(RowArrays(batch, mask, more=inputs[0]), head, inputs[1])
+    return Known(found, hidden_sum, *sums)
 
 
 def _statistics_and_sums(

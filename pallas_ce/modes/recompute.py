@@ -17,6 +17,7 @@ from pallas_ce.modes.differentiation import (
     Gradients,
     HeadSums,
     Inputs,
+    Known,
     Saved,
     first_order_only,
     flags_of,
@@ -33,18 +34,24 @@ from pallas_ce.shards import RowArrays, Shards, psum
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
-    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
+    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None, known: Known | None
 ) -> Statistics:
     """Primitive statistics of the rows of `batch`, differentiable in `hidden` and the head's arrays but u."""
+    if known is not None:
+        return {name: known.statistics[name] for name in names}
     return forward_statistics(settings, names, batch, head, mask)
 
 
 def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
-    values: Inputs = values_of(primals)
+    values: Inputs = values_of(primals[:3])
+    known: Known | None = values_of(primals[3])
     saved_names = coef.saved_statistics(names)
-    found = forward_statistics(settings, names | saved_names, *first_order_only(values))
+    if known is not None:
+        found = first_order_only(known.statistics)
+    else:
+        found = forward_statistics(settings, names | saved_names, *first_order_only(values))
     kept = {name: found[name] for name in saved_names}
-    saved = Saved(*values, kept, flags_of(wanted_inputs(*primals[:2])))
+    saved = Saved(*values, kept, flags_of(wanted_inputs(primals[0].hidden, primals[1])))
     return {name: found[name] for name in names}, saved
 
 
@@ -62,7 +69,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
             rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
             hidden_sum, of_head = operation(rows, used.head)
         gradients = sweep.finished(used.batch.hidden, used.head, hidden_sum, of_head)
-    return input_cotangents(saved, gradients)
+    return *input_cotangents(saved, gradients), None
 
 
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)

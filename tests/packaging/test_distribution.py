@@ -8,7 +8,7 @@ from importlib import metadata, resources
 import pytest
 
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
-EXTRAS = {"cuda12", "cuda13", "triton", "torch", "experiments", "dev"}
+EXTRAS = {"cuda12", "cuda13", "triton", "torch", "huggingface", "experiments", "dev"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

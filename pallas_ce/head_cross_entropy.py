@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Backward, Implementation
-from pallas_ce.head import HeadSpec
-from pallas_ce.losses import Metrics, Reduction
+from pallas_ce.head import Batch, Head, HeadSpec, Wanted
+from pallas_ce.losses import CrossEntropy, Metrics, Reduction
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.modes.differentiation import Known
 from pallas_ce.options import Options, call_metrics, read_options, row_loss, unnormalised
 from pallas_ce.settings import Settings
 from pallas_ce.sharding import MeshAxes, shards_of
@@ -111,6 +112,71 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        token_weights=token_weights,
+        class_weights=class_weights,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        normalizer=normalizer,
+        dtype=dtype,
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+        validate_labels=validate_labels,
+        return_metrics=return_metrics,
+    )
+    function = functools.partial(compute, problem.static)
+    by_row = (reduction == "none", False)
+    loss, metrics = in_automatic_region(function, by_row, problem.arrays.hidden, *problem[1:])
+    return (loss, metrics) if return_metrics else loss
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: "_Static"
+    arrays: inputs.HeadArrays
+    labels: jax.Array
+    options: Options
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    ignore_index: int | None,
+    token_weights: Any | None,
+    class_weights: Any | None,
+    label_smoothing: Any,
+    z_loss: Any,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    reduction: Reduction,
+    normalizer: Any | None,
+    dtype: Any | None,
+    backward: Backward,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool,
+    return_metrics: bool,
+) -> Problem:
+    """Checks the arguments of `linear_cross_entropy`."""
     arguments.check_reduction(reduction, normalizer, backward)
     ignore_index = arguments.ignored(ignore_index)
     arrays, spec = inputs.read_head(
@@ -145,15 +211,7 @@ def linear_cross_entropy(
         shards=shards_of(mesh_axes, arrays, (labels, options)),
     )
     static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
-    loss, metrics = in_automatic_region(
-        functools.partial(_linear_cross_entropy, static),
-        (reduction == "none", False),
-        arrays.hidden,
-        arrays,
-        labels,
-        options,
-    )
-    return (loss, metrics) if return_metrics else loss
+    return Problem(static, arrays, labels, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,21 +224,49 @@ class _Static:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_cross_entropy(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options
+def compute(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
+    """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same problem."""
+    rows = _rows(static, arrays, labels, options)
+    loss, batch, head, mask, given = rows
+    if static.reduction == "none":
+        unreduced = (given[0], given[1] | unnormalised(static.spec.accumulator))
+        names = loss.names | _extra(static)
+        value, found = evaluate.row_losses(static.how, names, loss, batch, head, mask, unreduced, known)
+    else:
+        value, found = evaluate.total_loss(static.how, loss.names, _extra(static), *rows, known)
+    if not static.return_metrics:
+        return value, None
+    assert batch.labels is not None
+    return value, call_metrics(loss, found, batch.labels, mask, given, static.how.total)
+
+
+def keep(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, wanted: Wanted
+) -> Known | None:
+    """What `compute` takes as `known`, for gradients of `wanted` or fewer."""
+    rows = _rows(static, arrays, labels, options)
+    return evaluate.keep(static.how, rows.loss.names, _extra(static), *rows, wanted)
+
+
+def _extra(static: _Static) -> frozenset[str]:
+    return frozenset({"argmax"}) if static.return_metrics else frozenset()
+
+
+class _Rows(NamedTuple):
+    loss: CrossEntropy
+    batch: Batch
+    head: Head
+    mask: jax.Array
+    inputs: tuple[dict[str, jax.Array], dict[str, jax.Array]]
+
+
+def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options) -> _Rows:
+    """The call as rows, a head, and a row loss with its inputs."""
     spec = static.spec
     ids = label_rule.canonical(labels, spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
     arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
-    batch, head = inputs.batch_and_head(arrays, spec, ids)
-    extra = frozenset({"argmax"}) if static.return_metrics else frozenset()
-    if static.reduction == "none":
-        unreduced = (by_row, shared | unnormalised(spec.accumulator))
-        value, found = evaluate.row_losses(static.how, loss.names | extra, loss, batch, head, mask, unreduced)
-    else:
-        value, found = evaluate.total_loss(static.how, loss.names, extra, loss, batch, head, mask, (by_row, shared))
-    if not static.return_metrics:
-        return value, None
-    return value, call_metrics(loss, found, ids, mask, (by_row, shared), static.how.total)
+    return _Rows(loss, *inputs.batch_and_head(arrays, spec, ids), mask, (by_row, shared))

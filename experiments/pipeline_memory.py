@@ -1,0 +1,216 @@
+"""Memory of a pipeline's last stage: stored logits, a chunked loss on them, and `PipelineFusedLoss`.
+
+    python -m experiments.pipeline_memory            # counts bytes; on a CUDA device measures them too
+    python -m experiments.pipeline_memory --in-flight 8 --tokens 8192
+
+A GPipe schedule's last stage: the head and loss of every microbatch forward, then every one backward. The case is
+Qwen3-1.7B's head (H 2048, V 151936, bfloat16), 1 x 4096 tokens a microbatch, 4 in flight.
+
+Counting runs PyTorch's own operators and autograd on tensors without memory, and follows each storage from its making
+to its end; what the fused operator uses inside, as `pallas_ce.explain` predicts it, is added while it runs. The weight
+and its gradient are counted, and the hidden states with theirs; optimiser states and the stage's layers are not. The
+rest of the stage is taken to be what a stage without a head needs, 2 GB in the case that the design was made for.
+"""
+
+import argparse
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import pallas_ce
+from experiments.machine import describe
+from torch_bridge.pipeline import HeadInLoss, PipelineFusedLoss
+
+RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
+REST_OF_STAGE = 2 * 10**9
+CHUNK = 1024
+
+
+def stored_logits(logits: Tensor, target: Tensor) -> Tensor:
+    """The usual loss: logits as float32, then cross entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+
+
+def chunked(logits: Tensor, target: Tensor) -> Tensor:
+    """The same by chunks of tokens, each converted to float32 when it is needed and again in the backward."""
+
+    def part(rows: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(rows.float(), labels, reduction="sum")
+
+    rows, labels = logits.flatten(0, -2).split(CHUNK), target.flatten().split(CHUNK)
+    parts = [checkpoint(part, r, t, use_reentrant=False) for r, t in zip(rows, labels, strict=True)]
+    return torch.stack(parts).sum() / target.numel()
+
+
+def contenders() -> dict[str, Callable[[nn.Linear], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]]:
+    """For each, what the last stage has for a head, and its loss function."""
+    return {
+        "logits": lambda head: (head, stored_logits),
+        "chunked": lambda head: (head, chunked),
+        "fused": lambda head: (HeadInLoss(head), PipelineFusedLoss(head)),
+    }
+
+
+def run_stage(name: str, shape: dict[str, int], device: str) -> None:
+    """Forward of every microbatch, then backward of every one, as GPipe does it."""
+    head = nn.Linear(shape["width"], shape["vocabulary"], bias=False, device=device, dtype=torch.bfloat16)
+    module, loss_fn = contenders()[name](head)
+    waiting = []
+    for _ in range(shape["in_flight"]):
+        hidden = torch.empty(1, shape["tokens"], shape["width"], device=device, dtype=torch.bfloat16).normal_()
+        target = torch.zeros(1, shape["tokens"], device=device, dtype=torch.int64)
+        output = module(hidden.requires_grad_())
+        # The schedule keeps the output until its microbatch's backward is over.
+        waiting.append((output, loss_fn(output, target)))
+    for i, (_, loss) in enumerate(waiting):
+        loss.backward()
+        waiting[i] = None  # type: ignore[call-overload]
+        del loss, _
+
+
+class Counter(TorchDispatchMode):
+    """Adds up the bytes of all storages alive; `peak` is the most there were."""
+
+    def __init__(self, scratch: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._scratch = scratch  # of the fused operator, while it runs
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operator and counts what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        inside = self._scratch if func.namespace == "pallas_ce" else 0
+        self.peak = max(self.peak, self.now + inside)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(storage)
+        self.now += size
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def counted(name: str, shape: dict[str, int]) -> int:
+    """Peak bytes of a contender by accounting."""
+    import jax
+
+    plan = pallas_ce.explain(
+        jax.ShapeDtypeStruct((shape["tokens"], shape["width"]), jax.numpy.bfloat16),
+        jax.ShapeDtypeStruct((shape["vocabulary"], shape["width"]), jax.numpy.bfloat16),
+        backward="recompute",
+        differentiate=("hidden", "weight"),
+    )
+    with FakeTensorMode(), Counter(plan.scratch_bytes + plan.accumulator_bytes) as counter:
+        run_stage(name, shape, "cpu")
+    return counter.peak
+
+
+def measured(name: str, shape: dict[str, int]) -> int:
+    """Peak bytes of both allocators on the CUDA device, in this process: one contender a process."""
+    from torch_bridge import memory_usage
+
+    torch.cuda.reset_peak_memory_stats()
+    run_stage(name, shape, "cuda")
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() + (memory_usage().jax_peak or 0)
+
+
+def compare(shape: dict[str, int], peak: Callable[[str, dict[str, int]], int]) -> dict[str, dict[str, float]]:
+    """Each contender's peak, and what it saves of the head's and of the whole stage's memory with logits."""
+    found = {name: peak(name, shape) for name in contenders()}
+    base = found["logits"]
+    return {
+        name: {
+            "head_bytes": count,
+            "stage_bytes": count + REST_OF_STAGE,
+            "head_saved": 1 - count / base,
+            "stage_saved": 1 - (count + REST_OF_STAGE) / (base + REST_OF_STAGE),
+        }
+        for name, count in found.items()
+    }
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Draws the recorded peaks as bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = record["counted"]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    heads = [row["head_bytes"] / 1e9 for row in found.values()]
+    axes.barh(list(found), [REST_OF_STAGE / 1e9] * len(found), color="lightgrey", label="rest of the stage")
+    axes.barh(list(found), heads, left=REST_OF_STAGE / 1e9, color="tab:blue", label="head and loss")
+    for i, row in enumerate(found.values()):
+        axes.text(row["stage_bytes"] / 1e9, i, f" {row['stage_bytes'] / 1e9:.1f} GB", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(row["stage_bytes"] for row in found.values()) / 1e9)
+    axes.set_xlabel("peak memory of the last stage by accounting (GB)")
+    axes.legend(loc="lower right")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def main() -> None:
+    """Counts, measures where there is a GPU, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--in-flight", type=int, default=4)
+    parser.add_argument("--measure", choices=list(contenders()), help="measure one contender here and print its bytes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    shape = {name: getattr(options, name) for name in ("tokens", "width", "vocabulary", "in_flight")}
+    if options.measure:
+        print(measured(options.measure, shape))
+        return
+    record = {
+        "command": "python -m experiments.pipeline_memory",
+        **describe(),
+        "torch": torch.__version__,
+        "shape": shape,
+        "counted": compare(shape, counted),
+    }
+    if torch.cuda.is_available():
+        record["measured"] = compare(shape, measured_apart)
+    for how in ("counted", "measured"):
+        for name, row in record.get(how, {}).items():
+            print(
+                f"{how:9}{name:9}{row['head_bytes'] / 1e9:8.2f} GB head, {row['head_saved']:6.1%} saved"
+                f"{row['stage_bytes'] / 1e9:10.2f} GB stage, {row['stage_saved']:6.1%} saved"
+            )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    plot(record, options.out.with_suffix(".png"))
+
+
+def measured_apart(name: str, shape: dict[str, int]) -> int:
+    """`measured` in a process of its own, so that pools and peaks start empty."""
+    import subprocess
+    import sys
+
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
+    command = [sys.executable, "-m", "experiments.pipeline_memory", f"--measure={name}", *arguments]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+if __name__ == "__main__":
+    main()

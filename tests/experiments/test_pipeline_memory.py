@@ -1,0 +1,45 @@
+"""The accounting of the pipeline's last stage, and the figures that were recorded with it."""
+
+import json
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from experiments import pipeline_memory
+
+
+def test_the_counter_follows_storages_from_their_making_to_their_end():
+    with FakeTensorMode(), pipeline_memory.Counter(0) as counter:
+        first = torch.empty(1000, dtype=torch.float32)
+        view = first.view(10, 100).t()
+        assert counter.now == 4000
+        doubled = first * 2
+        assert counter.now == counter.peak == 8000
+        del first
+        assert counter.now == 8000  # the view holds it
+        del view
+        assert counter.now == 4000
+        del doubled
+    assert (counter.now, counter.peak) == (0, 8000)
+
+
+def test_stored_logits_of_every_microbatch_in_flight_are_counted():
+    shape = {"tokens": 64, "width": 8, "vocabulary": 4096, "in_flight": 3}
+    logits = 64 * 4096
+    peaks = [pipeline_memory.counted("logits", {**shape, "in_flight": n}) for n in (3, 4)]
+    assert peaks[1] - peaks[0] == pytest.approx(
+        logits * (2 + 4), rel=0.02
+    )  # bfloat16, and log-probabilities in float32
+    peaks = [pipeline_memory.counted("fused", {**shape, "in_flight": n}) for n in (3, 4)]
+    assert peaks[1] - peaks[0] < 64 * (8 * 4 + 100)  # hidden states, their gradient, and a few numbers
+
+
+def test_the_recorded_figures_are_those_of_the_program_and_keep_the_promise():
+    record = json.loads(pipeline_memory.RESULTS.read_text())
+    assert record["shape"] == {"tokens": 4096, "width": 2048, "vocabulary": 151_936, "in_flight": 4}
+    found = pipeline_memory.compare(record["shape"], pipeline_memory.counted)
+    for name, row in found.items():
+        assert record["counted"][name] == pytest.approx(row, rel=1e-3)
+    assert found["fused"]["head_saved"] > 0.8
+    assert found["fused"]["stage_saved"] > 0.43

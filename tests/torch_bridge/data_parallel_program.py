@@ -1,0 +1,58 @@
+"""Two processes train a head under DDP and FSDP2: the gradients are those of the whole batch in one process."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy
+
+WIDTH, VOCABULARY, BATCH = 8, 30, 6
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.head = LinearCrossEntropyLoss(WIDTH, VOCABULARY, bias=True)
+
+    def forward(self, x, target):
+        return self.head(self.trunk(x), target)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    x, target = torch.randn(BATCH, WIDTH), torch.randint(0, VOCABULARY, (BATCH,))
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    reference = Model()
+    reference(x, target).backward()
+
+    ddp = Model()
+    wrapped = DistributedDataParallel(ddp)
+    wrapped(x[mine], target[mine]).backward()
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = Model()
+    fully_shard(sharded.head, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    sharded(x[mine], target[mine]).backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(dict(ddp.named_parameters())[name].grad, parameter.grad)
+        gathered = dict(sharded.named_parameters())[name].grad.full_tensor()
+        torch.testing.assert_close(gathered, parameter.grad)
+
+    with pytest.raises(TypeError, match="linear_weight is a DTensor"):  # sharded again after the forward
+        linear_cross_entropy(x, sharded.head.weight, target)
+    dist.destroy_process_group()
+    print(f"rank {os.environ['RANK']} done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Two processes train a small model under every schedule: losses and gradients are those of one process."""
+
+import collections
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from torch_bridge import ops, put_head_back, returning, take_head
+
+WIDTH, VOCABULARY, BATCH, TIME, MICROBATCHES = 16, 61, 8, 5, 4
+
+asked_of_backward: collections.Counter = collections.Counter()
+
+
+def count_what_is_computed() -> None:
+    """Counts which gradients the operator's backward is asked for."""
+    operation = ops.LINEAR_CROSS_ENTROPY
+    names = type(operation)._names
+
+    original = torch.ops.pallas_ce.linear_cross_entropy_backward
+
+    class Counting:
+        def __call__(self, *arguments):
+            asked_of_backward[names(operation, arguments[-1])] += 1
+            return original(*arguments)
+
+    torch.ops.pallas_ce.linear_cross_entropy_backward = Counting()
+
+
+def make_model(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
+    layers[-1].add_module("lm_head", nn.Linear(WIDTH, VOCABULARY))
+    return layers
+
+
+def loss_of_logits(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def want(stages: int, x, target):
+    model = nn.Sequential(*make_model(stages))
+    losses = [
+        loss_of_logits(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+    ]
+    (sum(losses) / MICROBATCHES).backward()
+    return model, torch.stack(losses).detach()
+
+
+def train(kind, rank: int) -> None:
+    many = kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    stages = 4 if many else 2
+    mine = [rank, rank + 2] if many else [rank]
+    modules = make_model(stages)
+    torch.manual_seed(1)
+    x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
+    loss_fn = take_head(modules[-1], "lm_head") if stages - 1 in mine else None
+    built = [PipelineStage(modules[i], i, stages, torch.device("cpu")) for i in mine]
+    arguments = {"n_microbatches": MICROBATCHES, "loss_fn": loss_fn or loss_of_logits}
+    schedule = kind(built, **arguments) if many else kind(built[0], **arguments)
+    model, losses = want(stages, x, target)
+    asked_of_backward.clear()
+    found: list[torch.Tensor] = []
+    given = {"target": target, "losses": found} if stages - 1 in mine else {}
+    schedule.step(*([x] if rank == 0 else []), **given)
+    exact = dict(model.named_parameters())
+    for i in mine:
+        for name, parameter in modules[i].named_parameters():
+            reference = exact[f"{i}.{name}"].grad
+            assert torch.allclose(parameter.grad, reference, rtol=1e-4, atol=1e-6), f"{kind.__name__} {i}.{name}"
+    if loss_fn is not None:
+        torch.testing.assert_close(torch.stack(found), losses, rtol=1e-5, atol=1e-6)
+        assert list(modules[-1].state_dict()) == list(model[-1].state_dict())
+        computed = collections.Counter(name for names, n in asked_of_backward.items() for name in names * n)
+        print(kind.__name__, dict(computed))
+        # The first microbatch, on which the stage infers its metadata, has no backward of its own.
+        assert computed == {"input": MICROBATCHES, "linear_weight": MICROBATCHES, "linear_bias": MICROBATCHES}
+        if kind is ScheduleInterleavedZeroBubble:
+            assert set(asked_of_backward) == {("input",), ("linear_weight", "linear_bias")}
+    dist.barrier()
+
+
+def evaluate(rank: int) -> None:
+    """Logits without targets; the loss of hidden states within `returning`."""
+    modules = make_model(2)
+    torch.manual_seed(1)
+    x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
+    logits = nn.Sequential(*make_model(2))(x)
+    loss_fn = take_head(modules[-1], "lm_head")
+    modules[rank].eval()
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, torch.device("cpu")), MICROBATCHES)
+    out = schedule.eval(*([x] if rank == 0 else []))
+    if rank == 1:
+        torch.testing.assert_close(out, logits)
+    with returning("hidden", modules[rank]):
+        schedule = ScheduleGPipe(
+            PipelineStage(modules[rank], rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss_fn
+        )
+        found: list[torch.Tensor] = []
+        schedule.eval(*([x] if rank == 0 else []), **({"target": target, "losses": found} if rank == 1 else {}))
+    if rank == 1:
+        torch.testing.assert_close(torch.stack(found).mean(), loss_of_logits(logits, target))
+        put_head_back(modules[1], "lm_head")
+        assert type(modules[1].lm_head) is nn.Linear
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    count_what_is_computed()
+    for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        train(kind, rank)
+    evaluate(rank)
+    dist.destroy_process_group()
+    print(f"rank {rank} done")
+
+
+if __name__ == "__main__":
+    main()

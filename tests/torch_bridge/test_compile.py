@@ -1,0 +1,94 @@
+"""`torch.compile` and `torch.library`'s own checks."""
+
+import pytest
+import torch
+
+from torch_bridge import linear_cross_entropy, linear_row_statistics
+
+MODES = ["in_forward", "recompute"]
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_other_tests():
+    """The compiled functions of two tests may share their code, hence each other's guards."""
+    torch._dynamo.reset()
+
+
+def problem(tokens=12):
+    torch.manual_seed(tokens)
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    return hidden, weight, torch.randint(0, 40, (tokens,))
+
+
+def loss(mode, hidden, weight, target, scale=1.0):
+    return linear_cross_entropy(torch.tanh(hidden), weight, target, backward=mode, label_smoothing=0.1) * scale
+
+
+def gradients(function, hidden, weight, target):
+    value = function(hidden, weight, target)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_loss_is_the_eager_one_without_graph_breaks(mode):
+    def function(*given):
+        return loss(mode, *given)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(compiled, *problem()), gradients(function, *problem()), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
+def test_inductor_compiles_loss_and_statistics():
+    def function(hidden, weight, target):
+        row = linear_row_statistics(hidden, weight, target, statistics=("log_prob", "entropy", "argmax"))
+        return loss("auto", hidden, weight, target) - (row.log_prob + 0.1 * row.entropy).mean()
+
+    compiled = torch.compile(function, fullgraph=True)
+    for got, want in zip(gradients(compiled, *problem()), gradients(function, *problem()), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_changing_token_counts_are_compiled_once(mode):
+    def function(*given):
+        return loss(mode, *given)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (12, 7, 30, 300):
+            for got, want in zip(
+                gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("differentiated", [0, 3])
+def test_the_loss_operator_passes_torchs_own_checks(mode, differentiated):
+    hidden, weight, target = problem()
+    tensors = [x.detach().requires_grad_(differentiated > 0) for x in (hidden, weight)]
+    options = [differentiated, "float32", "mean", -100, None, None, mode, None, None, True]
+    arguments = (*tensors, target.int(), *[None] * 7, *options)
+    torch.library.opcheck(torch.ops.pallas_ce.linear_cross_entropy.default, arguments)
+
+
+def test_the_statistics_operator_passes_torchs_own_checks():
+    hidden, weight, target = problem()
+    arguments = (hidden, weight, target.int(), None, None, None, torch.ones(12, dtype=torch.bool))
+    options = (3, "float32", "lse,entropy,max_logit,argmax", None, None, None, None)
+    torch.library.opcheck(torch.ops.pallas_ce.linear_row_statistics.default, (*arguments, *options))
+
+
+def test_shapes_are_known_without_computing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        hidden, weight = torch.empty(2, 3, 8, requires_grad=True), torch.empty(40, 8, requires_grad=True)
+        target = torch.empty(2, 3, dtype=torch.int64)
+        value = linear_cross_entropy(hidden, weight, target, reduction="none")
+        value.sum().backward()
+    assert value.shape == (2, 3)
+    assert weight.grad.shape == (40, 8)

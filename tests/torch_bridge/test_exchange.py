@@ -1,0 +1,149 @@
+"""Tensors and arrays share memory, and what cannot be shared is handled or refused by name."""
+
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from torch_bridge import to_jax, to_torch
+from torch_bridge.exchange import check_one_device, labels_to_int32
+from torch_bridge.functions import linear_cross_entropy
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (4, 5), (2, 1, 7)])
+def test_a_tensor_and_its_array_share_memory_both_ways(dtype, shape):
+    tensor = torch.ones(shape).to(dtype)
+    array = to_jax(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert array.shape == shape
+    back = to_torch(array)
+    assert back.data_ptr() == tensor.data_ptr()
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def views():
+    base = torch.arange(48.0).reshape(6, 8)
+    return {
+        "sliced rows": base[1:5],
+        "sliced columns": base[:, 2:6],
+        "strided": base[::2, ::3],
+        "transposed": base.t(),
+        "expanded": base[:1].expand(5, 8),
+        "negated view": torch.imag(torch.complex(base, base).conj()),
+        "misaligned": base.flatten()[1:],
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_views_that_cannot_be_shared_arrive_with_their_values(name):
+    tensor = views()[name]
+    array = to_jax(tensor)
+    np.testing.assert_array_equal(np.asarray(array), tensor.resolve_neg().numpy())
+    assert array.unsafe_buffer_pointer() % 64 == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_tensors_without_elements_pass_both_ways(shape):
+    assert to_jax(torch.empty(shape)).shape == shape
+    assert to_torch(jnp.empty(shape)).shape == shape
+
+
+def test_a_tensor_that_requires_gradients_passes_detached():
+    tensor = torch.ones(3, requires_grad=True)
+    assert to_jax(tensor * 2).tolist() == [2.0, 2.0, 2.0]
+    assert not to_torch(to_jax(tensor)).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_dtypes_that_jax_would_narrow_are_refused_by_name(dtype):
+    with pytest.raises(TypeError, match=f"ids has dtype {str(dtype).split('.')[1]}.*narrow"):
+        to_jax(torch.ones(2, dtype=dtype), "ids")
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")])
+def test_tensors_without_dense_memory_are_refused_by_name(tensor):
+    with pytest.raises((TypeError, ValueError), match="weight"):
+        to_jax(tensor, "weight")
+
+
+def test_what_is_no_tensor_or_no_computed_array_is_refused():
+    with pytest.raises(TypeError, match="x is a ndarray"):
+        to_jax(np.ones(2), "x")
+    with pytest.raises(TypeError, match="y is a ndarray"):
+        to_torch(np.ones(2), "y")
+    with pytest.raises(TypeError, match="traced by JAX"):
+        jax.make_jaxpr(to_torch)(jnp.ones(2))
+
+
+def test_tensors_on_different_devices_are_refused_by_name():
+    with pytest.raises(ValueError, match="linear_weight lies on meta and input on cpu"):
+        check_one_device(input=torch.ones(2), linear_weight=torch.ones(2, device="meta"))
+    check_one_device(input=torch.ones(2, device="meta"), logit_scale=torch.tensor(2.0))
+
+
+def test_labels_become_32_bits_and_never_wrap_around_into_the_vocabulary():
+    labels = torch.tensor([0, 7, -100, 2**32 + 3, -(2**32) + 3, 2**31 - 1, -(2**63), 2**63 - 1])
+    narrow = labels_to_int32(labels)
+    assert narrow.dtype == torch.int32
+    inside = [int(x) for x in narrow if 0 <= x < 2**31 - 1]
+    assert inside == [0, 7]
+    assert labels_to_int32(narrow) is narrow
+
+
+def test_memory_that_the_other_side_still_uses_is_not_reused():
+    """Each side drops its own handle at once, and both allocate and fill memory of the same size."""
+    rng = np.random.default_rng(0)
+    held = []
+    for i in range(300):
+        n = int(rng.integers(1, 5)) * 4096
+        array = to_jax(torch.full((n,), float(i)))  # the only reference to the tensor's memory is JAX's
+        tensor = to_torch(jnp.full((n,), float(-i)))  # and to the array's, PyTorch's
+        doubled = jax.jit(jnp.add)(array, array)
+        held.append((i, n, array, tensor, doubled))
+        torch.full((n,), np.nan)
+        jnp.full((n,), jnp.nan).block_until_ready()
+        if len(held) > 20:
+            gc.collect(0)
+            k, m, array, tensor, doubled = held.pop(int(rng.integers(len(held))))
+            np.testing.assert_array_equal(np.asarray(array), np.full(m, k, np.float32))
+            np.testing.assert_array_equal(tensor.numpy(), np.full(m, -k, np.float32))
+            np.testing.assert_array_equal(np.asarray(doubled), np.full(m, 2 * k, np.float32))
+
+
+def test_inputs_dropped_or_overwritten_after_a_call_do_not_change_its_results():
+    """From several threads, as PyTorch's backward may run in: each drops and overwrites what it passed at once."""
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(256, 32), torch.randn(300, 32), torch.randint(0, 300, (256,))
+
+    def step(scale):
+        h, w = (hidden * scale).requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_cross_entropy(h, w, target.clone(), backward="in_forward")
+        with torch.no_grad():
+            overwritten = [x.clone() for x in (h, w)]
+        (gradient,) = torch.autograd.grad(loss, h)
+        with torch.no_grad():
+            h.fill_(torch.nan), w.fill_(torch.nan)
+        del h, w, overwritten
+        return loss.detach().clone(), gradient
+
+    want = {scale: step(scale) for scale in (0.5, 1.0, 2.0)}
+    failures = []
+
+    def work(scale):
+        for _ in range(10):
+            loss, gradient = step(scale)
+            if not (torch.equal(loss, want[scale][0]) and torch.equal(gradient, want[scale][1])):
+                failures.append(scale)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in want]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failures

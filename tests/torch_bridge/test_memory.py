@@ -1,0 +1,62 @@
+"""Sharing a device's memory: settings, the warning, and what is shown."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import torch_bridge
+from torch_bridge import memory
+
+
+def test_importing_the_bridge_first_switches_preallocation_off_and_starts_nothing():
+    program = (
+        "import os, torch_bridge; from jax._src import xla_bridge; "
+        "assert os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'; "
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+    subprocess.run([sys.executable, "-W", "error", "-c", program], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"]
+)
+def test_settings_of_the_users_own_are_left_alone(monkeypatch, name):
+    monkeypatch.setattr(memory.xla_bridge, "backends_are_initialized", lambda: False)
+    environment = {name: "whatever"}
+    memory.share_device(environment)
+    assert environment == {name: "whatever"}
+
+
+def test_a_jax_that_has_taken_a_gpu_already_is_warned_of(monkeypatch):
+    jax.devices()
+    environment: dict[str, str] = {}
+    memory.share_device(environment)  # on a CPU there is nothing to warn of
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(UserWarning, match="Import torch_bridge first"):
+        memory.share_device(environment)
+    assert environment == {}
+
+
+def test_usage_is_shown_and_unknown_without_a_gpu():
+    assert "12 MiB in tensors" in str(memory.MemoryUsage(torch_allocated=12 * 2**20))
+    assert "unknown" in str(memory.memory_usage())
+
+
+def test_everything_promised_is_there_and_nothing_else():
+    assert all(callable(getattr(torch_bridge, name)) for name in torch_bridge.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'linear'"):
+        _ = torch_bridge.linear
+
+
+def test_without_pytorch_the_package_imports_and_says_what_to_install():
+    program = (
+        "import sys; sys.modules['torch'] = None; import torch_bridge\n"
+        "try: torch_bridge.linear_cross_entropy\n"
+        "except ModuleNotFoundError as error: assert 'pallas-ce[torch]' in str(error), error\n"
+        "else: raise SystemExit('no error')"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

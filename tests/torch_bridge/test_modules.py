@@ -1,0 +1,82 @@
+"""The head module, and the pipeline's pieces in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_bridge import LinearCrossEntropyLoss, PipelineFusedLoss, linear_cross_entropy, put_head_back, take_head
+
+
+def problem():
+    torch.manual_seed(0)
+    return torch.randn(2, 5, 8), torch.randint(0, 30, (2, 5))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_dicts_fit_those_of_a_linear_layer_both_ways(bias):
+    linear, head = nn.Linear(8, 30, bias=bias), LinearCrossEntropyLoss(8, 30, bias=bias, class_weights=torch.ones(30))
+    head.load_state_dict(linear.state_dict())
+    linear.load_state_dict(head.state_dict())
+    x, target = problem()
+    want = nn.functional.cross_entropy(linear(x).flatten(0, 1), target.flatten())
+    torch.testing.assert_close(head(x, target), want)
+    torch.testing.assert_close(head.logits(x), linear(x))
+
+
+def test_a_shared_head_trains_the_embedding_it_is_tied_to():
+    embedding = nn.Embedding(30, 8)
+    head = LinearCrossEntropyLoss.shared_with(embedding, label_smoothing=0.1)
+    x, target = problem()
+    head(x, target).backward()
+    assert head.weight is embedding.weight
+    assert embedding.weight.grad.any()
+
+
+def test_options_buffers_and_arguments_of_a_call_reach_the_loss():
+    x, target = problem()
+    c = torch.linspace(0.5, 1.5, 30)
+    head = LinearCrossEntropyLoss(8, 30, class_weights=c, reduction="sum", logit_softcap=3.0, z_loss=0.1)
+    w = torch.rand(2, 5)
+    want = linear_cross_entropy(
+        x, head.weight, target, class_weights=c, reduction="sum", logit_softcap=3.0, z_loss=0.1, token_weights=w
+    )
+    assert torch.equal(head(x, target, token_weights=w), want)
+    assert "logit_softcap=3.0" in repr(head)
+    assert list(head.state_dict()) == ["weight"]
+    assert head.logits(x).abs().max() <= 3.0
+    mean = LinearCrossEntropyLoss.shared_with(head, normalizer=4)
+    torch.testing.assert_close(mean(x, target, normalizer=2), 2 * mean(x, target))
+
+
+def test_unknown_options_and_layers_without_a_weight_are_refused():
+    with pytest.raises(TypeError, match="softcap"):
+        LinearCrossEntropyLoss(8, 30, softcap=3.0)
+    with pytest.raises(TypeError, match="Dropout has no parameter"):
+        PipelineFusedLoss(nn.Dropout())
+
+
+def test_taking_the_head_moves_its_use_and_not_its_parameters():
+    model = nn.Sequential()
+    model.add_module("trunk", nn.Linear(8, 8))
+    model.add_module("lm_head", nn.Linear(8, 30))
+    before, names = dict(model.named_parameters()), list(model.state_dict())
+    x, target = problem()
+    want = nn.functional.cross_entropy(model(x).flatten(0, 1), target.flatten())
+    logits = model(x)
+    loss_fn = take_head(model)
+    assert list(model.state_dict()) == names
+    assert all(x is before[name] for name, x in model.named_parameters())
+    assert model(x).shape == (2, 5, 8)
+    torch.testing.assert_close(loss_fn(model(x), target), want)
+    assert loss_fn.options["backward"] == "recompute"
+    torch.testing.assert_close(model.eval()(x), logits)
+    with pytest.raises(ValueError, match="returned logits"):
+        loss_fn(model(x), target)
+    model.lm_head.weight = nn.Parameter(torch.zeros(30, 8))
+    put_head_back(model)
+    assert type(model.lm_head) is nn.Linear
+    assert not model.lm_head.weight.any()
+    with pytest.raises(TypeError, match="not a head that take_head took"):
+        put_head_back(model)
+    with pytest.raises(TypeError, match="0 is a ReLU"):
+        take_head(nn.Sequential(nn.ReLU()), "0")

@@ -1,0 +1,126 @@
+"""What only a GPU can show: shared memory, order between streams, lifetimes, several devices, host time."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from torch_bridge import linear_cross_entropy, memory_usage, to_jax, to_torch
+
+pytestmark = pytest.mark.gpu
+
+# Long enough that work queued behind it cannot have run when the host goes on.
+_CYCLES = 200_000_000
+
+
+def problem(tokens=512, width=256, vocabulary=4096, dtype=torch.bfloat16, device="cuda"):
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype, generator=generator)
+    weight = torch.randn(vocabulary, width, device=device, dtype=dtype, generator=generator) / 16
+    target = torch.randint(0, vocabulary, (tokens,), device=device, generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def test_device_memory_is_shared_both_ways():
+    tensor = torch.arange(1000.0, device="cuda")
+    array = to_jax(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr() == to_torch(array).data_ptr()
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_jax_waits_for_tensors_that_are_still_being_made_and_torch_for_arrays(own_stream):
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        for i in range(20):
+            tensor = torch.zeros(1 << 20, device="cuda")
+            torch.cuda._sleep(_CYCLES // 20)
+            tensor.fill_(i)
+            array = jax.jit(lambda x: x * 2)(to_jax(tensor))
+            assert float((to_torch(array) + 1).sum()) == (2 * i + 1) * (1 << 20)
+
+
+def test_a_call_does_not_wait_for_the_device():
+    given = problem()
+    linear_cross_entropy(*given).backward()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES * 5)
+    start = time.perf_counter()
+    linear_cross_entropy(*given).backward()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    assert host < 0.5 * (time.perf_counter() - start)
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_tensors_dropped_while_jax_reads_them_are_not_overwritten(mode):
+    hidden, weight, target = problem()
+    want = linear_cross_entropy(hidden, weight, target, backward=mode)
+    (exact,) = torch.autograd.grad(want, hidden)
+    for _ in range(50):
+        torch.cuda._sleep(_CYCLES // 50)
+        copies = hidden.detach().clone().requires_grad_(), weight.detach().clone(), target.clone()
+        loss = linear_cross_entropy(*copies, backward=mode)
+        (gradient,) = torch.autograd.grad(loss, copies[0])
+        del copies
+        torch.full_like(hidden, torch.nan), torch.full_like(weight, torch.nan), torch.full_like(target, -1)
+        kept = gradient + 0
+        del gradient  # JAX's memory, free for its next computation
+        jnp.full(hidden.shape, jnp.nan, jnp.bfloat16)
+        assert torch.equal(loss, want)
+        assert torch.equal(kept, exact)
+
+
+def test_every_device_of_a_process_computes_its_own():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    torch.cuda.set_device(0)
+    losses = []
+    for index in range(2):
+        hidden, weight, target = problem(device=f"cuda:{index}")
+        loss = linear_cross_entropy(hidden, weight, target)
+        loss.backward()
+        assert loss.device == hidden.grad.device == hidden.device
+        losses.append(loss.item())
+    hidden, weight, target = problem(device="cuda:0")
+    with pytest.raises(ValueError, match="linear_weight lies on cuda:1 and input on cuda:0"):
+        linear_cross_entropy(hidden, weight.to("cuda:1"), target)
+
+
+def test_capture_in_a_cuda_graph_is_refused_by_name():
+    given = problem()
+    linear_cross_entropy(*given)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(graph):
+        linear_cross_entropy(*given)
+
+
+def test_both_allocators_are_shown():
+    given = problem()
+    linear_cross_entropy(*given).backward()
+    usage = memory_usage()
+    assert usage.torch_allocated >= sum(x.numel() * x.element_size() for x in given)
+    assert usage.jax_peak > 0
+    assert usage.device_free < usage.device_total
+
+
+def test_the_bridge_costs_the_host_no_more_than_150_microseconds_a_call():
+    given = problem(tokens=256, width=64, vocabulary=256)
+    native = [to_jax(x) for x in (*given[:2], given[2].int())]
+    from pallas_ce import linear_cross_entropy as library
+
+    function = jax.jit(lambda h, w, t: library(h, w, t))
+    calls = {"bridge": lambda: linear_cross_entropy(*given), "native": lambda: function(*native)}
+    medians = {}
+    with torch.no_grad():
+        for name, call in calls.items():
+            seconds = []
+            for _ in range(300):
+                start = time.perf_counter()
+                call()
+                seconds.append(time.perf_counter() - start)
+                torch.cuda.synchronize()
+            medians[name] = statistics.median(seconds)
+    assert medians["bridge"] - medians["native"] <= 150e-6, medians

@@ -1,0 +1,134 @@
+"""Tensors as JAX arrays and back, through DLPack, sharing memory.
+
+What cannot be shared as it is, is either copied because PyTorch itself would (strided views), or refused by name.
+"""
+
+from typing import Any
+
+import jax
+import jax.dlpack
+import torch
+import torch.utils.dlpack
+from torch.distributed.tensor import DTensor
+
+from torch_bridge import streams
+
+# XLA's CPU code assumes it; JAX copies without saying so where it does not hold.
+_CPU_ALIGNMENT = 64
+
+_WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
+
+
+def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
+    """The tensor's memory as a JAX array, ordered behind the work queued on PyTorch's current stream.
+
+    The array is an alias: writing to the tensor while a JAX computation may still read it is a race, as between two
+    CUDA streams. `requires_grad` is dropped. Strided, sliced, transposed and expanded views are made contiguous, and
+    CPU tensors that do not start at a multiple of 64 bytes are copied, where JAX would do so silently.
+
+    Args:
+        tensor: dense, on a CPU or a CUDA device that JAX uses too.
+        name: what error messages call it.
+
+    Returns:
+        Array: same shape, dtype and device; the same memory where the tensor is contiguous (and aligned).
+
+    Raises:
+        TypeError: not a dense tensor; a DTensor; a 64-bit dtype while JAX's 64-bit mode is off, which would narrow it.
+        ValueError: a device that JAX does not use in this process.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import to_jax
+        >>> tensor = torch.arange(6.0).reshape(2, 3)
+        >>> array = to_jax(tensor)
+        >>> array.unsafe_buffer_pointer() == tensor.data_ptr()
+        True
+    """
+    check_dense(name, tensor)
+    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{name} has dtype {_WIDE[tensor.dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
+            "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
+        )
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.device.type == "cpu" and tensor.data_ptr() % _CPU_ALIGNMENT:
+        tensor = tensor.clone()
+    try:
+        with streams.on(tensor.device):
+            return jax.dlpack.from_dlpack(tensor)
+    except (RuntimeError, BufferError, ValueError) as error:
+        raise ValueError(
+            f"{name} lies on {tensor.device}, which JAX cannot read in this process ({error}): install "
+            "pallas-ce[cuda12] or pallas-ce[cuda13], and do not hide the device from JAX with JAX_PLATFORMS"
+        ) from error
+
+
+def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
+    """The array's memory as a tensor; work queued later on PyTorch's current stream waits for it, the host does not.
+
+    (On a CPU, where there are no streams, the host waits.) JAX regards the memory as immutable: do not write to the
+    tensor while an array that shares it is in use.
+
+    Args:
+        array: on one device.
+        name: what error messages call it.
+
+    Returns:
+        Tensor: same shape, dtype, memory and device.
+
+    Raises:
+        TypeError: not an array, or one that JAX is tracing.
+        ValueError: sharded over several devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from torch_bridge import to_torch
+        >>> to_torch(jnp.ones(3, jnp.bfloat16))
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+    """
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        kind = "traced by JAX, so it has no memory yet" if isinstance(array, jax.core.Tracer) else "no JAX array"
+        raise TypeError(f"{name} is a {type(array).__name__}, {kind}; pass a computed jax.Array")
+    if len(devices := array.devices()) > 1:
+        raise ValueError(f"{name} is sharded over {len(devices)} devices; pass one shard: array.addressable_data(0)")
+    (device,) = devices
+    with streams.on(
+        torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)
+    ):
+        return torch.utils.dlpack.from_dlpack(array)
+
+
+def labels_to_int32(labels: torch.Tensor) -> torch.Tensor:
+    """Integer labels as int32, the width JAX keeps; those that do not fit stay outside every vocabulary."""
+    if labels.dtype == torch.int32:
+        return labels
+    if labels.dtype == torch.int64:
+        labels = labels.clamp(-1, 2**31 - 1)
+    return labels.to(torch.int32)
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Refuses what is not a plain dense tensor with memory of its own."""
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"{name} is a DTensor with placements {tensor.placements}: the bridge computes on whole local tensors. "
+            "Call the loss inside the forward of the module that fully_shard wraps, where its parameters are gathered, "
+            f"or pass {name}.full_tensor(grad_placements=...)"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{name} has layout {tensor.layout}; it must be dense and not quantised")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} lies on {tensor.device}; the bridge serves CPU and CUDA tensors")
+
+
+def check_one_device(**tensors: torch.Tensor | None) -> None:
+    """Refuses tensors on different devices; scalars on the CPU go everywhere, as in PyTorch."""
+    (first, reference), *others = [(k, x) for k, x in tensors.items() if x is not None]
+    for name, tensor in others:
+        if tensor.device != reference.device and not (tensor.ndim == 0 and tensor.device.type == "cpu"):
+            raise ValueError(
+                f"{name} lies on {tensor.device} and {first} on {reference.device}: move them to one device"
+            )
