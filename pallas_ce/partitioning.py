@@ -6,6 +6,7 @@ decision to this file. The rows' leading dimensions, the vocabulary and the weig
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Head
@@ -37,44 +39,43 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
 
     def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((rows, head, *shared))
-        names = _names(rows, head, shared)
-        out_names: list[Names] = []
-        out_structure: Any = None
 
-        def flat(shards: Shards, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-            nonlocal out_structure
-            out = operation(shards, *jax.tree.unflatten(structure, leaves))
-            out_names[:] = _out_names(*out, rows, head)
-            results, out_structure = jax.tree.flatten(out)
-            return results
+        def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
+            return operation(shards, *jax.tree.unflatten(structure, leaves))
+
+        whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
+        out_structure, consts, count = jax.tree.structure(results), whole.consts, len(leaves)
+        if whole.effects:  # printing, say, which custom_partitioning cannot lower
+            return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
+        # Arrays from a closure are operands too.
+        names, out_names = _names(rows, head, (shared, consts)), _out_names(results, rows, head)
 
         @custom_partitioning
-        def call(*leaves: jax.Array) -> list[jax.Array]:
-            return flat(Shards(), leaves)
-
-        def rule(*_: Any) -> SdyShardingRule:
-            return SdyShardingRule(
-                tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
-            )
+        def call(*operands: jax.Array) -> list[jax.Array]:
+            leaves, consts = operands[:count], operands[count:]
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(whole.jaxpr, consts))(*leaves)
 
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
             del result
-            given_rows, given_head, *_ = jax.tree.unflatten(structure, [leaf.sharding.spec for leaf in given])
+            specs = [operand.sharding.spec for operand in given[:count]]
+            given_rows, given_head, *_ = jax.tree.unflatten(structure, specs)
             weight = None if given_head is None else given_head.weight
             axes, shards = split(mesh, given_rows.batch.hidden, weight, rows, head)
 
             def place(dims: Names) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
-            def local(*leaves: jax.Array) -> list[jax.Array]:
+            def local(*operands: jax.Array) -> list[jax.Array]:
                 with jax.sharding.use_abstract_mesh(_NO_MESH):  # a device knows the axes by their names only
-                    return flat(shards, leaves)
+                    return jax.tree.leaves(flat(shards, operands[:count]))
 
             return mesh, local, [place(dims) for dims in out_names], tuple(place(dims) for dims in names)
 
+        rule = SdyShardingRule(
+            tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
+        )
         call.def_partition(partition=partition, sharding_rule=rule)
-        results = call(*leaves)
-        return jax.tree.unflatten(out_structure, results)
+        return jax.tree.unflatten(out_structure, call(*leaves, *consts))
 
     return entered
 
@@ -145,9 +146,9 @@ def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
     return _with_whole("in", leaves, known)
 
 
-def _out_names(by_row: Any, of_head: Any, rows: RowArrays, head: Head | None) -> list[Names]:
+def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> list[Names]:
     """Likewise of an operation's results."""
-    by_row, of_head = jax.tree.leaves(by_row), jax.tree.leaves(of_head)
+    by_row, of_head = (jax.tree.leaves(result) for result in results)
     kinds = {0: (), 1: ("vocabulary",), 2: _weight_names(head)}
     return _with_whole("out", by_row + of_head, [_row_names(rows)] * len(by_row) + [kinds[x.ndim] for x in of_head])
 
