@@ -69,6 +69,13 @@ class TrainConfig:
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
+    mesh: str = _option(
+        "",
+        "how to split over devices, e.g. data=2,tensor=2: data and fsdp split the batch, fsdp the parameters' width, "
+        "tensor heads, MLP and vocabulary; with ,sequence tokens over tensor between blocks. Empty: one device. May "
+        "differ on --resume",
+    )
+
     steps: int = _option(200, "optimiser steps", accelerator=600, least=1)
     sequence_length: int = _option(128, "tokens per row", accelerator=1024, least=1)
     batch_size: int = _option(8, "rows per step", accelerator=16, least=1)
@@ -90,9 +97,9 @@ class TrainConfig:
         return ("fused", "canonical") if self.head == "both" else (self.head,)
 
 
-# These may differ between a run and its resumption: they change where and when things are written, never a number that
-# is computed. The text itself is compared by its digest.
-FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every"})
+# These may differ between a run and its resumption: they change where and when things are computed and written, and no
+# number by more than the rounding of sums in another order. The text itself is compared by its digest.
+FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every", "mesh"})
 
 
 def field_types() -> dict[str, type]:
