@@ -2,6 +2,7 @@
 
 By default on the Python standard library's own source, within three minutes on two CPU cores; on a GPU the model, the
 batch and the vocabulary are larger. `--head both` trains the same model through stored logits too and compares them.
+`--mesh` splits the training over several devices, `--coordinator` over those of several hosts.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from experiments.lm.config import (
     refuse_changes,
 )
 from experiments.lm.errors import RunError, Stopped, UsageError
+from experiments.lm.processes import by_first, join, quiet_unless_first, read_group
 
 _PACKAGES = ("jax", "flax", "optax", "tokenizers", "tqdm", "orbax.checkpoint", "matplotlib")
 
@@ -45,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop-after", type=int, metavar="STEPS", help="save and end after so many steps; --resume goes on"
     )
+    several = parser.add_argument_group("several processes", "the same command for each; a folder that all of them see")
+    several.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="host of process 0, a port of it that is free, and the next one, too"
+    )
+    several.add_argument("--num-processes", type=int, metavar="INT", help="how many (default: what SLURM or MPI says)")
+    several.add_argument("--process-id", type=int, metavar="INT", help="which one this is, from 0 (likewise)")
     types = field_types()
     for field in dataclasses.fields(TrainConfig):
         accelerator = field.metadata["accelerator"]
@@ -97,7 +105,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Carries out a parsed command.
+    """Carries out a parsed command, as one of several processes or alone.
 
     Raises:
         UsageError: for input that cannot be used; nothing has been written then.
@@ -106,25 +114,51 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if arguments.stop_after is not None and arguments.stop_after < 1:
         raise UsageError(f"--stop-after is {arguments.stop_after}; it must be at least 1")
+    group = read_group(arguments.coordinator, arguments.num_processes, arguments.process_id, os.environ)
     overrides = _overrides(arguments)
     _check_packages()
+    if group is None:
+        _train(arguments, overrides)
+        return
+    membership = join(group)
+    try:
+        with quiet_unless_first(group):
+            _train(arguments, overrides)
+    except Stopped:  # All processes stop after the same step.
+        membership.leave()
+        raise
+    except (UsageError, RunError) as error:
+        membership.break_off(error.exit_code, expected=True)
+        raise
+    except BaseException as error:
+        membership.break_off(1, expected=not isinstance(error, Exception))
+        raise
+    membership.leave()
+
+
+def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     # Imported here because they need the packages that have just been checked for.
     from experiments.lm import run_directory
     from experiments.lm.dataset import load_dataset
+    from experiments.lm.mesh import make_layout, refuse_other_padding
     from experiments.lm.session import train_heads
 
     backend = _start_jax()
     out = str(overrides.get("out", ""))
     if arguments.resume:
-        folder = run_directory.choose_existing(out)
+        folder = Path(by_first(lambda: str(run_directory.choose_existing(out))))
         stored = run_directory.stored_config(folder)
         config = merge(stored, overrides, "the command")
         check(config)
         refuse_changes(dataclasses.asdict(stored), config, str(folder))
+        refuse_other_padding(stored, config)
     else:
         config = merge(default_config(backend), overrides, "the command")
         check(config)
-        folder = run_directory.choose_new(out, arguments.overwrite)
+        folder = Path(by_first(lambda: str(run_directory.choose_new(out, arguments.overwrite))))
+    layout = make_layout(config)
+    if config.mesh:
+        print(f"mesh: {layout}", flush=True)
     report = train_heads(
         config,
         load_dataset(config),
@@ -143,10 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _parser().parse_args(argv, arguments)
         run(arguments)
-    except UsageError as error:
-        return _end(f"error: {error}", 2)
-    except RunError as error:
-        return _end(f"error: {error}", 1)
+    except (UsageError, RunError) as error:
+        return _end(f"error: {error}", error.exit_code)
     except Stopped as stop:
         folder = f" --out {arguments.out}" if "out" in arguments else ""
         return _end(f"{stop}; go on with --resume{folder}", stop.exit_code)

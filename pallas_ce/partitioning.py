@@ -2,7 +2,8 @@
 
 XLA cannot see through a kernel: left to itself it gathers the weight on every device. `custom_partitioning` hands the
 decision to this file. The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes;
-`split` decides what that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations.
+`split` decides what that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations. Hidden states
+whose width is split are gathered, as those of sequence parallelism are.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ def split(
         head: the head, likewise.
 
     Raises:
-        ValueError: the weight does not divide evenly.
+        ValueError: the weight does not divide evenly, or its width is split where the tokens are not.
     """
     row_names = _row_names(rows)
     axes = {name: _axes(mesh, part) for name, part in zip(row_names, hidden, strict=False)}
@@ -111,6 +112,11 @@ def split(
                 f"{axes[name]}: pad the weight, and pass vocab_size where it is the vocabulary that is padded"
             )
     vocabulary = axes["vocabulary"]
+    if alone := [axis for axis in axes["width"] if axis not in over_rows]:
+        raise ValueError(
+            f"the weight's width H is split over the mesh axes {alone} and the tokens are not: every device would "
+            "gather the weight and do all of the work; split the vocabulary over them instead, or the tokens too"
+        )
     hidden_bytes = rows.batch.hidden.size * rows.batch.hidden.dtype.itemsize // _devices(mesh, over_rows)
     weight_bytes = head.weight.size * head.spec.dtype.itemsize // _devices(mesh, vocabulary)
     return axes, lay_out(over_rows, vocabulary, axes["width"], hidden_bytes, weight_bytes)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax
 from jax import lax
 
 from pallas_ce.loops import varying
@@ -38,12 +39,14 @@ class MeshAxes:
 
     Raises:
         ValueError: axes that are not those of the surrounding `shard_map`, or that do not go together.
+        NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec as P
         >>> from pallas_ce import MeshAxes, linear_cross_entropy
-        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=auto)
         >>> def loss(hidden, weight, labels):
         ...     local = linear_cross_entropy(
         ...         hidden, weight, labels, normalizer=6, mesh_axes=MeshAxes(vocabulary="tensor"))
@@ -88,6 +91,12 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
         arrays: has the fields hidden, weight, bias and logit_scale.
         others: a pytree of the call's further arrays.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and (left := [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]):
+        raise NotImplementedError(
+            f"the surrounding shard_map leaves the mesh axes {left} automatic, where XLA would gather the weight: make "
+            "all axes manual (leave axis_names out of shard_map), or call under jit alone"
+        )
     axes = varying((arrays, others))
     if mesh_axes is None and not axes:
         return None

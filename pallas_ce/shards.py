@@ -65,7 +65,7 @@ class Shards:
         vocabulary: the weight's vocabulary is split over these, and so is the work.
         sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
         gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
-        gathered_width: likewise for H.
+        gathered_width: likewise for H; these split the rows too.
         sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
         cotangents_of_total: likewise that of a loss summed over rows.
@@ -173,12 +173,12 @@ class Shards:
 
     def sum_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
         """The gradient of the weight as this device holds it, from the sum over this device's rows."""
-        total = self._own_part(psum(partial, self.sums.weight), self.gathered_width, 1 - vocab_axis)
-        return self._own_part(total, self.gathered_vocabulary, vocab_axis)
+        total = _scatter(psum(partial, self.sums.weight), self.gathered_width, 1 - vocab_axis)
+        return _scatter(total, self.gathered_vocabulary, vocab_axis)
 
     def sum_bias(self, partial: jax.Array) -> jax.Array:
         """Likewise the gradient of the bias."""
-        return self._own_part(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
+        return _scatter(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
 
     def sum_scale(self, partial: jax.Array) -> jax.Array:
         """Likewise that of the logit scale."""
@@ -194,16 +194,6 @@ class Shards:
         if not self.common:
             return rows
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
-
-    def _own_part(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-        """Reduce-scatters over those of `axes` that split the rows; over the others all devices have the same."""
-        for axis in axes:  # major to minor: each one's parts are cut out of the one before
-            if axis in self.rows:
-                x = _scatter(x, (axis,), dim)
-            else:
-                size = x.shape[dim] // axis_size((axis,))
-                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
-        return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

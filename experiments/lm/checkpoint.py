@@ -16,10 +16,12 @@ import orbax.checkpoint as ocp
 
 from experiments.lm.errors import RunError, UsageError
 from experiments.lm.memory import as_text
+from experiments.lm.processes import is_first
 
 # One older checkpoint is kept in case the newest is damaged.
 _KEPT = 2
 _CHECKSUMS = "checksums.json"
+_ARRAYS = "state/_METADATA"
 
 
 class Checkpoints[State]:
@@ -53,7 +55,8 @@ class Checkpoints[State]:
             self._check_space(state)
             with self._manager() as manager:
                 manager.save(step, args=items)
-            _write_checksums(self.folder / str(step))
+            if is_first():
+                _write_checksums(self.folder / str(step))
         except Exception as error:  # A full disk surfaces as many types, from OSError to tensorstore's own.
             raise RunError(
                 f"the checkpoint {self.folder / str(step)} cannot be written: {_first_line(error)}"
@@ -125,10 +128,11 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None; one whose checksums were not written in time passes."""
+    """What is wrong with a checkpoint's files, or None; one whose checksums were not written in time may pass."""
     path = folder / _CHECKSUMS
     if not path.is_file():
-        return None
+        # Orbax would go on without its own description of the arrays.
+        return None if (folder / _ARRAYS).is_file() else f"its file {_ARRAYS} is missing"
     try:
         for name, checksum in json.loads(path.read_text(encoding="utf-8")).items():
             if not (folder / name).is_file():

@@ -80,6 +80,13 @@ class TrainConfig:
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
+    mesh: str = _option(
+        "",
+        "how to split over devices, e.g. data=2,tensor=2: data and fsdp split the batch, fsdp the parameters' width, "
+        "tensor heads, MLP and vocabulary; with ,sequence tokens over tensor between blocks. Empty: one device. May "
+        "differ on --resume",
+    )
+
     optimizer: str = _option(
         "adamw", "muon is for the matrices of the blocks; AdamW has the rest", choices=("adamw", "muon")
     )
@@ -112,9 +119,9 @@ class TrainConfig:
 
 _FUSED = "fused_linear_cross_entropy"
 
-# These may differ between a run and its resumption: they change where and when things are written, never a number that
-# is computed. The text itself is compared by its digest.
-FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every"})
+# These may differ between a run and its resumption: they change where and when things are computed and written, and no
+# number by more than the rounding of sums in another order. The text itself is compared by its digest.
+FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every", "mesh"})
 
 
 def field_types() -> dict[str, type]:

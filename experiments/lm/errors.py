@@ -2,11 +2,15 @@
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message is one sentence that says what would work. Exit code 2."""
+    """What was asked for cannot be done; the message is one sentence that says what would work."""
+
+    exit_code = 2
 
 
 class RunError(Exception):
-    """The run itself failed after a valid start, for instance by a loss that is not finite. Exit code 1."""
+    """The run itself failed after a valid start, for instance by a loss that is not finite."""
+
+    exit_code = 1
 
 
 class Stopped(Exception):

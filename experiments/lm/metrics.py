@@ -19,11 +19,11 @@ Record = dict[str, Any]
 
 
 class MetricsLog:
-    """An append-only file of records; use it in a `with` statement."""
+    """An append-only file of records; use it in a `with` statement. Without a path nothing is recorded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = (path or Path(os.devnull)).open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -40,19 +40,21 @@ class MetricsLog:
 
     def rewind(self, head: str, step: int) -> None:
         """Drops what was recorded for `head` after `step`, and its summary: a resumed run records it again."""
+        if self.path is None:
+            return
 
         def stays(record: Record) -> bool:
             return record["head"] != head or (record["step"] <= step and record["kind"] != "summary")
 
-        self._rewrite(stays)
+        self._rewrite(self.path, stays)
 
-    def _rewrite(self, stays: Callable[[Record], bool]) -> None:
-        lines = [json.dumps(record) + "\n" for record in read_records(self.path) if stays(record)]
-        replacement = self.path.with_suffix(".tmp")
+    def _rewrite(self, path: Path, stays: Callable[[Record], bool]) -> None:
+        lines = [json.dumps(record) + "\n" for record in read_records(path) if stays(record)]
+        replacement = path.with_suffix(".tmp")
         replacement.write_text("".join(lines), encoding="utf-8")
         self._file.close()
-        os.replace(replacement, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        os.replace(replacement, path)
+        self._file = path.open("a", encoding="utf-8")
 
 
 def read_records(path: Path) -> Iterator[Record]:

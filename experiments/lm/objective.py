@@ -24,8 +24,8 @@ def fused(model: LanguageModel, rows: jax.Array) -> jax.Array:
 def canonical(model: LanguageModel, rows: jax.Array) -> jax.Array:
     """The same number as most training scripts compute it.
 
-    Logits `[B, T, V]` are stored in the compute dtype, the log-softmax is taken in float32. The head's own `logits` are
-    not used: they are float32, so their gradient's products would be float32 too, which nobody trains with.
+    Logits `[B, T, V']` are stored in the compute dtype, the log-softmax is taken in float32. The head's own `logits`
+    are not used: they are float32, so their gradient's products would be float32 too, which nobody trains with.
     """
     inputs, labels = inputs_and_labels(rows, model.body.end_of_text)
     logits = _logits(model, inputs)
@@ -55,11 +55,14 @@ def objective(config: TrainConfig, head: str) -> Objective:
 
 def _logits(model: LanguageModel, inputs: jax.Array) -> jax.Array:
     hidden = model.body(inputs)
-    return hidden @ _kernel(model).astype(hidden.dtype)
+    logits = hidden @ _kernel(model).astype(hidden.dtype)
+    if logits.shape[-1] > model.head.vocab_size:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < model.head.vocab_size, logits, -jnp.inf)
+    return logits
 
 
 def _kernel(model: LanguageModel) -> jax.Array:
-    """The head's parameters as `[H, V]`."""
+    """The head's parameters as `[H, V']`."""
     if model.head.kernel is not None:
         return model.head.kernel[...]
     return model.body.embedding.embedding[...].T

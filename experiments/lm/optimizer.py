@@ -40,8 +40,18 @@ def _muon(
     Its orthogonal updates are scaled to the size that AdamW's usually have (a root mean square of 0.2), so that one
     learning rate serves both: "Muon is Scalable for LLM Training", section 2.2.
     """
-    muon = optax.contrib.muon(schedule, weight_decay=config.weight_decay, consistent_rms=0.2)
+    muon = optax.contrib.muon(
+        schedule,
+        weight_decay=config.weight_decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(_as_matrix, params),
+    )
     return optax.partition({"muon": muon, "adamw": adamw}, _which)
+
+
+def _as_matrix(kernel: jax.Array) -> optax.contrib.MuonDimensionNumbers:
+    """Inputs by outputs: a projection to several heads is one matrix."""
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=(0,), output_axis=tuple(range(1, kernel.ndim)))
 
 
 def _matrices(params: Any) -> Any:
@@ -50,6 +60,6 @@ def _matrices(params: Any) -> Any:
 
 def _which(params: Any) -> Any:
     def name(path: Any, leaf: Any) -> str:
-        return "muon" if "blocks" in jax.tree_util.keystr(path) and leaf.ndim == 2 else "adamw"
+        return "muon" if "blocks" in jax.tree_util.keystr(path) and leaf.ndim > 1 else "adamw"
 
     return jax.tree_util.tree_map_with_path(name, params)

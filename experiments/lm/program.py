@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments.lm.config import TrainConfig
 from experiments.lm.errors import UsageError
+from experiments.lm.mesh import make_layout
 from experiments.lm.model import LanguageModel
 from experiments.lm.objective import objective
 from experiments.lm.optimizer import make_optimizer
@@ -41,7 +42,7 @@ class Program:
     Attributes:
         head: the loss head's name.
         initial_state: makes the state that a seed determines, the same for every head.
-        abstract_state: its shapes and dtypes.
+        abstract_state: its shapes, dtypes and shardings.
         train: `(state, rows [B, T + 1])` to the next state and the step's numbers; the old state is given up.
         validate: `(params, rows [B, T + 1])` to the mean loss over counted labels.
         parameters: number of trained parameters.
@@ -68,13 +69,16 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
         end_of_text: the id of the token that ends a document.
 
     Raises:
-        UsageError: if the fused loss cannot be served as configured, for instance by the implementation asked for.
+        UsageError: if the mesh does not fit, or the fused loss cannot be served as configured, for instance by the
+            implementation asked for.
     """
     started = time.perf_counter()
+    layout = make_layout(config)
     optimizer = make_optimizer(config)
 
     def make_model(seed: int, config: TrainConfig = config) -> LanguageModel:
-        return LanguageModel(config, end_of_text, rngs=nnx.Rngs(jax.random.key(seed)))
+        rngs = nnx.Rngs(jax.random.key(seed))
+        return LanguageModel(config, end_of_text, residual=layout.residual, rngs=rngs)
 
     def initial_state(seed: int) -> TrainState:
         params = nnx.state(make_model(seed), nnx.Param)
@@ -93,24 +97,35 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, optimizer_state), StepNumbers(value, optax.tree.norm(gradients))
 
-    make_state = jax.jit(initial_state)
-    abstract_state = jax.eval_shape(make_state, 0)
-    rows = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
+    shapes = jax.eval_shape(initial_state, 0)
+    places = layout.of_state(shapes)
+    abstract_state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+    make_state = jax.jit(initial_state, out_shardings=places)
+    rows_shape = (config.batch_size, config.sequence_length + 1)
+    rows = jax.ShapeDtypeStruct(rows_shape, np.int32, sharding=layout.rows)
     # float32 has to mean float32: by default an accelerator multiplies it in a narrower format.
     with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
         try:
-            lowered_train = jax.jit(train, donate_argnums=0).lower(abstract_state, rows)
-            lowered_validate = jax.jit(validation_loss).lower(abstract_state.params, rows)
+            jitted = jax.jit(train, donate_argnums=0, out_shardings=(places, layout.whole))
+            lowered_train = jitted.lower(abstract_state, rows)
+            lowered_validate = jax.jit(validation_loss, out_shardings=layout.whole).lower(abstract_state.params, rows)
         except (ValueError, NotImplementedError) as error:
             raise UsageError(f"this configuration cannot be trained: {error}") from error
         compiled_train, compiled_validate = lowered_train.compile(), lowered_validate.compile()
     plan = compiled_train.memory_analysis()
+
+    def placed(rows: np.ndarray) -> jax.Array:
+        # Every process has all rows, and hands over those of its own devices.
+        return jax.make_array_from_callback(rows.shape, layout.rows, lambda part: rows[part])
+
     return Program(
         head=head,
         initial_state=make_state,
         abstract_state=abstract_state,
-        train=compiled_train,
-        validate=compiled_validate,
+        train=lambda state, rows: compiled_train(state, placed(rows)),
+        validate=lambda params, rows: compiled_validate(params, placed(rows)),
         parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
         step_temporary_bytes=plan.temp_size_in_bytes if plan is not None else 0,
         compile_seconds=time.perf_counter() - started,

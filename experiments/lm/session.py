@@ -15,6 +15,7 @@ from experiments.lm.memory import as_text
 from experiments.lm.metrics import MetricsLog, read_records
 from experiments.lm.packing import Dataset
 from experiments.lm.plots import write_plots
+from experiments.lm.processes import is_first, largest
 from experiments.lm.program import Program, TrainState, build
 from experiments.lm.report import report, summary
 
@@ -34,8 +35,10 @@ def train_heads(
     The first head is compiled before the run's folder is made, so that a configuration that cannot be trained leaves
     nothing behind. A head whose summary is recorded was finished by an earlier session and is not trained again.
 
+    Several processes train together; the first one writes all files but the checkpoints' arrays.
+
     Returns:
-        The closing report.
+        The closing report; the first process's, others return nothing.
 
     Raises:
         UsageError: if the configuration cannot be trained, or the checkpoint to resume from does not fit it.
@@ -45,20 +48,26 @@ def train_heads(
     finished = _finished_heads(run) if resume else set()
     waiting = [head for head in config.loss_heads() if head not in finished]
     first = _build(config, waiting[0], dataset) if waiting else None
-    if not resume:
+    if not resume and is_first():
         run_directory.create(run, config, overwrite)
     budget = math.inf if stop_after is None else stop_after
-    with stop_requests() as request, MetricsLog(run_directory.metrics_path(run)) as log:
+    metrics = run_directory.metrics_path(run) if is_first() else None
+    with stop_requests() as request, MetricsLog(metrics) as log:
         for head in waiting:
             if budget == 0:
                 raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)
             program = first if first is not None and first.head == head else _build(config, head, dataset)
             checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
-            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: request.signal_number, budget)
+            # A signal may reach the processes after different steps, or one only: all stop after the same one.
+            trainer = Trainer(
+                program, config, dataset, checkpoints, log, lambda: largest(request.signal_number or 0) or None, budget
+            )
             result = _run(trainer, resume)
             log.write("summary", head, config.steps, **summary(program, result, dataset))
             budget -= result.steps_taken
-    records = list(read_records(run_directory.metrics_path(run)))
+    if metrics is None:
+        return ""
+    records = list(read_records(metrics))
     write_plots(records, dataset.unigram_entropy, run)
     return report(records, backend, run)
 

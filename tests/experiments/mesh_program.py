@@ -1,0 +1,98 @@
+"""Run by `test_mesh.py`, in processes of their own with eight CPU devices; prints the checks that passed."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.mesh import make_layout
+from experiments.lm.metrics import curve, read_records
+from experiments.lm.model import Transformer
+from experiments.lm.program import TrainState, build
+from experiments.train_lm import main
+
+# 301 entries: every tensor axis has to pad.
+CONFIG = TrainConfig(
+    vocab_size=301, width=16, layers=1, attention_heads=2, mlp_width=32, sequence_length=16, batch_size=8,
+    learning_rate=0.01,
+)  # fmt: skip
+ROWS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 8, 17)).astype(np.int32)
+Curve = list[tuple[float, float]]
+
+
+def trained(head: str = "fused", **changes: Any) -> tuple[Curve, float, TrainState]:
+    """Loss and gradient norm of a few steps, the validation loss after them, and the state."""
+    program = build(dataclasses.replace(CONFIG, **changes), head, 0)
+    state = program.initial_state(0)
+    numbers = []
+    for rows in ROWS:
+        state, step = program.train(state, rows)
+        numbers.append((float(step.loss), float(step.gradient_norm)))
+    return numbers, float(program.validate(state.params, ROWS[0])), state
+
+
+def held(array: jax.Array) -> float:
+    """The share of an array that one device holds."""
+    return array.addressable_shards[0].data.size / array.size
+
+
+def curves() -> Iterator[str]:
+    """Every mesh gives the losses of one device, and each device holds its share of parameters and optimiser state."""
+    one, one_validation, _ = trained()
+    for mesh, share in {
+        "data=8": 1,
+        "data=2,tensor=2": 1 / 2,
+        "data=2,tensor=2,sequence": 1 / 2,
+        "data=2,fsdp=2,tensor=2,sequence": 1 / 4,
+    }.items():
+        numbers, validation, state = trained(mesh=mesh)
+        np.testing.assert_allclose(numbers, one, rtol=1e-5)
+        np.testing.assert_allclose(validation, one_validation, rtol=1e-5)
+        matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 1]
+        assert len(matrices) == 3 * 6
+        assert {held(leaf) for leaf in matrices} == {share}, mesh
+        yield mesh
+    layout = make_layout(dataclasses.replace(CONFIG, mesh="data=2,tensor=2,sequence"))
+    body = Transformer(CONFIG, 0, residual=layout.residual, rngs=nnx.Rngs(0))
+    hidden = jax.jit(body)(jax.device_put(ROWS[0, :, 1:], layout.rows))
+    assert hidden.addressable_shards[0].data.shape == (8 // 2, 16 // 2, 16)
+    yield "sequence splits the hidden states"
+    numbers, *_ = trained("canonical", mesh="data=2,tensor=2")
+    np.testing.assert_allclose(numbers, one, rtol=1e-5)
+    yield "canonical"
+    tied = {"tie_embeddings": True}
+    np.testing.assert_allclose(trained(**tied, mesh="fsdp=2,tensor=2")[0], trained(**tied)[0], rtol=1e-5)
+    yield "tied"
+
+
+def command() -> Iterator[str]:
+    """The command itself: a run begun on one mesh goes on on another, and is that of one device."""
+    folder = Path(sys.argv[2])
+    options = [
+        *("--data", str(folder / "text"), "--cache-dir", str(folder), "--vocab-size", "300"),
+        *("--validation-fraction", "0.1", "--width", "16", "--layers", "1", "--attention-heads", "4"),
+        *("--mlp-width", "32", "--steps", "8", "--sequence-length", "16", "--batch-size", "8"),
+        *("--learning-rate", "0.01", "--validate-every", "5", "--checkpoint-every", "5"),
+    ]
+    one, parts = folder / "one", folder / "parts"
+    assert main([*options, "--out", str(one)]) == 0
+    assert main([*options, "--out", str(parts), "--mesh", "data=2,tensor=2,sequence", "--stop-after", "3"]) == 0
+    assert 'mesh = "data=2,tensor=2,sequence"' in (parts / "config.toml").read_text()
+    assert main(["--out", str(parts), "--resume", "--mesh", "data=2,fsdp=2,tensor=2"]) == 0
+    got, want = (list(read_records(run / "metrics.jsonl")) for run in (parts, one))
+    for kind in ("train", "validation"):
+        got_curve, want_curve = curve(got, kind, "fused"), curve(want, kind, "fused")
+        assert list(got_curve) == list(want_curve)
+        np.testing.assert_allclose(list(got_curve.values()), list(want_curve.values()), rtol=1e-5)
+    yield "resumed on another mesh"
+
+
+if __name__ == "__main__":
+    for passed in {"curves": curves, "command": command}[sys.argv[1]]():
+        print(f"passed: {passed}", flush=True)

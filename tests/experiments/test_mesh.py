@@ -1,0 +1,79 @@
+"""`--mesh`: refusals on one device, and trainings on eight CPU devices in processes of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.errors import UsageError
+from experiments.lm.mesh import padded_vocab_size, refuse_other_padding
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": "model=2"}, ["axis 'model' is unknown", "data, fsdp, tensor", "data=2,tensor=2"]),
+        ({"mesh": "data=2,,tensor=2"}, ["axis '' is unknown"]),
+        ({"mesh": "data"}, ["data is ''", "at least 1"]),
+        ({"mesh": "data=two"}, ["data is 'two'", "at least 1"]),
+        ({"mesh": "tensor=0"}, ["tensor is '0'", "at least 1"]),
+        ({"mesh": "data=2,data=2"}, ["names 'data' twice"]),
+        ({"mesh": "data=2,sequence"}, ["sequence splits tokens over the tensor axis", "at least 2"]),
+        ({"mesh": "data=2,tensor=2"}, ["needs 2 · 2 = 4 devices, but there are 1", "data=1"]),
+        ({"mesh": "data=3"}, ["batch_size is 4", "data=3", "3 or 6 would"]),
+        ({"mesh": "data=2,fsdp=3"}, ["batch_size is 4", "data·fsdp=6", "; 6 would"]),
+        ({"mesh": "fsdp=3", "batch_size": 6}, ["width is 16", "fsdp=3", "15 or 18 would"]),
+        ({"mesh": "tensor=4"}, ["attention_heads is 2", "tensor=4", "; 4 would"]),
+        ({"mesh": "tensor=2", "mlp_width": 33}, ["mlp_width is 33", "tensor=2", "32 or 34 would"]),
+        ({"mesh": "tensor=2,sequence", "sequence_length": 15}, ["sequence_length is 15", "14 or 16 would"]),
+    ],
+)
+def test_a_mesh_that_cannot_be_served_is_refused_with_what_would_work(
+    train: Callable[..., Any], tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    finished = train(out=tmp_path / "run", **changes)
+    assert finished.code == 2
+    assert finished.err.count("\n") == 1
+    for word in (*words, "error: "):
+        assert word in finished.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_only_where_its_arrays_keep_their_shapes() -> None:
+    stored = TrainConfig(vocab_size=301, mesh="tensor=4")
+    assert padded_vocab_size(stored) == 304
+    refuse_other_padding(stored, TrainConfig(vocab_size=301, mesh="data=2,tensor=8"))
+    with pytest.raises(UsageError, match=r"pads the vocabulary to 302 .* has 304; resume with .* divides 304"):
+        refuse_other_padding(stored, TrainConfig(vocab_size=301, mesh="tensor=2"))
+
+
+def _run(section: str, *arguments: str) -> str:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.experiments.mesh_program", section, *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_mesh_gives_the_losses_of_one_device() -> None:
+    assert _run("curves").count("passed") == 7
+
+
+@pytest.mark.slow
+def test_a_run_begun_on_one_mesh_goes_on_on_another(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").symlink_to(text)
+    out = _run("command", str(tmp_path))
+    assert "passed" in out
+    assert "mesh: data=2, tensor=2, sequence; 4 of 8 devices" in out
+    assert "mesh: data=2, fsdp=2, tensor=2\n" in out

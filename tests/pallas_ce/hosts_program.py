@@ -1,0 +1,69 @@
+"""Run by `test_several_hosts.py`, as two processes with four CPU devices each; prints the checks that passed.
+
+Of `data=2, tensor=4` the data axis lies across the processes; with the axes laid the other way round, tensor does.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_ce import MeshAxes
+from tests.pallas_ce import mesh_program as program
+
+
+def same(got: Any, want: Any) -> None:
+    """This process's parts of every result, equal to float32 rounding."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert not x.is_fully_addressable
+        atol = 1e-5 * float(np.max(np.abs(y), initial=0.0))
+        for part in x.addressable_shards:
+            np.testing.assert_allclose(part.data, np.asarray(y)[part.index], rtol=1e-5, atol=atol)
+
+
+def across(tensor: bool) -> Mesh:
+    """The mesh whose tensor axis lies across the processes, or within each of them."""
+    devices = np.array(jax.devices())  # By process.
+    return Mesh(devices.reshape(4, 2).T if tensor else devices.reshape(2, 4), program.ALL)
+
+
+def checks() -> Iterator[str]:
+    """Under jit, and inside a shard_map."""
+    # The others use both axes as one, which is the same either way.
+    for layout, mode, tensor in (
+        *((layout, "in_forward", False) for layout in program.LAYOUTS[:5]),
+        *((layout, "recompute", True) for layout in program.LAYOUTS[2:4]),
+    ):
+        on = across(tensor)
+        given = program.placed(layout, on, True)
+        step = jax.jit(program.gradients(functools.partial(program.loss, padded=True, backward=mode)))
+        same(step(*given), program.expected(layout.vocabulary, True))
+        yield f"{layout.name}, {mode}, tensor across={tensor}"
+    layout, on = program.LAYOUTS[2], across(True)
+    given = program.placed(layout, on, True)
+    specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
+
+    def part(*args: Any) -> Any:
+        axes = MeshAxes(**layout.axes)
+        local = program.loss(*args, padded=True, vocabulary=layout.vocabulary, normalizer=10.0, mesh_axes=axes)
+        return jax.lax.psum(local, "data")
+
+    mapped = jax.jit(program.gradients(jax.shard_map(part, mesh=on, in_specs=specs, out_specs=P())))
+    whole = functools.partial(program.loss, padded=True, implementation="reference", normalizer=10.0)
+    same(mapped(*given), program.gradients(whole)(*program.arrays(layout.vocabulary, True)))
+    yield "shard_map"
+
+
+if __name__ == "__main__":
+    address, index = sys.argv[1:]
+    jax.distributed.initialize(
+        address, 2, int(index), initialization_timeout=60, heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60
+    )
+    assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 8, 4)
+    for passed in checks():
+        print(f"passed: {passed}", flush=True)
