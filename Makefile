@@ -5,6 +5,7 @@ WORKERS ?= 2
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
+WITHOUT_TORCH := --ignore=torch_bridge --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
 PY = $(VENV)/bin/python
 export PYTHON
 
@@ -46,7 +47,7 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 
 test-newest: $(NEWEST)/.dev  ## run the tests, except the slow ones, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(ARGS)
+	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist
@@ -64,10 +65,11 @@ $(VENV)/.train: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
-	@tools/setup-environment $(VENV) dev,experiments,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
+	@tools/setup-environment $(VENV) dev,experiments,huggingface,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.train
 
-# Without gpu-compile, 0.7 GB: the tests that compile for a GPU are skipped there.
+# Without gpu-compile and PyTorch, 6 GB: the tests that compile for a GPU are skipped there, and those of torch_bridge,
+# whose release of PyTorch pairs with one of jax, left out.
 $(NEWEST)/.dev: pyproject.toml
 	@tools/setup-environment $(NEWEST) dev,experiments --upgrade
 	@touch $@

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints-jax-0.11.2.txt"
-COMBINATIONS = ("cuda12,dev,experiments", "cuda13,triton,torch,dev,experiments")
+COMBINATIONS = ("cuda12,dev,experiments,huggingface", "cuda13,triton,dev,experiments,huggingface")
 SHOWN = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "torch")
 
 

@@ -182,6 +182,11 @@ class MosaicGpuBackend:
 
     def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
         """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
+        if head.live_columns is not None:
+            raise NotImplementedError(
+                "implementation='mosaic_gpu' does not serve shards of a padded vocabulary: use 'xla', or a vocabulary "
+                "that divides evenly over the devices"
+            )
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
         options = sum(option is not None for option in given)
         return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options).config
