@@ -11,6 +11,7 @@ from pallas_ce import arguments, inputs, settings
 from pallas_ce.backends import Backward, Implementation, Launch, Mode
 from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.losses import Reduction
+from pallas_ce.partitioning import share
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
 
@@ -37,6 +38,7 @@ class Explanation:
             multiples of the bytes that the kernels read; 0 where none is made.
         launches: the kernels of each block, with tiles, clusters, windows of the vocabulary, and where these come from;
             none for "xla" and "reference".
+        parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
     """
 
     implementation: str
@@ -53,6 +55,7 @@ class Explanation:
     logits_bytes: int
     weight_copy_bytes: int = 0
     launches: tuple[Launch, ...] = ()
+    parallelism: str = ""
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
@@ -61,6 +64,7 @@ class Explanation:
             [
                 f"implementation  {self.implementation}: {self.implementation_reason}",
                 f"backward        {self.backward or 'none'}: {self.backward_reason}",
+                *([f"on each device  {self.parallelism}"] if self.parallelism else []),
                 f"products        {self.gemms} (2·N·H·V operations each)",
                 f"tiles           {tiles}",
                 *map(_launch, self.launches),
@@ -91,7 +95,8 @@ def explain(
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
 
     Args:
-        hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape and dtype are read, nothing is computed.
+        hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
+            computed.
         weight: `[V', H]` or `[H, V']`, likewise.
         bias: `[V']`, likewise, or None.
         vocab_axis: as in `linear_cross_entropy`, like all that follow.
@@ -125,6 +130,7 @@ def explain(
     """
     arguments.check_reduction(reduction, None, backward)
     arguments.scalar("logit_scale", logit_scale)
+    given = (hidden, weight)
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
@@ -146,8 +152,13 @@ def explain(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
+    part = share(*given, spec)
+    hidden_parts = weight_parts = 1
+    if part is not None:
+        tokens, spec, hidden_parts, weight_parts = part[:4]
     logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-    gradients = _gradient_bytes(hidden, weight, bias, wanted)
+    sizes = ((hidden, wanted.hidden, hidden_parts), (weight, wanted.weight, weight_parts), (bias, wanted.bias, 1))
+    gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
     if choice.settings.mode is None:
         # Logits, probabilities and their gradient, as plain differentiation keeps them.
         return Explanation(
@@ -170,7 +181,8 @@ def explain(
     plans = [choice.settings.plan(spec, max(tokens, 1), needed) for needed in passes]
     options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
     launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
-    plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans)
+    gathered = 0 if part is None else part.gathered_bytes
+    plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     accumulators = _accumulator_bytes(spec, tokens, mode, wanted)
     by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
     return Explanation(
@@ -188,6 +200,7 @@ def explain(
         logits,
         backend.weight_copy_bytes(spec),
         tuple(launch for of_pass in launches for launch in of_pass),
+        "" if part is None else part.words,
     )
 
 
@@ -197,11 +210,6 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
-
-
-def _gradient_bytes(hidden: Any, weight: Any, bias: Any | None, wanted: Wanted) -> int:
-    flags = ((hidden, wanted.hidden), (weight, wanted.weight), (bias, wanted.bias))
-    return sum(x.size * jnp.dtype(x.dtype).itemsize for x, flag in flags if flag and x is not None)
 
 
 def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wanted) -> int:

@@ -11,14 +11,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ce.head import Head
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.shards import Axes, RowArrays, Shards, lay_out
 
 Operation = Callable[..., tuple[Any, Any]]
@@ -82,7 +82,7 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
 
 
 def split(
-    mesh: Mesh, hidden: PartitionSpec, weight: PartitionSpec | None, rows: RowArrays, head: Head | None
+    mesh: Mesh | AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec | None, rows: RowArrays, head: Head | None
 ) -> tuple[dict[str, Axes], Shards]:
     """The mesh axes of every dimension that is split, and what they amount to.
 
@@ -122,13 +122,75 @@ def split(
     return axes, lay_out(over_rows, vocabulary, axes["width"], hidden_bytes, weight_bytes)
 
 
-def _axes(mesh: Mesh, part: Any) -> Axes:
+class Share(NamedTuple):
+    """What one device of a mesh has of a call.
+
+    Attributes:
+        tokens: rows it works on, gathered ones included.
+        spec: the head it works on.
+        hidden: into how many parts the hidden states are split.
+        weight: into how many the weight is.
+        gathered_bytes: a gathered weight.
+        words: which parallelism it is.
+    """
+
+    tokens: int
+    spec: HeadSpec
+    hidden: int
+    weight: int
+    gathered_bytes: int
+    words: str
+
+
+def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
+    """Reads off the shardings of arrays, or of `jax.ShapeDtypeStruct`s; None where neither is split.
+
+    Raises:
+        ValueError: as the call itself would.
+    """
+    meshes = [x.sharding.mesh for x in (hidden, weight) if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    if not meshes or meshes[0].size == 1:
+        return None
+    rows, head = RowArrays(Batch(hidden), None), Head(weight, None, None, None, spec)
+    axes, shards = split(meshes[0], _spec_of(hidden), _spec_of(weight), rows, head)
+
+    def devices(axes: Axes) -> int:
+        return _devices(meshes[0], axes)
+
+    over_vocabulary, gathered = devices(shards.vocabulary), shards.gathered_vocabulary + shards.gathered_width
+    columns = spec.weight_rows // over_vocabulary
+    alone = tuple(axis for axis in shards.rows if axis not in shards.common)
+    tensor = tuple(axis for axis in shards.vocabulary if axis not in shards.sequence)
+    words = [
+        (alone, "rows over {}"),
+        (tensor, "vocabulary over {}, statistics merged"),
+        (shards.sequence, "rows and vocabulary over {}: hidden gathered (sequence parallelism)"),
+        (gathered, "rows and weight over {}: weight gathered in each pass (FSDP)"),
+    ]
+    return Share(
+        hidden.size // hidden.shape[-1] // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),
+        dataclasses.replace(spec, weight_rows=columns, vocab_size=min(spec.vocab_size, columns)),
+        devices(shards.rows),
+        devices(axes["vocabulary"] + axes["width"]),
+        columns * spec.hidden_size * spec.dtype.itemsize if gathered else 0,
+        "; ".join(text.format(", ".join(names)) for names, text in words if names),
+    )
+
+
+def _spec_of(x: Any) -> PartitionSpec:
+    """An entry for every dimension."""
+    place = getattr(x, "sharding", None)
+    spec = place.spec if isinstance(place, NamedSharding) else ()
+    return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
+
+
+def _axes(mesh: Mesh | AbstractMesh, part: Any) -> Axes:
     """The mesh axes of one entry of a PartitionSpec, without those of one device."""
     names = () if part is None else part if isinstance(part, tuple) else (part,)
     return tuple(name for name in names if mesh.shape[name] > 1)
 
 
-def _devices(mesh: Mesh, axes: Axes) -> int:
+def _devices(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import MeshAxes, linear_cross_entropy, linear_row_statistics
+from pallas_ce import MeshAxes, explain, linear_cross_entropy, linear_row_statistics
 
 B, T, H = 8, 8, 16
 MODES = ("recompute", "in_forward")
@@ -201,6 +201,21 @@ def others() -> Iterator[str]:
     got = jax.jit(grad(statistics))(hidden, weight)
     same(got, grad(functools.partial(statistics, implementation="reference"))(hidden, weight))
     yield "all statistics"
+
+    words = {
+        "DP 8": "rows over data, tensor",
+        "TP 4, DP 2": "rows over data; vocabulary over tensor",
+        "SP 4, DP 2": "rows over data; rows and vocabulary over tensor: hidden gathered",
+        "FSDP 8 over V": "rows and weight over data, tensor: weight gathered",
+        "TP 4, FSDP 2 over H": "vocabulary over tensor, statistics merged; rows and weight over data: weight gathered",
+    }
+    for layout in LAYOUTS:
+        given = placed(layout, on, True)
+        told = explain(*given[:2], vocab_size=layout.vocabulary - 3)
+        assert words.get(layout.name, "") in told.parallelism
+        local = sum(x.addressable_shards[0].data.nbytes for x in given[:2])
+        assert told.gradient_bytes == local
+    yield "explain"
 
     def each(hidden: Any, labels: Any, implementation: Any = None) -> Any:
         return linear_cross_entropy(hidden, weight, labels, implementation=implementation)
