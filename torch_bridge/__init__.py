@@ -1,7 +1,8 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
 `linear_cross_entropy` and `linear_row_statistics` are the functions, `LinearCrossEntropyLoss` the module,
-`PipelineFusedLoss` the loss of a pipeline-parallel model, `patch_causal_lm` the one line for a Hugging Face model.
+`PipelineFusedLoss` the loss of a pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split over a
+process group, `patch_causal_lm` the one line for a Hugging Face model.
 `to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps JAX, where that has not started yet,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch_bridge.pipeline import put_head_back as put_head_back
     from torch_bridge.pipeline import returning as returning
     from torch_bridge.pipeline import take_head as take_head
+    from torch_bridge.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 _HOMES = {
     "LinearCrossEntropyLoss": "modules",
@@ -40,6 +42,7 @@ _HOMES = {
     "to_jax": "exchange",
     "to_torch": "exchange",
     "unpatch_causal_lm": "huggingface",
+    "vocab_parallel_cross_entropy": "vocab_parallel",
 }
 
 __all__ = list(_HOMES)
