@@ -74,9 +74,15 @@ class Residual(NamedTuple):
 
 
 class Backend(Protocol):
-    """The functions of a backend. A `batch` is one block of n rows."""
+    """The functions of a backend. A `batch` is one block of n rows.
+
+    Attributes:
+        name: as in `Implementation`.
+        in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
+    """
 
     name: str
+    in_checked_regions: bool
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can."""

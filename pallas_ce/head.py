@@ -57,6 +57,7 @@ class HeadSpec:
         vocab_axis: the weight's vocabulary axis: 0 for `[V, H]`, 1 for `[H, V]`.
         dtype: compute dtype, that of the operands of every product.
         softcap: the cap c of `c·tanh(x/c)`, or None.
+        whole_vocab_size: the V of `mean_logit`, where the weight is part of a larger one; None: `vocab_size`.
     """
 
     hidden_size: int
@@ -65,6 +66,12 @@ class HeadSpec:
     vocab_axis: int
     dtype: np.dtype
     softcap: float | None
+    whole_vocab_size: int | None = None
+
+    @property
+    def uniform_weight(self) -> float:
+        """1/V, the u of `mean_logit` where none is given."""
+        return 1.0 / (self.whole_vocab_size or self.vocab_size)
 
     @property
     def accumulator(self) -> np.dtype:
@@ -202,13 +209,13 @@ class Head:
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""
         if self.logit_weights is None:
-            return jnp.full((size,), 1.0 / self.spec.vocab_size, self.spec.accumulator)
+            return jnp.full((size,), self.spec.uniform_weight, self.spec.accumulator)
         return jax.lax.dynamic_slice_in_dim(self.logit_weights, start, size)
 
     @property
     def largest_logit_weight(self) -> jax.Array | float:
         """max |u|."""
-        return 1.0 / self.spec.vocab_size if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
+        return self.spec.uniform_weight if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
 
 
 # `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator

@@ -106,6 +106,11 @@ def choose(
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
         return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
+    if shards is not None and shards.typed and not backends.load(name).in_checked_regions:
+        raise ValueError(
+            f"implementation={name!r} cannot serve a shard_map with check_vma=True: pass check_vma=False and "
+            "MeshAxes(grad='inside' or 'outside'), or call under jit alone"
+        )
     tokens = max(tokens, 1)
     undecided = Settings(name, None, scratch_bytes, shards)
     mode, mode_reason = _mode(undecided, spec, tokens, scalar_loss, backward)

@@ -116,15 +116,13 @@ class Shards:
         if not self.vocabulary:
             return dataclasses.replace(head, weight=weight, bias=bias)
         size = weight.shape[spec.vocab_axis]
-        local = dataclasses.replace(spec, weight_rows=size, vocab_size=size)
+        local = dataclasses.replace(spec, weight_rows=size, vocab_size=size, whole_vocab_size=spec.vocab_size)
         head = dataclasses.replace(head, weight=weight, bias=bias, spec=local)
         start = self._start(head)
         u = head.logit_weights
-        if u is None:
-            u = jnp.full((size,), 1.0 / spec.vocab_size, spec.accumulator)
-        else:
-            padded = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
-            u = lax.dynamic_slice_in_dim(padded, start, size)
+        if u is not None:
+            u = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
+            u = lax.dynamic_slice_in_dim(u, start, size)
         live = None
         if spec.vocab_size < size * axis_size(self.vocabulary):
             live = jnp.clip(spec.vocab_size - start, 0, size)

@@ -43,6 +43,7 @@ class MosaicGpuBackend:
     """
 
     name = "mosaic_gpu"
+    in_checked_regions = False  # Pallas has no rule for kernels that write in place there
     config: Config | None = None
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:

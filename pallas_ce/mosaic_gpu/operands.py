@@ -154,7 +154,7 @@ def operands(
         bias=head.bias is not None,
         scale=head.logit_scale is not None,
         softcap=spec.softcap,
-        uniform_weight=1.0 / spec.vocab_size,
+        uniform_weight=spec.uniform_weight,
     )
     inputs: dict[str, jax.Array] = {}
     if labels is not None:

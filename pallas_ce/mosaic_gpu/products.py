@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
@@ -212,7 +213,7 @@ def _entries(
     u = None
     if coefficients.logit_weights is not None:
         given = head.logit_weights
-        u = jnp.full(columns.shape, 1.0 / spec.vocab_size) if given is None else given[jnp.maximum(columns, 0)]
+        u = jnp.full(columns.shape, spec.uniform_weight) if given is None else given[jnp.maximum(columns, 0)]
 
     def one(*of_row: Any) -> jax.Array:
         coefficients, logit, lse, column, label, argmax, u = jax.tree.map(lambda x: x[None], of_row)
@@ -247,18 +248,11 @@ def _recompute(
     config: Config,
 ) -> jax.Array:
     """`operand`, or dlogits in its place where `live_rows []` is n and not 0."""
-    stored = jax.new_ref(operand)
-    dlogits_kernel.dlogits(
-        head,
-        hidden,
-        labels,
-        residual,
-        coefficients,
-        config,
-        into=stored,
-        live_rows=live_rows,
-    )
-    operand = jax.freeze(stored)
+
+    def write(stored: Any) -> None:
+        dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config, into=stored, live_rows=live_rows)
+
+    operand = pl.run_state(write)(operand)
     if (rest := operands.tail(head)) is not None:
         first = operands.covered(head.spec)
         logits = rest.logits(hidden, rest.weight, rest.bias)

@@ -29,6 +29,7 @@ class XlaBackend:
     """See `pallas_ce.backends.Backend`."""
 
     name = "xla"
+    in_checked_regions = True
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Never: plain JAX serves every head and all rows."""

@@ -261,6 +261,15 @@ def others() -> Iterator[str]:
         mapped(True, P(), MeshAxes("model"))
     with pytest.raises(ValueError, match=r"width names \['data'\]"):
         mapped(False, P(), MeshAxes("tensor", width="data", grad="inside"), P("tensor", "data"))
+    some = jax.shard_map(
+        lambda h: jax.lax.psum(linear_cross_entropy(h, weight_alone, ids[:1]), "data"),
+        mesh=on, in_specs=P("data"), out_specs=P(), axis_names={"data"},
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"leaves the mesh axes \['tensor'\] automatic"):
+        jax.jit(some)(rows[:2])
+    width = jax.device_put(weight_alone, NamedSharding(on, P(None, "tensor")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="width H is split over the mesh axes"):
+        jax.jit(linear_cross_entropy)(rows, width, ids)
     yield "refusals"
 
 

@@ -31,9 +31,9 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def program(n: int, mode: str | None, gpus: int, hidden: P, weight: P) -> Any:
+def program(n: int, mode: str | None, gpus: int, hidden: P, weight: P, implementation: Any = "xla") -> Any:
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, labels, backward=mode or "auto", implementation="xla")
+        return linear_cross_entropy(hidden, weight, labels, backward=mode or "auto", implementation=implementation)
 
     mesh = h200.h200_mesh(gpus)
     function = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
@@ -94,3 +94,11 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
     assert [c[:2] for c in large] == [c[:2] for c in want]
     for (*_, size), (*_, least) in zip(large, want, strict=True):
         assert least <= size <= least + few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_the_hopper_kernels_keep_the_weight_where_it_is(mode: str) -> None:
+    hidden, weight, n = LAYOUTS["TP"]
+    found = collectives(program(n, mode, 2, hidden, weight, "mosaic_gpu").as_text())
+    assert [c for c in found if c[2] > 4 * n] == expected("TP", mode, n, 2)
