@@ -13,6 +13,7 @@ from pallas_ce import labels as label_rule
 from pallas_ce.divergences import Divergence, Name
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.modes import pair
 from pallas_ce.reductions import reduce_rows
 from pallas_ce.streaming import Streams, Temperature
@@ -162,8 +163,10 @@ def linear_distillation(
         spec,
         teacher_spec,
     )
-    return _linear_distillation(
-        static,
+    return in_automatic_region(
+        functools.partial(_linear_distillation, static),
+        reduction == "none",
+        student.hidden,
         student,
         teacher,
         temperatures,

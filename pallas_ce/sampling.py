@@ -12,6 +12,7 @@ from pallas_ce import arguments, inputs, noise
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming import Streams, Temperature, fold_tiles, over_rows_that_count, tempered
 from pallas_ce.top_k import check_k, linear_top_k
@@ -113,7 +114,8 @@ def linear_sample(
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 6)
     streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
-    return _linear_sample(_Static(spec, streams), key, arrays, temperatures, mask)
+    function = functools.partial(_linear_sample, _Static(spec, streams))
+    return in_automatic_region(function, True, arrays.hidden, key, arrays, temperatures, mask)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pallas_ce import arguments, inputs
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming import Streams, Temperature, fold_tiles, over_rows_that_count, tempered
 
@@ -98,7 +99,9 @@ def linear_top_k(
     streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 4, least_columns=k)
     streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
     temperatures = Temperature.read(temperature, leading)
-    return _linear_top_k(_Static(k, spec, streams), arrays, temperatures, inputs.read_row_mask(row_mask, leading))
+    function = functools.partial(_linear_top_k, _Static(k, spec, streams))
+    mask = inputs.read_row_mask(row_mask, leading)
+    return in_automatic_region(function, True, arrays.hidden, arrays, temperatures, mask)
 
 
 def check_k(name: str, k: Any, vocab_size: int) -> int:

@@ -17,7 +17,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import MeshAxes, explain, linear_cross_entropy, linear_row_statistics
+from pallas_ce import (
+    MeshAxes,
+    explain,
+    linear_cross_entropy,
+    linear_distillation,
+    linear_row_statistics,
+    linear_sample,
+    linear_top_k,
+)
 
 B, T, H = 8, 8, 16
 MODES = ("recompute", "in_forward")
@@ -145,6 +153,16 @@ def explicit() -> Iterator[str]:
                 for gradient, i in zip(got[1], DIFFERENTIATED, strict=True):
                     assert jax.typeof(gradient) == jax.typeof(given[i])
             yield f"{layout.name}, {mode}"
+        hidden, weight, *_ = placed(LAYOUTS[2], on, False)
+        alone = arrays(LAYOUTS[2].vocabulary, False)[:2]
+        key = jax.random.key(0)
+        for function in (
+            lambda h, w: linear_top_k(h, w, 3),
+            lambda h, w: linear_sample(key, h, w),
+            jax.value_and_grad(lambda h, w: linear_distillation(h, w, h[..., ::-1], w)),
+        ):
+            same(jax.jit(function)(hidden, weight), function(*alone))
+        yield "top-k, samples, distillation"
 
 
 def manual(checked: bool) -> Iterator[str]:

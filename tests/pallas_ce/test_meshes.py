@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("auto", 32),
         ("others", 8),
-        pytest.param("explicit", 16, marks=pytest.mark.slow),
+        pytest.param("explicit", 17, marks=pytest.mark.slow),
         pytest.param("checked", 32, marks=pytest.mark.slow),
         pytest.param("unchecked", 32, marks=pytest.mark.slow),
     ],
