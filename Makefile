@@ -5,7 +5,7 @@ WORKERS ?= 2
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
-WITHOUT_TORCH := --ignore=torch_bridge --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
+WITHOUT_TORCH := pallas_ce flax_modules tests --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
 PY = $(VENV)/bin/python
 export PYTHON
 
