@@ -203,10 +203,7 @@ def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, li
 
 
 def update_bytes(config: Config, head: str) -> int:
-    """The update's memory beside its inputs and outputs, as the compiler planned it.
-
-    Room of the outputs, which grow with the vocabulary, serves temporaries too, until what belongs there is written.
-    """
+    """The update's memory beside its inputs and outputs, as the compiler planned it."""
     loop = Loop(config, head)
     state = jax.eval_shape(loop.initial_state, 0)
     rollout = jax.eval_shape(loop.sample, state.params, state.params, jax.random.key(0))

@@ -145,7 +145,7 @@ def test_impossible_tokens_and_rows_without_distribution(implementation: Any) ->
     assert np.all(np.asarray(gradient) == 0)
 
 
-def test_repeated_tokens_have_the_same_bits_in_any_order() -> None:
+def test_repeated_tokens_add_up_in_any_order_with_the_same_bits_each_time() -> None:
     p = make(1, 6, 5, 40)
     labels = np.tile(np.arange(4, dtype=np.int32), (6, 3))
     weights = np.random.default_rng(0).normal(size=labels.shape).astype(np.float32)
