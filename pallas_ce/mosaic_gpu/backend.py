@@ -132,14 +132,13 @@ class MosaicGpuBackend:
             else None,
             spec=dataclasses.replace(spec, weight_rows=aligned, vocab_size=columns),
         )
-        gradient, sums = dlogits_kernel.dlogits(
+        gradient = dlogits_kernel.dlogits(
             slice_of_head,
             batch.hidden,
             _from(batch.labels, tile.start, columns),
             Residual(residual.lse, _from(residual.argmax, tile.start, columns)),
             coefficients,
             self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients), columns),
-            bias_sum=wanted.bias_sum,
             first=None if tile.live is None else jnp.int32(tile_index) * columns - tile.start,
         )
         assert gradient is not None
@@ -150,7 +149,8 @@ class MosaicGpuBackend:
         if wanted.weight:
             a, b = (gradient, batch.hidden) if spec.vocab_axis == 0 else (batch.hidden, gradient)
             for_weight = head.matmul(a, b, (0, 0))
-        return for_hidden, for_weight, sums
+        for_bias = gradient.sum(axis=0, dtype=spec.accumulator) if wanted.bias_sum else None
+        return for_hidden, for_weight, for_bias
 
     def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, products.Stash]:
         """See `products.make`."""

@@ -44,6 +44,8 @@ class Config:
         cluster: which tile the two thread blocks of a cluster share by multicast: "columns" when they work on the same
             vocabulary tile and different rows, "rows" for the reverse, None for clusters of one.
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
+        lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
+            other is in its epilogue; 0 leaves them to themselves.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -56,6 +58,7 @@ class Config:
     stages: int = 4
     cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
+    lead: int = 0
     row_group: int = 8
     windows: int | None = None
     piece: int | None = None
@@ -70,6 +73,8 @@ class Config:
             raise ValueError(f"piece={self.piece} must be a multiple of 64 that divides columns={self.columns}")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
+        if not 0 <= self.lead <= self.stages:
+            raise ValueError(f"lead={self.lead} must be between 0 and stages={self.stages}")
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
 

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -17,7 +16,7 @@ from pallas_ce.backends import Residual
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands
-from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
+from pallas_ce.mosaic_gpu.config import Config
 
 
 def dlogits(
@@ -28,12 +27,11 @@ def dlogits(
     coefficients: Coefficients,
     config: Config,
     *,
-    bias_sum: bool = False,
     first: jax.Array | None = None,
     into: Any | None = None,
     live_rows: jax.Array | None = None,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """dlogits in the compute dtype, of the shape `operands.stored_shape`, and their sums by column `[V]`.
+) -> jax.Array | None:
+    """dlogits in the compute dtype, of the shape `operands.stored_shape`.
 
     The kernel knows one vocabulary: for a slice of it, hand in a head of that slice, and labels and argmax counted from
     the slice's start. What is undefined is as in `stash_kernel.stash`.
@@ -45,7 +43,6 @@ def dlogits(
         residual: lse and argmax where terms need them.
         coefficients: `[N]` each.
         config: of the kernel.
-        bias_sum: whether to return sums, of unrounded values; else None.
         first: `[]` int32: columns before it get 0.
         into: a `jax.Ref` to write to; then nothing is returned.
         live_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
@@ -78,14 +75,9 @@ def dlogits(
         inputs["dlogits"] = into
     else:
         outputs["dlogits"] = jax.ShapeDtypeStruct(shape, spec.dtype)
-    if bias_sum:
-        blocks = given.padded_rows // config.rows
-        outputs["bias_sums"] = jax.ShapeDtypeStruct((blocks, given.padded_columns), jnp.float32)
     present = frozenset(name for name, values in coefficients._asdict().items() if values is not None)
-    epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width, bias_sum)
-    found = gemm.run("pallas_ce_dlogits", given, epilogue, inputs, outputs)
-    sums = found["bias_sums"].sum(axis=0)[: spec.vocab_size] if bias_sum else None
-    return found.get("dlogits"), sums
+    epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
+    return gemm.run("pallas_ce_dlogits", given, epilogue, inputs, outputs).get("dlogits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +90,10 @@ class DlogitsEpilogue:
     dtype: Any
     rows: int
     width: int
-    bias_sum: bool
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        scratch = {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
-        if self.bias_sum:
-            scratch["sums_smem"] = plgpu.SMEM((COMPUTE_WARPGROUPS, self.width), jnp.float32)
-        return scratch
+        return {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
         """Vectors by row that the whole window needs."""
@@ -126,8 +114,6 @@ class DlogitsEpilogue:
             layouts.store_piece(
                 refs["dlogits_smem"], place.warpgroup, refs["dlogits"], place.row, place.column, first, gradient
             )
-            if self.bias_sum:
-                self._store_sums(refs, place, column, gradient.sum(axis=0))
         return carry
 
     def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
@@ -169,11 +155,3 @@ class DlogitsEpilogue:
             ratio = z * (1.0 / self.logits.softcap)
             total = total * (1.0 - ratio * ratio)
         return total
-
-    def _store_sums(self, refs: dict[str, Any], place: gemm.Place, column: jax.Array, sums: jax.Array) -> None:
-        staged = refs["sums_smem"].at[place.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = sums
-        plgpu.commit_smem()
-        block = place.row // self.rows
-        plgpu.copy_smem_to_gmem(staged, refs["bias_sums"].at[block, pl.ds(column, staged.shape[0])])

@@ -27,9 +27,6 @@ from pallas_ce.mosaic_gpu.operands import Operands
 _COMPUTE_REGISTERS = 232
 _LOAD_REGISTERS = 40
 
-# Shared memory for reductions across warps, which only sums by column need.
-_REDUCTION_BYTES = 1024
-
 Carry = Any
 
 
@@ -87,8 +84,14 @@ def run(
         tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items()),
     )
     with jax.named_scope(name):
-        results = program(operands.hidden, operands.weight, *inputs.values())
+        given = (x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values())
+        results = program(operands.hidden, operands.weight, *given)
     return dict(zip(outputs, results, strict=True))
+
+
+def _at_run_time(x: jax.Array) -> jax.Array:
+    """`x`, never folded into a constant: those lie in the executable wherever they fit, and kernels need alignment."""
+    return x + lax.optimization_barrier(jnp.zeros((), x.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,7 +124,7 @@ def _program(
         cluster_names=("peer",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
 
     def run(*arrays: Any) -> Any:
@@ -157,6 +160,8 @@ def _kernel(
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
         "free": barriers(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
     }
+    if config.lead:
+        ring["ahead"] = plgpu.Barrier(num_arrivals=1)
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -272,8 +277,27 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
     for slot in range(config.stages):
         plgpu.barrier_arrive(ring["free"].at[slot])
 
+    lead = min(config.lead, walk.steps)
+
+    def follow() -> None:
+        """The second warpgroup waits at the start of a tile until the first is `lead` steps into it."""
+        if lead:
+
+            @pl.when(warpgroup == 1)
+            def _() -> None:
+                plgpu.barrier_wait(ring["ahead"])
+
+    def tell(k: jax.Array) -> None:
+        """The first warpgroup tells that its step k is done."""
+        if lead:
+
+            @pl.when((warpgroup == 0) & (k == lead - 1))
+            def _() -> None:
+                plgpu.barrier_arrive(ring["ahead"])
+
     def product(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         """One tile's product, and the slot after its last one."""
+        follow()
 
         def scoped(accumulator: Any) -> tuple[jax.Array, jax.Array]:
             def multiply(slot: jax.Array) -> None:
@@ -287,10 +311,11 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
 
             if config.in_flight == 0:
 
-                def step(_: jax.Array, slot: jax.Array) -> jax.Array:
+                def step(k: jax.Array, slot: jax.Array) -> jax.Array:
                     multiply(slot)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(ring["free"].at[slot])
+                    tell(k)
                     return walk.next(slot)
 
                 after = lax.fori_loop(0, walk.steps, step, slot)
@@ -298,14 +323,16 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
 
             # With one product in flight, a slot is given back when the product after its own has been issued; the last
             # one only when the accumulator has been read, which waits for all of them.
-            def step_behind(_: jax.Array, previous: jax.Array) -> jax.Array:
+            def step_behind(k: jax.Array, previous: jax.Array) -> jax.Array:
                 slot = walk.next(previous)
                 multiply(slot)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(ring["free"].at[previous])
+                tell(k)
                 return slot
 
             multiply(slot)
+            tell(jnp.int32(0))
             last = lax.fori_loop(1, walk.steps, step_behind, slot)
             value = accumulator[...]
             plgpu.barrier_arrive(ring["free"].at[last])

@@ -18,7 +18,7 @@ _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 # Tiles are stored in blocks of so many rows and columns, two at a time.
-_BLOCK = 64
+BLOCK = 64
 _STAGED = 2
 
 
@@ -65,7 +65,7 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
 
 def tile_staging(columns: int, dtype: Any) -> Any:
     """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, _STAGED, _BLOCK, _BLOCK)
+    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, BLOCK)
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 
@@ -76,15 +76,15 @@ def store_piece(
 
     A tile's pieces must come in order and have one width; `first` is a piece's place in the tile.
     """
-    per_row, per_column = x.shape[1] // _BLOCK, x.shape[0] // _BLOCK
+    per_row, per_column = x.shape[1] // BLOCK, x.shape[0] // BLOCK
     x = x.astype(staging.dtype)
     for index in range(per_row * per_column):
-        r, c = index // per_row * _BLOCK, index % per_row * _BLOCK
-        slot = staging.at[warpgroup, (first // _BLOCK * per_column + index) % _STAGED]
+        r, c = index // per_row * BLOCK, index % per_row * BLOCK
+        slot = staging.at[warpgroup, (first // BLOCK * per_column + index) % _STAGED]
         # The slot is free when all stores but the newest have read theirs. In a tile with an odd number of stores the
         # first follows a last one in the same slot.
         newest = 0 if first == 0 and index == 0 else _STAGED - 1
         plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
-        slot[...] = x[r : r + _BLOCK, c : c + _BLOCK]
+        slot[...] = x[r : r + BLOCK, c : c + BLOCK]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(row + r, _BLOCK), pl.ds(column + first + c, _BLOCK)])
+        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, BLOCK)])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.mosaic_gpu import layouts
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Problem, Schedule, schedule
 from pallas_ce.mosaic_gpu.epilogues import LogitSpec
 
@@ -22,6 +23,8 @@ LENGTH_MULTIPLE = 16
 
 def weight_copied(spec: HeadSpec) -> bool:
     """Whether the kernels need a padded copy of the weight."""
+    if spec.vocab_axis == 0 and spec.weight_rows < ROW_MULTIPLE:
+        return True
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     return length % LENGTH_MULTIPLE != 0 or (spec.vocab_axis == 1 and spec.hidden_size % LENGTH_MULTIPLE != 0)
 
@@ -119,8 +122,13 @@ class Operands:
 
 
 def stored_shape(rows: int, spec: HeadSpec) -> tuple[int, int]:
-    """Shape of an array with a number for each logit: `[rows, V]`, padded to what TMA can write."""
-    return round_up(rows, ROW_MULTIPLE), round_up(spec.vocab_size, LENGTH_MULTIPLE)
+    """Shape of an array with a number for each logit: `[rows, V]`, padded to what TMA can write.
+
+    Rows that are exactly as long as one of the blocks in which tiles are stored are made longer: along an axis of one
+    block the copy engine does not look at the block's number, and would write a tile's second block over its first.
+    """
+    columns = round_up(spec.vocab_size, LENGTH_MULTIPLE)
+    return round_up(rows, ROW_MULTIPLE), columns + LENGTH_MULTIPLE * (columns == layouts.BLOCK)
 
 
 def operands(

@@ -58,7 +58,7 @@ def program(case: Case, config: Config) -> Callable[..., Any]:
             partial, exponentials = stash_kernel.stash(head, hidden, labels, by_row, _NAMES, config)
             return partial, _defined(case, exponentials)
         residual, one = Residual(by_row, None), jnp.ones_like(by_row)
-        stored, _ = dlogits_kernel.dlogits(head, hidden, labels, residual, Coefficients(one, target=-one), config)
+        stored = dlogits_kernel.dlogits(head, hidden, labels, residual, Coefficients(one, target=-one), config)
         return _defined(case, stored)
 
     return run

@@ -49,7 +49,7 @@ def compiled_kernel(
         every = names is EVERY
         coefficients = Coefficients(*[by_row] * 6) if every else Coefficients(by_row, target=by_row)
         residual = Residual(by_row, labels if every else None)
-        return dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config, bias_sum="bias" in options)
+        return dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config)
 
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
 

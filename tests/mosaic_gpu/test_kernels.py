@@ -124,9 +124,9 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
 
     def run(head: Any, h: jax.Array, t: jax.Array, residual: Residual, coefficients: coef.Coefficients) -> Any:
         begin = None if first is None else jnp.int32(first)
-        return dlogits_kernel.dlogits(head, h, t, residual, coefficients, config, bias_sum=True, first=begin)
+        return dlogits_kernel.dlogits(head, h, t, residual, coefficients, config, first=begin)
 
-    stored, sums = interpreted(run)(p.head, p.hidden, p.labels, residual, coefficients)
+    stored = interpreted(run)(p.head, p.hidden, p.labels, residual, coefficients)
     live = None if first is None else jnp.arange(v) >= first
     u = None if coefficients.logit_weights is None else p.head.tile_logit_weights(0, v)
     exact = coef.dlogits(
@@ -134,5 +134,4 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     )
     resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
     np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=2e-5)
-    np.testing.assert_allclose(sums, exact.sum(axis=0), rtol=1e-4, atol=2e-4)
     assert not stored[:n, v:].any()

@@ -1,7 +1,8 @@
 """The contract on real Hopper kernels: a thousand draws of shape and options, and what only a GPU can show.
 
 The bound is relative: in each gradient at most 1.5 times the error of exact dlogits that are rounded to the operands'
-dtype, multiplied exactly, and rounded to the result's.
+dtype, multiplied exactly, and rounded to the result's. In float16 the in_forward mode, which rounds exponentials over
+float16's narrow range of exponents and not dlogits, has 2.5 times.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ def drawn(seed: int) -> tuple[Problem, str]:
     """A problem in bfloat16 or float16 with any combination of options, and a backward mode."""
     rng = np.random.default_rng(seed)
     n, h, v = (int(np.exp(rng.uniform(0, np.log(top)))) for top in (1500, 300, 6000))
+    v = max(v, 2)  # the gradient of a single class is 0, and float32's rounding all that there is
     if rng.random() < 0.4:
         h = 8 * -(-h // 8)  # rows of 16 bytes: no copy of the weight
     p = make(seed, n, h, v, scale=float(rng.choice([0.05, 1.0, 6.0])), vocab_axis=int(rng.integers(2)))
@@ -50,17 +52,19 @@ def drawn(seed: int) -> tuple[Problem, str]:
     return p, str(rng.choice(["recompute", "in_forward"]))
 
 
-def assert_as_accurate_as_rounded_dlogits(p: Problem, got: tuple[Any, dict[str, Any]]) -> None:
-    """Loss to 2e-5, gradients within 1.5 times the error that rounding dlogits and results alone makes."""
+def assert_as_accurate_as_rounded_dlogits(p: Problem, backward: str) -> None:
+    """Loss to 2e-5, gradients within a factor of the error that rounding dlogits and results alone makes."""
+    got = library_results(p, "mosaic_gpu", backward)
     want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
     assert abs(float(got[0]) - want) <= 2e-5 * abs(want) + 1e-6
     dtype = p.arrays["hidden"].dtype
+    factor = 2.5 if dtype == np.float16 and backward == "in_forward" else 1.5
     _, rounded = oracle.cross_entropy(p.arrays, p.labels, p.options, round_dlogits=dtype)
     for name in ("hidden", "weight", "bias"):
         if name in p.arrays:
             baseline = relative_error(rounded[name].astype(p.arrays[name].dtype), exact[name])
             error = relative_error(got[1][name], exact[name])
-            assert error <= 1.5 * baseline + 3e-6, f"{name}: {error} against {baseline}"
+            assert error <= factor * baseline + 3e-6, f"{name}: {error} against {baseline}"
     for name in ("logit_scale", "token_weights"):
         if name in p.arrays:
             small = np.max(np.abs(np.asarray(got[1][name], np.float64) - exact[name])) <= 1e-5
@@ -70,7 +74,7 @@ def assert_as_accurate_as_rounded_dlogits(p: Problem, got: tuple[Any, dict[str, 
 @pytest.mark.parametrize("seed", range(1000))
 def test_a_drawn_problem(seed: int) -> None:
     p, backward = drawn(seed)
-    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward))
+    assert_as_accurate_as_rounded_dlogits(p, backward)
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
@@ -78,7 +82,25 @@ def test_a_drawn_problem(seed: int) -> None:
 def test_a_model_sized_head(backward: str, vocab_axis: int) -> None:
     p = make(0, 2048, 1024, 32000, vocab_axis=vocab_axis)
     p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
-    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward))
+    assert_as_accurate_as_rounded_dlogits(p, backward)
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_single_class_has_no_gradient(backward: str) -> None:
+    p = make(4, 300, 32, 1)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    loss, gradients = library_results(p, "mosaic_gpu", backward)
+    assert abs(float(loss)) <= 1e-6
+    assert all(np.max(np.abs(np.asarray(g, np.float32))) <= 1e-6 for g in gradients.values())
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("classes", [49, 64])
+def test_rows_as_long_as_a_stored_block(classes: int, backward: str) -> None:
+    """Tiles reach a block beyond; stored there, it must not come back over the row's beginning."""
+    p = make(6, 300, 32, classes)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    assert_as_accurate_as_rounded_dlogits(p, backward)
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
