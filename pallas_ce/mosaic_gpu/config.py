@@ -7,7 +7,7 @@ fill the chip as well as many rows with few windows do.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -141,10 +141,17 @@ def with_least_padding(config: Config, rows: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A product's sizes: `hidden [·, hidden_size]`, weight `[·, hidden_size]` or, axis 1, `[hidden_size, ·]`."""
+    """What is summed over, and along which axis of the operands the product's rows and columns lie.
 
-    hidden_size: int
-    vocab_axis: int
+    Attributes:
+        length: how many numbers each entry of the product sums over.
+        left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
+        right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
+    """
+
+    length: int
+    left_axis: int
+    right_axis: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +160,30 @@ class Schedule:
 
     Attributes:
         row_blocks: work items along the rows.
-        column_blocks: steps of a cluster along the whole vocabulary.
-        windows: work items along the vocabulary.
+        column_blocks: steps of a cluster along the columns.
+        windows: work items along the columns or, if split, parts of the length.
         clusters: how many work at once.
+        split: whether windows cut the length, and tiles are work items.
     """
 
     row_blocks: int
     column_blocks: int
     windows: int
     clusters: int
+    split: bool = False
 
     @property
     def items(self) -> int:
         """Work items in all."""
-        return self.row_blocks * self.windows
+        return self.row_blocks * self.windows * (self.column_blocks if self.split else 1)
+
+
+class Launch(NamedTuple):
+    """Static facts of a kernel launch."""
+
+    problem: Problem
+    config: Config
+    schedule: Schedule
 
 
 def processors() -> int:

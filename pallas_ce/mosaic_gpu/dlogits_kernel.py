@@ -77,7 +77,9 @@ def dlogits(
         outputs["dlogits"] = jax.ShapeDtypeStruct(shape, spec.dtype)
     present = frozenset(name for name, values in coefficients._asdict().items() if values is not None)
     epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
-    return gemm.run("pallas_ce_dlogits", given, epilogue, inputs, outputs).get("dlogits")
+    return gemm.run("pallas_ce_dlogits", given.launch, given.hidden, given.weight, epilogue, inputs, outputs).get(
+        "dlogits"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def statistics(
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
     inputs = given.inputs if live_rows is None else {**given.inputs, **gemm.rows_limit(live_rows)}
-    found = gemm.run("pallas_ce_forward", given, epilogue, inputs, outputs)
+    found = gemm.run("pallas_ce_forward", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
     return partials.read(found, fields, given.rows)
 
 

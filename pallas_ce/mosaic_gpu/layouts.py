@@ -17,8 +17,9 @@ from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Tiles are stored in blocks of so many rows and columns, two at a time.
+# Tiles are stored in blocks of so many rows, and bytes of each row, two at a time.
 BLOCK = 64
+_BLOCK_BYTES = 128
 _STAGED = 2
 
 
@@ -65,26 +66,50 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
 
 def tile_staging(columns: int, dtype: Any) -> Any:
     """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, BLOCK)
+    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 
+def _block_columns(dtype: Any) -> int:
+    return _BLOCK_BYTES // jnp.dtype(dtype).itemsize
+
+
 def store_piece(
-    staging: Any, warpgroup: jax.Array, target: Any, row: jax.Array, column: jax.Array, first: int, x: jax.Array
+    staging: Any,
+    warpgroup: jax.Array,
+    target: Any,
+    row: jax.Array,
+    column: jax.Array,
+    first: int,
+    x: jax.Array,
+    add: jax.Array | None = None,
 ) -> None:
     """Starts storing `x [rows, width]` at `target[row:, column + first:]`; what lies outside the array is dropped.
 
-    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile.
+    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add []` is
+    given and true, `x` is added to what is there.
     """
-    per_row, per_column = x.shape[1] // BLOCK, x.shape[0] // BLOCK
+    wide = staging.shape[-1]
+    per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
     x = x.astype(staging.dtype)
     for index in range(per_row * per_column):
-        r, c = index // per_row * BLOCK, index % per_row * BLOCK
-        slot = staging.at[warpgroup, (first // BLOCK * per_column + index) % _STAGED]
+        r, c = index // per_row * BLOCK, index % per_row * wide
+        slot = staging.at[warpgroup, (first // wide * per_column + index) % _STAGED]
         # The slot is free when all stores but the newest have read theirs. In a tile with an odd number of stores the
         # first follows a last one in the same slot.
         newest = 0 if first == 0 and index == 0 else _STAGED - 1
         plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
-        slot[...] = x[r : r + BLOCK, c : c + BLOCK]
+        slot[...] = x[r : r + BLOCK, c : c + wide]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, BLOCK)])
+        place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
+        if add is None:
+            plgpu.copy_smem_to_gmem(slot, place)
+            continue
+
+        @pl.when(add)
+        def _(slot: Any = slot, place: Any = place) -> None:
+            plgpu.copy_smem_to_gmem(slot, place, reduction_op="add")
+
+        @pl.when(~add)
+        def _(slot: Any = slot, place: Any = place) -> None:
+            plgpu.copy_smem_to_gmem(slot, place)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.mosaic_gpu import layouts
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Problem, Schedule, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Launch, Problem, schedule
 from pallas_ce.mosaic_gpu.epilogues import LogitSpec
 
 ROW_MULTIPLE = 8
@@ -83,8 +83,7 @@ class Operands:
     """One kernel call's operands.
 
     Attributes:
-        problem: static sizes.
-        schedule: how the tiles are handed out.
+        launch: sizes, tiles and how they are handed out.
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
@@ -92,29 +91,22 @@ class Operands:
         rows: N.
     """
 
-    problem: Problem
-    schedule: Schedule
+    launch: Launch
     logits: LogitSpec
     hidden: jax.Array
     weight: jax.Array
     inputs: dict[str, jax.Array]
-    config: Config
     rows: int
 
     @property
     def padded_rows(self) -> int:
         """Rows of the schedule's blocks: what vectors by row are padded to."""
-        return self.schedule.row_blocks * self.config.block_rows
-
-    @property
-    def padded_columns(self) -> int:
-        """Vocabulary entries of the schedule's tiles."""
-        return self.schedule.column_blocks * self.config.block_columns
+        return self.launch.schedule.row_blocks * self.launch.config.block_rows
 
     @property
     def slots(self) -> int:
         """Partial results of a row: one a window, times two where a cluster's blocks share its rows."""
-        return self.schedule.windows * (2 if self.config.cluster == "rows" else 1)
+        return self.launch.schedule.windows * (2 if self.launch.config.cluster == "rows" else 1)
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
@@ -177,12 +169,10 @@ def operands(
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     return Operands(
-        problem=Problem(width, spec.vocab_axis),
-        schedule=plan,
+        launch=Launch(Problem(width, 0, spec.vocab_axis), config, plan),
         logits=logits,
         hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), width)),
         weight=weight_of(head),
         inputs=inputs,
-        config=config,
         rows=rows,
     )

@@ -51,7 +51,7 @@ def stash(
     }
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
     inputs = {**given.inputs, "reference": given.by_row(reference)}
-    found = gemm.run("pallas_ce_stash", given, epilogue, inputs, outputs)
+    found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
     joined = partials.read(found, fields, given.rows, partials.add)
     return partials.from_reference(joined, reference), found["stash"]
 

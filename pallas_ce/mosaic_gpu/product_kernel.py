@@ -1,0 +1,173 @@
+"""The gradient products, from a stored `[n, V]` of exponentials or dlogits: for hidden states and for the weight.
+
+*For hidden*, `stored·weight [n, H]`: few tiles, each a sum over the whole vocabulary. So that they fill the chip, the
+vocabulary is cut into windows, whose partial products are left to XLA to add up: in a fixed order, unlike atomics.
+
+*For the weight*, `storedᵀ·rows [V, H]`: many tiles, each a sum over the n rows of the block. The sum over blocks is kept
+in float32 in memory: the first block stores its tiles, the others have the copy engine add them where they lie, which
+takes neither registers nor waiting. Every number is added to once in a launch, so that results do not vary.
+
+Rows that do not count cost nothing: a launch is told on the device how many there are.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_ce.head import HeadSpec
+from pallas_ce.mosaic_gpu import gemm, layouts
+from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
+from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE
+
+# Below this width, products are so short that other costs dominate.
+_LEAST_WIDTH = 256
+
+# Blocks of rows end where a pipeline stage does.
+_ROW_MULTIPLE = 64
+
+_MOST_WINDOWS = 8
+
+
+def serves(spec: HeadSpec, rows: int) -> bool:
+    """Whether the kernels can read and write the operands in place; where not, the products are left to XLA."""
+    return (
+        spec.hidden_size >= _LEAST_WIDTH
+        and spec.hidden_size % LENGTH_MULTIPLE == 0
+        and spec.weight_rows % LENGTH_MULTIPLE == 0
+        and spec.vocab_size == spec.weight_rows
+        and rows % _ROW_MULTIPLE == 0
+    )
+
+
+def hidden_schedule(config: Config, rows: int, hidden_size: int) -> Schedule:
+    """As few windows of the vocabulary as let all processors finish at about the same time."""
+    row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
+    clusters = max(1, (config.processors or processors()) // config.cluster_size)
+    tiles = row_blocks * column_blocks
+
+    def time(windows: int) -> float:
+        # Each window writes a partial product and has it read again: about as long as 1 % of a whole one.
+        return -(-tiles * windows // clusters) / windows + 0.01 * windows
+
+    windows = config.windows or min(range(1, _MOST_WINDOWS + 1), key=time)
+    return Schedule(row_blocks, column_blocks, windows, min(clusters, tiles * windows), split=True)
+
+
+def for_hidden(
+    stored: jax.Array, weight: jax.Array, vocab_axis: int, config: Config, live_rows: jax.Array | None = None
+) -> jax.Array:
+    """`[windows, n, H]` float32 whose sum over windows is `stored·weight`.
+
+    Args:
+        stored: `[n, V]`.
+        weight: `[V, H]`, or `[H, V]` with `vocab_axis` 1.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        live_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
+    """
+    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
+    plan = hidden_schedule(config, rows, hidden_size)
+    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
+    outputs = {"product": jax.ShapeDtypeStruct((plan.windows, rows, hidden_size), jnp.float32)}
+    inputs = {} if live_rows is None else gemm.rows_limit(live_rows)
+    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=True)
+    return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, inputs, outputs)["product"]
+
+
+def for_weight(
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    *,
+    dtype: Any = jnp.float32,
+    live_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+    total: Any | None = None,
+    first: jax.Array | None = None,
+) -> jax.Array | None:
+    """`multiplier·storedᵀ·rows` in the weight's layout.
+
+    Args:
+        stored: `[n, V]`.
+        rows: `[n, H]`.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        dtype: of what is returned.
+        live_rows: `[]` int32: rows from there on are left out; None: none.
+        multiplier: `[]` float32; None: 1.
+        total: a float32 `jax.Ref` of the weight's shape; then the product goes there and nothing is returned.
+        first: `[]` bool: whether it replaces what is there, rather than being added.
+    """
+    left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
+    shape = left.shape[1], right.shape[1]
+    plan = schedule(config, *shape, bytes_per_row=0)
+    launch = Launch(Problem(stored.shape[0], 1, 1), config, plan)
+    inputs: dict[str, Any] = {} if live_rows is None else gemm.length_limit(live_rows)
+    outputs: dict[str, Any] = {}
+    if multiplier is not None:
+        inputs["multiplier"] = multiplier.astype(jnp.float32).reshape(1)
+    if total is None:
+        outputs["product"] = jax.ShapeDtypeStruct(shape, dtype)
+    else:
+        assert first is not None
+        inputs |= {"product": total, "first": first.astype(jnp.int32).reshape(1)}
+    epilogue = ProductEpilogue(jnp.dtype(dtype), shape[1], by_window=False)
+    return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs).get("product")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductEpilogue:
+    """Stores a tile of the product or, where there is an input "first" `[1]` and it is 0, adds it to what is there.
+
+    Attributes:
+        dtype: of what is stored.
+        columns: of a row of it.
+        by_window: whether "product" is `[windows, rows, columns]`; else `[rows, columns]`.
+    """
+
+    dtype: Any
+    columns: int
+    by_window: bool
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for what is written."""
+        return {"product_smem": layouts.tile_staging(self.columns, self.dtype)}
+
+    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+        """Whether to add."""
+        return refs["first"][0] == 0 if "first" in refs else None
+
+    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+        """Stores the tile."""
+        if "multiplier" in refs:
+            product = product * refs["multiplier"][0]
+        target = refs["product"].at[place.slot] if self.by_window else refs["product"]
+        staging = refs["product_smem"]
+        layouts.store_piece(staging, place.warpgroup, target, place.row, place.column, 0, product, add=carry)
+        return carry
+
+    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+        """Waits until the last tile has left shared memory."""
+        plgpu.wait_smem_to_gmem(0)
+
+
+def undefined(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of whatever lies in memory: a sum's first block replaces it, and zeros would be written for nothing."""
+    nothing = gemm.at_run_time(jnp.zeros(4, jnp.int32))  # the interpreter cannot order kernels without inputs
+    return _undefined(shape, jnp.dtype(dtype))(nothing)
+
+
+@functools.lru_cache(maxsize=64)
+def _undefined(shape: tuple[int, ...], dtype: Any) -> Any:
+    def body(nothing: Any, out: Any) -> None:
+        del nothing, out
+
+    body.__name__ = "pallas_ce_undefined"
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=("one",))
+    return jax.jit(lambda nothing: kernel(nothing))

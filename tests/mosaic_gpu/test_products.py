@@ -1,0 +1,108 @@
+"""The gradient products' kernels against plain products, under the GPU interpreter with race detection."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_ce.mosaic_gpu import product_kernel
+from pallas_ce.mosaic_gpu.config import Config
+
+SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
+
+
+def matrices(n: int, v: int, h: int, vocab_axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Stored `[n, V]`, weight in its layout, rows `[n, H]`."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    stored, weight, rows = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((n, v), (v, h), (n, h)), strict=True)
+    )
+    return stored, weight if vocab_axis == 0 else weight.T, rows
+
+
+def exact(a: Any, b: Any) -> np.ndarray:
+    return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{"cluster": None}, {"cluster": "rows", "in_flight": 1}, {"cluster": "columns", "windows": 3, "lead": 2}]
+)
+def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
+    stored, weight, _ = matrices(192, 528, 272, vocab_axis)
+    config = Config(**{**SMALL, **options})
+    partial = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, config))(stored, weight)
+    want = exact(stored, weight if vocab_axis == 0 else weight.T)
+    np.testing.assert_allclose(partial.sum(axis=0), want, rtol=1e-4, atol=1e-3)
+
+
+def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
+    stored, weight, _ = matrices(512, 256, 256, 0)
+    config = Config(**{**SMALL, "cluster": "rows", "windows": 2})
+    live = jnp.int32(100)
+    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, live).sum(axis=0)
+    np.testing.assert_allclose(got[:100], exact(stored[:100], weight), rtol=1e-4, atol=1e-3)
+    assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("options", [{"cluster": None}, {"cluster": "rows", "in_flight": 1}, {"cluster": "columns"}])
+def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
+    stored, _, rows = matrices(192, 272, 256, vocab_axis)
+    config = Config(**{**SMALL, **options})
+    half = jnp.float32(0.5)
+    got = interpreted(
+        lambda a, b, m: product_kernel.for_weight(a, b, vocab_axis, config, dtype=jnp.bfloat16, multiplier=m)
+    )(stored, rows, half)
+    want = 0.5 * exact(stored.T, rows)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("live", [0, 70, 192])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_weight_sums_go_on_from_block_to_block(
+    vocab_axis: int, live: int, in_flight: int, interpreted: Callable[..., Any]
+) -> None:
+    """The first block replaces undefined memory; rows behind the live ones, here nan, are never multiplied."""
+    stored, weight, rows = matrices(192, 272, 256, vocab_axis)
+    config = Config(**{**SMALL, "cluster": "rows", "in_flight": in_flight})
+    reached = -(-live // 64) * 64
+    broken = stored.at[reached:].set(jnp.nan)
+
+    def run(stored: Any, broken: Any, rows: Any, live: Any) -> jax.Array:
+        total = product_kernel.undefined(weight.shape, jnp.float32)
+
+        def add(total: jax.Array, stored: Any, live: Any, first: bool) -> jax.Array:
+            def body(ref: Any) -> None:
+                product_kernel.for_weight(
+                    stored, rows, vocab_axis, config, live_rows=live, total=ref, first=jnp.bool_(first)
+                )
+
+            return pl.run_state(body)(total)
+
+        total = add(total, stored, jnp.int32(192), True)
+        return add(total, broken, live, False)
+
+    got = interpreted(run)(stored, broken, rows.at[live:].set(0), jnp.int32(live))
+    want = exact(stored.T, rows.at[live:].set(0)) + exact(stored[:live].T, rows.at[live:].set(0)[:live])
+    np.testing.assert_allclose(got, want if vocab_axis == 0 else want.T, rtol=1e-4, atol=1e-3)
+
+
+def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
+    stored, weight, rows = matrices(64, 272, 256, 0)
+    config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
+
+    def run(stored: Any, rows: Any, live: Any) -> jax.Array:
+        def body(ref: Any) -> None:
+            product_kernel.for_weight(stored, rows, 0, config, live_rows=live, total=ref, first=jnp.bool_(True))
+
+        return pl.run_state(body)(product_kernel.undefined(weight.shape, jnp.float32))
+
+    got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
+    np.testing.assert_array_equal(got, np.zeros(weight.shape))
