@@ -8,7 +8,9 @@ import importlib
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
+import numpy as np
 
+from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.statistics import Partial
@@ -55,7 +57,7 @@ class Launch(NamedTuple):
 
 
 class Accumulators(NamedTuple):
-    """Gradients under way, in the accumulator dtype; None where not wanted.
+    """Gradients under way, in the accumulator dtype or, in a single block, the weight's; None where not wanted.
 
     Attributes:
         weight: the weight's shape.
@@ -124,8 +126,22 @@ class Backend(Protocol):
         the accumulator dtype, before the scale and the normalisation; None where not wanted.
         """
 
-    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, Any]:
-        """For the in-forward mode: statistics of one block, and whatever `stash_products` needs of its logits."""
+    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Whether `stash` and `stash_products` skip the rows behind a block's `live_rows` by themselves."""
+
+    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
+        """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.
+
+        It may be undefined: that first call replaces it.
+        """
+
+    def stash(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> tuple[Partial, Any]:
+        """For the in-forward mode: statistics of one block, and whatever `stash_products` needs of its logits.
+
+        Of rows from `live_rows []` on statistics may be anything finite.
+        """
 
     def stash_products(
         self,
@@ -138,11 +154,13 @@ class Backend(Protocol):
         accumulators: Accumulators,
         wanted: Wanted,
         plan: Plan,
+        block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """Gradients of one block from its stash.
 
-        Returns `dlogits·weight [n, H]` and the accumulators with `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits`
-        added, before the scale; `factor []` undoes the coefficients' normalisation.
+        Returns `dlogits·weight [n, H]`, undefined in rows that are not live, and the accumulators with
+        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; `factor []` undoes the coefficients'
+        normalisation, and the coefficients of rows that are not live are 0.
         """
 
 

@@ -148,21 +148,30 @@ class Rows:
         by_row = visited.at[place].get(mode="promise_in_bounds")
         return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, 0)
 
-    def blocks(self, total: int, size: int) -> "RowBlocks":
-        """The counted ones of `total` rows, in blocks of `size`."""
-        return RowBlocks(self, Tiles(total, size))
+    def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
+        """The counted ones of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
+        return RowBlocks(self, Tiles(total, size), skipped)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
-    """The counted rows in blocks; the number of blocks depends on how many count, so that ignored rows cost nothing."""
+    """The counted rows in blocks; how much is done depends on how many count, so that ignored rows cost nothing.
+
+    Attributes:
+        rows: which count.
+        tiles: the blocks.
+        skipped: whether what is done with a block skips the rows behind its `live_rows` by itself. Then every block is
+            visited, and the host needs not wait for the device to tell how many there are.
+    """
 
     rows: Rows
     tiles: Tiles
+    skipped: bool
 
     def for_each[Carry](self, body: Callable[["RowBlock", Carry], Carry], init: Carry) -> Carry:
         """`init` carried through `body(block, carry)` over all blocks."""
-        trips = self.tiles.count if self.rows.count is None else -(-self.rows.count // self.tiles.size)
+        static = self.rows.count is None or self.skipped
+        trips = self.tiles.count if static else -(-self.rows.count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
             return body(self.block(0), init)
         return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
@@ -171,19 +180,36 @@ class RowBlocks:
         """The block of that index; the index may be traced."""
         tile = self.tiles.tile(index)
         if self.rows.order is None:
-            return RowBlock(tile, None, tile.live)
+            return RowBlock(index, tile, None, tile.live, None)
         assert self.rows.count is not None
+        if self.skipped:
+            # Live rows come first, so the last block does not start early: places behind the end repeat the last one.
+            places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
+            live_rows = jnp.clip(self.rows.count - places[0], 0, tile.size)
+            ids = self.rows.order.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
+            return RowBlock(index, tile, ids, places < self.rows.count, live_rows)
         live = tile.columns < self.rows.count
-        return RowBlock(tile, tile.take(self.rows.order), live if tile.live is None else live & tile.live)
+        live = live if tile.live is None else live & tile.live
+        return RowBlock(index, tile, tile.take(self.rows.order), live, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlock:
-    """One block of rows: `take` reads their values, `put` writes results back where they are live."""
+    """One block of rows: `take` reads their values, `put` writes results back where they are live.
 
+    Attributes:
+        number: which block this is; a Python number where there is only one.
+        tile: where it lies in visiting order.
+        index: `[size]` row ids; None for consecutive rows.
+        live: `[size]` bool, which of its rows are live; None: all.
+        live_rows: `[]` int32, how many are, the first ones; None where that does not matter.
+    """
+
+    number: jax.Array | int
     tile: Tile
-    index: jax.Array | None  # [size] row ids, or None for consecutive rows
-    live: jax.Array | None  # [size], or None: all
+    index: jax.Array | None
+    live: jax.Array | None
+    live_rows: jax.Array | None
 
     def take(self, x: jax.Array) -> jax.Array:
         """The block's rows `[size, ...]` of `x [N, ...]`, rows that are not live included."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_ce import coefficients as coef
-from pallas_ce.backends import Accumulators, Residual
+from pallas_ce.backends import Residual
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.loops import vary_like
@@ -166,7 +167,7 @@ def _statistics_and_sums(
     def body(block: RowBlock, carry: Any) -> Any:
         found, hidden_sum, sums = carry
         block_batch = jax.tree.map(block.take, rows.batch)
-        partial, stash = backend.stash(head, block_batch, names, plan)
+        partial, stash = backend.stash(head, block_batch, names, plan, block.live_rows)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
@@ -177,21 +178,35 @@ def _statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
-            head, block_batch, residual, coefficients, factor, stash, sums, wanted, plan
+            head, block_batch, residual, coefficients, factor, stash, sums, wanted, plan, block
         )
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
         return put_all(block, found, statistics), hidden_sum, sums
 
-    sums = Accumulators(
-        jnp.zeros(head.weight.shape, wide) if wanted.weight else None,
-        jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
-    )
+    # A block that is the only one may round its sum at once, unless other devices have more to add.
+    kept = kept_dtype(call.settings, head)
+    alone = plan.rows >= tokens and not shards.sums.weight + shards.gathered_width + shards.gathered_vocabulary
+    sums = backend.accumulators(head, wanted, kept if alone else wide)
     hidden_sum = jnp.zeros(rows.batch.hidden.shape, wide) if wanted.hidden_product else None
     carry = (empty_statistics(call.names, rows.batch, head), hidden_sum, sums)
-    found, hidden_sum, sums = Rows.counted(rows.mask).blocks(tokens, plan.rows).for_each(body, carry)
+    blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=backend.skips_rows(spec, plan))
+    found, hidden_sum, sums = blocks.for_each(body, carry)
     hidden_sum, of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
+    if of_head.weight is not None:
+        of_head = of_head._replace(weight=of_head.weight.astype(kept))
     return (shards.own_rows(found), hidden_sum), of_head
+
+
+def kept_dtype(settings: Settings, head: Head) -> np.dtype:
+    """The dtype in which the weight's sum waits for the upstream scalar.
+
+    In bfloat16, for a bfloat16 weight: half the memory, and for a scalar that is a power of two, 1 above all, the same
+    bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not where the
+    sums of several devices are added in the backward.
+    """
+    rounded = head.weight.dtype == jnp.bfloat16 and settings.shards is None
+    return np.dtype(jnp.bfloat16) if rounded else head.spec.accumulator
 
 
 def row_cotangents(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
-from pallas_ce.blocks import Tiles
+from pallas_ce.blocks import RowBlock, Tiles
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, products, tuning
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, product_kernel, products, tuning
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
 
@@ -152,10 +152,24 @@ class MosaicGpuBackend:
         for_bias = gradient.sum(axis=0, dtype=spec.accumulator) if wanted.bias_sum else None
         return for_hidden, for_weight, for_bias
 
-    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, products.Stash]:
+    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Where every product is a kernel's."""
+        return product_kernel.serves(spec, plan.rows)
+
+    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
+        """Undefined, as the first block replaces them."""
+        spec = head.spec
+        return Accumulators(
+            product_kernel.undefined(head.weight.shape, dtype) if wanted.weight else None,
+            jnp.zeros(spec.weight_rows, spec.accumulator) if wanted.bias_sum else None,
+        )
+
+    def stash(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> tuple[Partial, products.Stash]:
         """See `products.make`."""
         config, fallback = (self._config(k, head, batch.hidden.shape[0], len(names)) for k in ("stash", "forward"))
-        return products.make(head, batch.hidden, batch.labels, names, config, fallback)
+        return products.make(head, batch.hidden, batch.labels, names, config, fallback, live_rows)
 
     def stash_products(
         self,
@@ -168,11 +182,26 @@ class MosaicGpuBackend:
         accumulators: Accumulators,
         wanted: Wanted,
         plan: Plan,
+        block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        config = self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients))
+        configs = products.Configs(
+            self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients)),
+            self.config or product_kernel.HIDDEN,
+            self.config or product_kernel.WEIGHT,
+        )
         return products.products(
-            head, batch.hidden, batch.labels, residual, coefficients, factor, stash, accumulators, wanted, config
+            head,
+            batch.hidden,
+            batch.labels,
+            residual,
+            coefficients,
+            factor,
+            stash,
+            accumulators,
+            wanted,
+            configs,
+            block,
         )
 
     def _partial_bytes(self, spec: HeadSpec, rows: int) -> int:
@@ -275,7 +304,10 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, blocks:
     # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
     stored = narrow * stored_rows * (stored_columns + (columns if columns % operands.LENGTH_MULTIPLE else 0))
     if mode == "in_forward":
-        return copied + partial + stored + (2 * narrow + wide) * rows * spec.hidden_size
+        windows = 1
+        if product_kernel.serves(spec, rows):
+            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size).windows
+        return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
     sums = (narrow + wide * (2 if blocks > 1 else 1)) * columns * spec.hidden_size
     gathered = (narrow + wide) * rows * spec.hidden_size if blocks > 1 else 0
     return stored + sums + gathered

@@ -19,9 +19,8 @@ COMPUTE_WARPGROUPS = 2
 # Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
 SHARED_MEMORY_BYTES = 232448
 
-# Two blocks of 64 × 64 numbers for each warpgroup, on their way to memory; and a vector for each, barriers, alignment,
-# reductions across warps.
-_STORE_BYTES = COMPUTE_WARPGROUPS * 2 * 64 * 64 * 2
+# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup; and a vector for each, barriers, alignment.
+_BLOCK_BYTES = COMPUTE_WARPGROUPS * 64 * 128
 _RESERVED_BYTES = 3072
 
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
@@ -46,6 +45,7 @@ class Config:
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
+        staged: blocks of a tile that a warpgroup may have on their way to memory.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -59,6 +59,7 @@ class Config:
     cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
     lead: int = 0
+    staged: int = 2
     row_group: int = 8
     windows: int | None = None
     piece: int | None = None
@@ -112,9 +113,9 @@ TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
 }
 
 
-def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int:
+def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64, staged: int = 2) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
-    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else _STORE_BYTES)
+    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else staged * _BLOCK_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
 
 
@@ -258,24 +259,27 @@ def schedule(
     if config.windows is not None:
         windows = min(config.windows, column_blocks)
     else:
+        # What runs at one time is to be one group of row blocks: more of them, and the cache would not hold their rows.
+        least = -(-clusters // config.row_group) if row_blocks > config.row_group else 1
         slots = 2 if config.cluster == "rows" else 1
         row_bytes = slots * bytes_per_row * row_blocks * config.block_rows
         most = _MOST_WINDOWS if row_bytes == 0 else min(_MOST_WINDOWS, max(1, partial_bytes // row_bytes))
-        windows = choose_windows(row_blocks, column_blocks, min(config.row_group, row_blocks), clusters, most)
+        least = min(least, most, column_blocks)
+        windows = choose_windows(row_blocks, column_blocks, min(config.row_group, row_blocks), clusters, least, most)
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
 
 
 @functools.cache
-def choose_windows(row_blocks: int, column_blocks: int, row_group: int, clusters: int, most: int) -> int:
-    """The number of windows up to `most` that lets all clusters finish soonest; the fewest of those within 0.4 %.
+def choose_windows(row_blocks: int, column_blocks: int, row_group: int, clusters: int, least: int, most: int) -> int:
+    """The number of windows from `least` to `most` that lets all clusters finish soonest; the fewest within 0.4 %.
 
     Starting and finishing a window costs about a twentieth of a tile, so that windows are no shorter than they need be.
     """
     times = []
-    for windows in range(1, min(most, column_blocks) + 1):
+    for windows in range(least, min(most, column_blocks) + 1):
         tiles = np.diff(np.arange(windows + 1) * column_blocks // windows)
         times.append(busiest(tiles + 0.05, row_blocks, row_group, clusters))
-    return 1 + next(i for i, time in enumerate(times) if time <= 1.004 * min(times))
+    return least + next(i for i, time in enumerate(times) if time <= 1.004 * min(times))
 
 
 def busiest(window_times: np.ndarray, row_blocks: int, row_group: int, clusters: int) -> float:

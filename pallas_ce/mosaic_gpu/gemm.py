@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Epilogue(Hashable, Protocol):
-    """What a kernel does with its product. `refs` holds its inputs, outputs and scratch by name. Equal ones do the same."""
+    """What a kernel does with its product; `refs` holds inputs, outputs and scratch by name. Equal ones do the same."""
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
@@ -163,13 +163,12 @@ def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launc
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
         "free": barriers(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
     }
-    walk_limits = (refs.get("live_rows"), refs.get("live_length"))
-    if leads(launch, walk_limits[1]):
+    if config.lead:
         ring["ahead"] = plgpu.Barrier(num_arrivals=1)
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        walk = _Walk(launch, *walk_limits)
+        walk = _Walk(launch, refs.get("live_rows"), refs.get("live_length"))
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _() -> None:
@@ -182,12 +181,6 @@ def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launc
             _compute(ring, {**refs, **scratch}, walk, epilogue, warpgroup)
 
     pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")
-
-
-def leads(launch: Launch, live_length: Any) -> bool:
-    """Whether the first warpgroup keeps ahead: not where tiles may have fewer steps than that."""
-    steps = -(-launch.problem.length // launch.config.depth)
-    return live_length is None and 0 < launch.config.lead <= steps // launch.schedule.windows
 
 
 class Item(NamedTuple):
@@ -216,7 +209,6 @@ class _Walk:
     def __init__(self, launch: Launch, live_rows: Any | None, live_length: Any | None) -> None:
         self.problem, self.config, self.schedule = launch
         schedule, config = self.schedule, self.config
-        self.lead = config.lead if leads(launch, live_length) else 0
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
         self.steps = jnp.int32(-(-self.problem.length // config.depth))
         if live_length is not None:
@@ -314,25 +306,25 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
     for slot in range(config.stages):
         plgpu.barrier_arrive(ring["free"].at[slot])
 
-    def follow() -> None:
+    def follow(steps: jax.Array) -> None:
         """The second warpgroup waits at the start of a tile until the first is `lead` steps into it."""
-        if walk.lead:
+        if config.lead:
 
-            @pl.when(warpgroup == 1)
+            @pl.when((warpgroup == 1) & (steps > 0))
             def _() -> None:
                 plgpu.barrier_wait(ring["ahead"])
 
-    def tell(k: jax.Array) -> None:
+    def tell(k: jax.Array, steps: jax.Array) -> None:
         """The first warpgroup tells that it has begun its step k."""
-        if walk.lead:
+        if config.lead:
 
-            @pl.when((warpgroup == 0) & (k == walk.lead - 1))
+            @pl.when((warpgroup == 0) & (k == jnp.minimum(config.lead, steps) - 1))
             def _() -> None:
                 plgpu.barrier_arrive(ring["ahead"])
 
     def product(steps: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         """One tile's product, and the slot after its last one."""
-        follow()
+        follow(steps)
 
         def scoped(accumulator: Any) -> tuple[jax.Array, jax.Array]:
             def multiply(slot: jax.Array) -> None:
@@ -350,7 +342,7 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
                     multiply(slot)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(ring["free"].at[slot])
-                    tell(k)
+                    tell(k, steps)
                     return walk.next(slot)
 
                 after = lax.fori_loop(0, steps, step, slot)
@@ -367,7 +359,7 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
                 def _() -> None:
                     plgpu.barrier_arrive(ring["free"].at[previous])
 
-                tell(k)
+                tell(k, steps)
                 return slot, walk.next(slot)
 
             last, after = lax.fori_loop(0, steps, step_behind, (slot, slot))

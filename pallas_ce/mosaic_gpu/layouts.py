@@ -12,15 +12,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Tiles are stored in blocks of so many rows, and bytes of each row, two at a time.
+# Tiles are stored in blocks of so many rows, and bytes of each row.
 BLOCK = 64
 _BLOCK_BYTES = 128
-_STAGED = 2
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -64,9 +63,9 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
 
 
-def tile_staging(columns: int, dtype: Any) -> Any:
+def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
     """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, _block_columns(dtype))
+    shape = (COMPUTE_WARPGROUPS, config.staged, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 
@@ -89,27 +88,39 @@ def store_piece(
     A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add []` is
     given and true, `x` is added to what is there.
     """
-    wide = staging.shape[-1]
+    slots, wide = staging.shape[1], staging.shape[-1]
     per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
     x = x.astype(staging.dtype)
-    for index in range(per_row * per_column):
-        r, c = index // per_row * BLOCK, index % per_row * wide
-        slot = staging.at[warpgroup, (first // wide * per_column + index) % _STAGED]
-        # The slot is free when all stores but the newest have read theirs. In a tile with an odd number of stores the
-        # first follows a last one in the same slot.
-        newest = 0 if first == 0 and index == 0 else _STAGED - 1
-        plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
-        slot[...] = x[r : r + BLOCK, c : c + wide]
+    earlier = first // wide * per_column
+    for start in range(0, per_row * per_column, slots):
+        group = range(earlier + start, earlier + min(start + slots, per_row * per_column))
+        # Slots are free again when the stores from them have been read. At a tile's beginning that was long ago.
+        if any(number % slots == 0 for number in group):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number in group:
+            r, c = _block_of(number - earlier, per_row, wide)
+            staging[warpgroup, number % slots] = x[r : r + BLOCK, c : c + wide]
         plgpu.commit_smem()
-        place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
-        if add is None:
-            plgpu.copy_smem_to_gmem(slot, place)
-            continue
+        for number in group:
+            r, c = _block_of(number - earlier, per_row, wide)
+            place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
+            _copy(staging.at[warpgroup, number % slots], place, add)
 
-        @pl.when(add)
-        def _(slot: Any = slot, place: Any = place) -> None:
-            plgpu.copy_smem_to_gmem(slot, place, reduction_op="add")
 
-        @pl.when(~add)
-        def _(slot: Any = slot, place: Any = place) -> None:
-            plgpu.copy_smem_to_gmem(slot, place)
+def _block_of(index: int, per_row: int, wide: int) -> tuple[int, int]:
+    """First row and column of a piece's block."""
+    return index // per_row * BLOCK, index % per_row * wide
+
+
+def _copy(block: Any, place: Any, add: jax.Array | None) -> None:
+    if add is None:
+        plgpu.copy_smem_to_gmem(block, place)
+        return
+
+    @pl.when(add)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(block, place, reduction_op="add")
+
+    @pl.when(~add)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(block, place)

@@ -9,6 +9,7 @@ A third is chosen when running, for the whole block: where some row's reference 
 a replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from jax.experimental import pallas as pl
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
+from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head, Wanted
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, stash_kernel
+from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, product_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 
@@ -68,6 +70,14 @@ class Stash(NamedTuple):
     max_logit: jax.Array | None
 
 
+class Configs(NamedTuple):
+    """Tiles of the kernels behind `products`: dlogits, and the products for hidden states and weight."""
+
+    dlogits: Config
+    hidden: Config
+    weight: Config
+
+
 def make(
     head: Head,
     hidden: jax.Array,
@@ -75,13 +85,18 @@ def make(
     names: frozenset[str],
     config: Config,
     forward_config: Config,
+    live_rows: jax.Array | None = None,
 ) -> tuple[Partial, Stash]:
-    """Statistics of one block, and its stash."""
+    """Statistics of one block, and its stash; those of rows from `live_rows []` on mean nothing, but are finite."""
     spec, wide = head.spec, head.spec.accumulator
     bounds = _RANGES[spec.dtype.name]
     reference = _guess_lse(head, hidden) - bounds.below
     reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)
-    partial, exponentials = stash_kernel.stash(head, hidden, labels, reference, names, config)
+    partial, exponentials = stash_kernel.stash(head, hidden, labels, reference, names, config, live_rows)
+    if live_rows is not None:
+        live = jnp.arange(hidden.shape[0]) < live_rows
+        partial = jax.tree.map(lambda x: jnp.where(live, x, jnp.ones((), x.dtype)), partial)
+        reference = jnp.where(live, reference, 1.0)
 
     if (rest := operands.tail(head)) is not None:
         logits, of_tail = tail_logits_and_partial(head, rest, hidden, labels, names)
@@ -92,7 +107,7 @@ def make(
     lse = finalise(partial, frozenset({"lse"}))["lse"]
     fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
     # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
-    bad_rows = _all_rows_unless(fits)
+    bad_rows = _all_rows_unless(fits, live_rows)
     again = forward_kernel.statistics(head, hidden, labels, names, forward_config, live_rows=bad_rows)
     if rest is not None:
         again = merge(again, of_tail)
@@ -113,10 +128,12 @@ def products(
     stash: Stash,
     accumulators: Accumulators,
     wanted: Wanted,
-    config: Config,
+    configs: Configs,
+    block: RowBlock,
 ) -> tuple[jax.Array | None, Accumulators]:
     """See `Backend.stash_products`."""
     spec, rows = head.spec, hidden.shape[0]
+    live_rows = block.live_rows
     bounds = _RANGES[spec.dtype.name]
     others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
@@ -134,20 +151,20 @@ def products(
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             exact = jnp.where(exact == 0, 0.0, exact / scale)
             fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest)
-            bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits))
+            bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits, live_rows))
             operand = _put_entries(operand, columns, exact)
 
-    operand = _recompute(head, hidden, labels, residual, coefficients, operand, bad_rows, config)
+    operand = _recompute(head, hidden, labels, residual, coefficients, operand, bad_rows, configs.dlogits)
     scale = jnp.where(bad_rows == 0, scale, 1.0)
     operand = operand[:rows, : spec.vocab_size]
     for_hidden, (weight_sum, bias_sum) = None, accumulators
     if wanted.hidden_product:
-        weight = lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
-        for_hidden = scale[:, None] * head.matmul(operand, weight, (1, spec.vocab_axis))
+        for_hidden = scale[:, None] * _for_hidden(head, operand, live_rows, configs.hidden)
     if weight_sum is not None:
-        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum)
+        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum, block, configs.weight)
     if bias_sum is not None:
-        summed = (operand.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
+        counted = operand if live_rows is None else jnp.where(jnp.arange(rows)[:, None] < live_rows, operand, 0)
+        summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
         bias_sum = bias_sum.at[: spec.vocab_size].add(factor * summed)
     return for_hidden, Accumulators(weight_sum, bias_sum)
 
@@ -177,9 +194,12 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
     return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
 
 
-def _all_rows_unless(fits: jax.Array) -> jax.Array:
-    """`[]` int32: 0 where every row of `fits [n]` does, else n."""
-    return jnp.max(jnp.where(fits, 0, fits.shape[0]))
+def _all_rows_unless(fits: jax.Array, live_rows: jax.Array | None) -> jax.Array:
+    """`[]` int32: 0 where every live row of `fits [n]` does, else how many are live."""
+    rows = fits.shape[0]
+    if live_rows is None:
+        return jnp.max(jnp.where(fits, 0, rows))
+    return jnp.max(jnp.where(fits | (jnp.arange(rows) >= live_rows), 0, live_rows))
 
 
 def _select(good: jax.Array, a: Partial, b: Partial) -> Partial:
@@ -273,10 +293,28 @@ def _recompute(
     return operand
 
 
+def _for_hidden(head: Head, operand: jax.Array, live_rows: jax.Array | None, config: Config) -> jax.Array:
+    """`operand·weight [n, H]`."""
+    spec = head.spec
+    if product_kernel.serves(spec, operand.shape[0]):
+        weight = operands.weight_of(head)
+        partial = product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, live_rows)
+        return partial.sum(axis=0)
+    weight = lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
+    return head.matmul(operand, weight, (1, spec.vocab_axis))
+
+
 def _add_weight(
-    head: Head, hidden: jax.Array, operand: jax.Array, scale: jax.Array, factor: jax.Array, total: jax.Array
+    head: Head,
+    hidden: jax.Array,
+    operand: jax.Array,
+    scale: jax.Array,
+    factor: jax.Array,
+    total: jax.Array,
+    block: RowBlock,
+    config: Config,
 ) -> jax.Array:
-    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout."""
+    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout; without `total` for the first block."""
     spec = head.spec
     rows = hidden.astype(spec.accumulator) * scale[:, None]
     # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
@@ -286,9 +324,25 @@ def _add_weight(
         _, exponent = jnp.frexp(jnp.max(jnp.abs(rows)))
         late, factor = factor * jnp.exp2(exponent - 13.0), jnp.exp2(13.0 - exponent)
     rows = (rows * factor).astype(spec.dtype)
+    if product_kernel.serves(spec, operand.shape[0]):
+        add = functools.partial(
+            product_kernel.for_weight,
+            operand,
+            rows,
+            spec.vocab_axis,
+            config,
+            live_rows=block.live_rows,
+            multiplier=late,
+        )
+        if isinstance(block.number, int):  # the only one
+            return add(dtype=total.dtype)
+        first = jnp.asarray(block.number == 0)
+
+        def write(ref: Any) -> None:
+            add(total=ref, first=first)
+
+        return pl.run_state(write)(total)
     product = head.matmul(operand, rows, (0, 0)) if spec.vocab_axis == 0 else head.matmul(rows, operand, (0, 0))
     product = product if late is None else late * product
-    if product.shape == total.shape:
-        return total + product
-    zeros = (0, 0)
-    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, zeros, product.shape) + product, zeros)
+    product = operands.pad(product, total.shape)
+    return (jnp.where(block.number == 0, 0.0, total) + product).astype(total.dtype)

@@ -28,11 +28,13 @@ def stash(
     reference: jax.Array,
     names: frozenset[str],
     config: Config,
+    live_rows: jax.Array | None = None,
 ) -> tuple[Partial, jax.Array]:
     """The `Partial` of `hidden [N, H]`, and `E` in the compute dtype, over the entries that are `operands.covered`.
 
     `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
-    undefined beyond and in rows from N on. `reference [N]` is finite.
+    undefined beyond and in rows from N on. `reference [N]` is finite. With `live_rows []` only about as many rows are
+    worked on; what is returned for the others is undefined.
     """
     spec = head.spec
     fields = partials.fields_for(names, own_maximum=False)
@@ -51,6 +53,8 @@ def stash(
     }
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
     inputs = {**given.inputs, "reference": given.by_row(reference)}
+    if live_rows is not None:
+        inputs |= gemm.rows_limit(live_rows)
     found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
     joined = partials.read(found, fields, given.rows, partials.add)
     return partials.from_reference(joined, reference), found["stash"]
@@ -70,7 +74,7 @@ class StashEpilogue:
         """Staging for what is written."""
         return {
             **partials.staging(config),
-            "stash_smem": layouts.tile_staging(self.columns, self.dtype),
+            "stash_smem": layouts.tile_staging(config, self.columns, self.dtype),
         }
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:

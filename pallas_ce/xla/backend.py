@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
-from pallas_ce.blocks import Tile, Tiles, shrink
+from pallas_ce.blocks import RowBlock, Tile, Tiles, shrink
 from pallas_ce.coefficients import Coefficients, dlogits
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.loops import fori_loop
@@ -82,7 +83,20 @@ class XlaBackend:
         logits = _tile_logits(head, batch, tile)
         return _products(head, batch, residual, coefficients, tile, logits, wanted)
 
-    def stash(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> tuple[Partial, jax.Array]:
+    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
+        """XLA's operations have static sizes."""
+        return False
+
+    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
+        """Zeros."""
+        return Accumulators(
+            jnp.zeros(head.weight.shape, dtype) if wanted.weight else None,
+            jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if wanted.bias_sum else None,
+        )
+
+    def stash(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
 
@@ -111,6 +125,7 @@ class XlaBackend:
         accumulators: Accumulators,
         wanted: Wanted,
         plan: Plan,
+        block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """A second pass over the tiles, on the stashed logits."""
         tiles = _tiles(head, plan)

@@ -16,7 +16,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_ce.head import Head, HeadSpec
 
-
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 _copy = threading.local()
 

@@ -10,6 +10,7 @@ import pytest
 
 import pallas_ce.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
+from pallas_ce.head import HeadSpec
 from pallas_ce.modes import forward
 from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.mosaic_gpu.config import Config
@@ -63,6 +64,32 @@ def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., An
         )
 
     check(interpreted, loss, arrays(70, 64, 208, axis), mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("blocks", "ignored"), [(1, 0.0), (3, 0.0), (3, 0.6), (3, 1.0)])
+def test_products_by_kernels_in_one_block_and_in_several(
+    axis: int, dtype: Any, blocks: int, ignored: float, interpreted: Callable[..., Any]
+) -> None:
+    """Ignored rows hold nan: none is read, not even where whole blocks are ignored."""
+    n = 384
+    given = arrays(n, 256, 272, axis, dtype)
+    labels = jnp.where(jax.random.uniform(jax.random.key(8), (n,)) < ignored, -100, labels_of(n, 272))
+    scratch = 2**23 if blocks == 1 else 3 * 2**19
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        hidden = jnp.where((labels < 0)[:, None], jnp.nan if implementation == "mosaic_gpu" else 0, given["hidden"])
+        return linear_cross_entropy(
+            hidden.astype(given["hidden"].dtype), given["weight"], labels, vocab_axis=axis, normalizer=n,
+            implementation=implementation, backward=backward, scratch_bytes=scratch,
+        )  # fmt: skip
+
+    spec = HeadSpec(256, 272, 272, axis, np.dtype(dtype), None)
+    plan = pallas_ce.mosaic_gpu.BACKEND.plan(spec, n, "in_forward", scratch)
+    assert -(-n // plan.rows) == blocks
+    assert pallas_ce.mosaic_gpu.BACKEND.skips_rows(spec, plan)
+    check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

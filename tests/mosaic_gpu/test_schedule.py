@@ -28,8 +28,9 @@ def test_windows_keep_the_chip_busy_within_little_memory(n: int, v: int) -> None
 
 
 def test_few_rows_get_many_windows_and_many_rows_few() -> None:
-    assert choose_windows(1, 1024, 1, 66, 256) >= 33
-    assert choose_windows(66, 1024, 8, 66, 256) == 1
+    assert choose_windows(1, 1024, 1, 66, 1, 256) >= 33
+    assert choose_windows(66, 1024, 8, 66, 1, 256) == 1
+    assert choose_windows(66, 1024, 8, 66, 9, 256) >= 9
 
 
 def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:

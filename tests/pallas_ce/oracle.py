@@ -3,6 +3,7 @@
 Shares no code with the library. `test_oracle.py` checks the formulas against finite differences.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,11 +102,17 @@ def pull_back(slopes: Arrays, cotangents: Arrays) -> Any:
 
 
 def cross_entropy(
-    arrays: Arrays, labels: np.ndarray, options: Arrays, cotangent: Any = 1.0, round_dlogits: Any = None
+    arrays: Arrays,
+    labels: np.ndarray,
+    options: Arrays,
+    cotangent: Any = 1.0,
+    round_dlogits: Any = None,
+    disturb: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[Any, Arrays]:
     """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`.
 
-    With `round_dlogits`, a dtype, the gradients are those of dlogits rounded to it, scaled to its range.
+    With `round_dlogits`, a dtype, the gradients are those of dlogits rounded to it, scaled to its range; with
+    `disturb`, those of what it makes of the dlogits.
     """
     o = to64(options)
     logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))
@@ -138,6 +145,8 @@ def cross_entropy(
     if round_dlogits is not None:
         unit = 2.0 ** np.floor(np.log2(max(np.abs(dz).max(initial=0.0), 1e-300))) / 2**10
         dz = (dz / unit).astype(round_dlogits).astype(np.float64) * unit
+    if disturb is not None:
+        dz = disturb(dz)
     gradients = logits.gradients(dz)
     if "token_weights" in arrays:
         d_w = ce * inv + z_part * z_inv
