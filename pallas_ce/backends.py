@@ -81,10 +81,12 @@ class Backend(Protocol):
     Attributes:
         name: as in `Implementation`.
         in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
+        narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
     """
 
     name: str
     in_checked_regions: bool
+    narrow_stash: bool
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can."""
@@ -136,11 +138,11 @@ class Backend(Protocol):
         """
 
     def stash(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, Any]:
         """For the in-forward mode: statistics of one block, and whatever `stash_products` needs of its logits.
 
-        Of rows from `live_rows []` on statistics may be anything finite.
+        Statistics of rows that are not live may be anything finite.
         """
 
     def stash_products(

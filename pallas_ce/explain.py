@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce import arguments, inputs, settings
 from pallas_ce.backends import Backward, Implementation, Launch, Mode
 from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.losses import Reduction
 from pallas_ce.partitioning import share
+from pallas_ce.shards import Shards
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
 
@@ -178,12 +180,17 @@ def explain(
     mode = choice.settings.mode if wanted else None
     backend = choice.settings.backend
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
-    plans = [choice.settings.plan(spec, max(tokens, 1), needed) for needed in passes]
+    sum_bytes = 0
+    if mode == "in_forward":
+        sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), wanted, Shards()) if part is None else 0
+    plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
     options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
     launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     accumulators = _accumulator_bytes(spec, tokens, mode, wanted)
+    if plan.rows >= tokens:
+        accumulators -= sum_bytes
     by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
     return Explanation(
         choice.settings.implementation,

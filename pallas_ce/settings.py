@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce import arguments, backends
 from pallas_ce.backends import Backend, Backward, Mode, Plan
-from pallas_ce.head import PLAIN, BatchSpec, HeadSpec
+from pallas_ce.head import PLAIN, BatchSpec, HeadSpec, Wanted
 from pallas_ce.shards import Shards
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
@@ -19,7 +21,7 @@ _SMALL_BYTES = 2**20
 _USEFUL_ROWS = 64
 
 
-def budget(scratch_bytes: int | None, least: int, logits: int, what: str) -> int:
+def budget(scratch_bytes: int | None, least: int, logits: int, what: str, default: int = DEFAULT_SCRATCH_BYTES) -> int:
     """The bytes that blocks and tiles may take.
 
     Args:
@@ -27,9 +29,10 @@ def budget(scratch_bytes: int | None, least: int, logits: int, what: str) -> int
         least: the fewest bytes that will do.
         logits: bytes of the logits.
         what: what the fewest bytes hold.
+        default: the default.
     """
     if scratch_bytes is None:
-        return max(least, min(DEFAULT_SCRATCH_BYTES, max(logits, _SMALL_BYTES)))
+        return max(least, min(default, max(logits, _SMALL_BYTES)))
     if scratch_bytes < least:
         raise ValueError(f"scratch_bytes={scratch_bytes} cannot hold {what}: at least {least} bytes are needed")
     return scratch_bytes
@@ -60,14 +63,43 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> Plan:
-        """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one."""
-        return self.backend.plan(spec, tokens, mode, self._budget(spec, tokens, mode))
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+        """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
-    def _budget(self, spec: HeadSpec, tokens: int, mode: Mode | None) -> int:
+        `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
+        block may take them by default; and several about as much as the sum's rounded copy takes in the end, which is
+        made when blocks are done with: neither adds to the largest amount of memory in use.
+        """
+        if sum_bytes and self.scratch_bytes is None:
+            alone = self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES + sum_bytes)
+            if alone.rows >= tokens:
+                return alone
+            return self._plan(spec, tokens, mode, max(DEFAULT_SCRATCH_BYTES, (DEFAULT_SCRATCH_BYTES + sum_bytes) // 2))
+        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES)
+
+    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-        return budget(self.scratch_bytes, least, logits, f"one row of this head in the {mode or 'forward'} pass")
+        what = f"one row of this head in the {mode or 'forward'} pass"
+        return self.backend.plan(spec, tokens, mode, budget(self.scratch_bytes, least, logits, what, default))
+
+    def kept_dtype(self, spec: HeadSpec, weight_dtype: np.dtype) -> np.dtype:
+        """The dtype in which in_forward's sum for the weight waits for the upstream scalar.
+
+        In bfloat16, for a bfloat16 weight: half the memory, and for a scalar that is a power of two, 1 above all, the
+        same bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not
+        where the sums of several devices are added in the backward.
+        """
+        rounded = weight_dtype == jnp.bfloat16 and self.shards is None
+        return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
+
+    def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, wanted: Wanted, shards: Shards) -> int:
+        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
+        summed = shards.sums.weight + shards.gathered_width + shards.gathered_vocabulary
+        narrow = self.backend.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not wanted.weight or summed or not narrow:
+            return 0
+        return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

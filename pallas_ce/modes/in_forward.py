@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_ce import coefficients as coef
@@ -160,14 +159,16 @@ def _statistics_and_sums(
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     rows, head = shards.enter(rows, head)
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
-    plan = call.settings.plan(spec, tokens, "in_forward")
+    weight_dtype = head.weight.dtype
+    sum_bytes = call.settings.sum_bytes(spec, weight_dtype, wanted, shards)
+    plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, hidden_sum, sums = carry
         block_batch = jax.tree.map(block.take, rows.batch)
-        partial, stash = backend.stash(head, block_batch, names, plan, block.live_rows)
+        partial, stash = backend.stash(head, block_batch, names, plan, block)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
@@ -184,10 +185,9 @@ def _statistics_and_sums(
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
         return put_all(block, found, statistics), hidden_sum, sums
 
-    # A block that is the only one may round its sum at once, unless other devices have more to add.
-    kept = kept_dtype(call.settings, head)
-    alone = plan.rows >= tokens and not shards.sums.weight + shards.gathered_width + shards.gathered_vocabulary
-    sums = backend.accumulators(head, wanted, kept if alone else wide)
+    # A block that is the only one rounds its sum at once.
+    kept = call.settings.kept_dtype(spec, weight_dtype)
+    sums = backend.accumulators(head, wanted, kept if sum_bytes and plan.rows >= tokens else wide)
     hidden_sum = jnp.zeros(rows.batch.hidden.shape, wide) if wanted.hidden_product else None
     carry = (empty_statistics(call.names, rows.batch, head), hidden_sum, sums)
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=backend.skips_rows(spec, plan))
@@ -196,17 +196,6 @@ def _statistics_and_sums(
     if of_head.weight is not None:
         of_head = of_head._replace(weight=of_head.weight.astype(kept))
     return (shards.own_rows(found), hidden_sum), of_head
-
-
-def kept_dtype(settings: Settings, head: Head) -> np.dtype:
-    """The dtype in which the weight's sum waits for the upstream scalar.
-
-    In bfloat16, for a bfloat16 weight: half the memory, and for a scalar that is a power of two, 1 above all, the same
-    bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not where the
-    sums of several devices are added in the backward.
-    """
-    rounded = head.weight.dtype == jnp.bfloat16 and settings.shards is None
-    return np.dtype(jnp.bfloat16) if rounded else head.spec.accumulator
 
 
 def row_cotangents(

@@ -44,6 +44,7 @@ class MosaicGpuBackend:
 
     name = "mosaic_gpu"
     in_checked_regions = False  # Pallas has no rule for kernels that write in place there
+    narrow_stash = True
     config: Config | None = None
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
@@ -165,11 +166,11 @@ class MosaicGpuBackend:
         )
 
     def stash(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, products.Stash]:
         """See `products.make`."""
         config, fallback = (self._config(k, head, batch.hidden.shape[0], len(names)) for k in ("stash", "forward"))
-        return products.make(head, batch.hidden, batch.labels, names, config, fallback, live_rows)
+        return products.make(head, batch.hidden, batch.labels, names, config, fallback, block)
 
     def stash_products(
         self,
@@ -306,7 +307,7 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, blocks:
     if mode == "in_forward":
         windows = 1
         if product_kernel.serves(spec, rows):
-            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size).windows
+            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size, columns).windows
         return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
     sums = (narrow + wide * (2 if blocks > 1 else 1)) * columns * spec.hidden_size
     gathered = (narrow + wide) * rows * spec.hidden_size if blocks > 1 else 0

@@ -129,7 +129,12 @@ def choose(kernel: Kernel, vectors: int, options: int) -> Config:
     """
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
-    return Config(rows=64, columns=256, piece=64) if kernel == "dlogits" else Config()
+    plain: dict[Kernel, Config] = {
+        "forward": Config(rows=64, columns=256, in_flight=1),
+        "stash": Config(rows=64, columns=256, in_flight=1, lead=2),
+        "dlogits": Config(rows=64, columns=256, piece=64, in_flight=1, cluster="rows"),
+    }
+    return plain[kernel]
 
 
 def with_least_padding(config: Config, rows: int) -> Config:

@@ -18,10 +18,14 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_ce.blocks import RowBlock
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import gemm, layouts
 from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
 from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE
+
+# Fewer rows than this make sums so short that XLA's product for the weight is faster, although it skips no rows.
+_LEAST_ROWS = 2048
 
 # Below this width, products are so short that other costs dominate.
 _LEAST_WIDTH = 256
@@ -30,6 +34,12 @@ _LEAST_WIDTH = 256
 _ROW_MULTIPLE = 64
 
 _MOST_WINDOWS = 8
+
+# A window's partial product is written and read again: on an H200 about as long as this many vocabulary entries take.
+_WINDOW_COST = 700
+
+# Windows take memory, so that a gain below this share of the time is left.
+_NEGLIGIBLE = 0.02
 
 # Tiles that measured fastest.
 HIDDEN = Config(rows=64, columns=256, cluster=None, in_flight=1)
@@ -47,17 +57,23 @@ def serves(spec: HeadSpec, rows: int) -> bool:
     )
 
 
-def hidden_schedule(config: Config, rows: int, hidden_size: int) -> Schedule:
-    """As few windows of the vocabulary as let all processors finish at about the same time."""
+def left_to_xla(block: RowBlock) -> bool:
+    """Whether XLA makes the product for the weight: of all rows of a small problem, none of which is skipped then."""
+    return isinstance(block.number, int) and block.tile.size < _LEAST_ROWS
+
+
+def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
+    """The fewest windows of the vocabulary with which the processors lose little time at the end."""
     row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
     clusters = max(1, (config.processors or processors()) // config.cluster_size)
     tiles = row_blocks * column_blocks
 
     def time(windows: int) -> float:
-        # Each window writes a partial product and has it read again: about as long as 1 % of a whole one.
-        return -(-tiles * windows // clusters) / windows + 0.01 * windows
+        rounds = -(-tiles * windows // clusters)
+        return rounds * clusters / (tiles * windows) + (windows - 1) * _WINDOW_COST / vocab_size
 
-    windows = config.windows or min(range(1, _MOST_WINDOWS + 1), key=time)
+    times = [time(windows) for windows in range(1, _MOST_WINDOWS + 1)]
+    windows = config.windows or 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
     return Schedule(row_blocks, column_blocks, windows, min(clusters, tiles * windows), split=True)
 
 
@@ -74,7 +90,7 @@ def for_hidden(
         live_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
-    plan = hidden_schedule(config, rows, hidden_size)
+    plan = hidden_schedule(config, rows, hidden_size, stored.shape[1])
     launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
     outputs = {"product": jax.ShapeDtypeStruct((plan.windows, rows, hidden_size), jnp.float32)}
     inputs = {} if live_rows is None else gemm.rows_limit(live_rows)
@@ -120,6 +136,8 @@ def for_weight(
     else:
         assert first is not None
         inputs |= {"product": total, "first": first.astype(jnp.int32).reshape(1)}
+        if live_rows is not None:  # nothing is added where no row is live
+            inputs |= gemm.rows_limit(jnp.where(first | (live_rows > 0), shape[0], 0))
     epilogue = ProductEpilogue(jnp.dtype(dtype), shape[1], by_window=False)
     return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs).get("product")
 

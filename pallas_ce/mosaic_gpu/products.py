@@ -85,10 +85,14 @@ def make(
     names: frozenset[str],
     config: Config,
     forward_config: Config,
-    live_rows: jax.Array | None = None,
+    block: RowBlock,
 ) -> tuple[Partial, Stash]:
-    """Statistics of one block, and its stash; those of rows from `live_rows []` on mean nothing, but are finite."""
+    """Statistics of one block, and its stash; those of rows that are not live mean nothing, but are finite."""
     spec, wide = head.spec, head.spec.accumulator
+    live_rows = _skipped_from(block)
+    if live_rows is None and block.live_rows is not None:
+        # Where no row counts, one that may be nan stands for all.
+        hidden = jnp.where(block.live_rows > 0, hidden, 0)
     bounds = _RANGES[spec.dtype.name]
     reference = _guess_lse(head, hidden) - bounds.below
     reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)
@@ -133,7 +137,7 @@ def products(
 ) -> tuple[jax.Array | None, Accumulators]:
     """See `Backend.stash_products`."""
     spec, rows = head.spec, hidden.shape[0]
-    live_rows = block.live_rows
+    live_rows = _skipped_from(block)
     bounds = _RANGES[spec.dtype.name]
     others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
@@ -192,6 +196,11 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
     first = jnp.where(jnp.isfinite(logits[:, :1]), logits[:, :1], 0.0)
     total = jnp.exp(jnp.minimum(logits - first, _FARTHEST_ABOVE)).sum(axis=1)
     return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
+
+
+def _skipped_from(block: RowBlock) -> jax.Array | None:
+    """`[]` int32: rows from there on are skipped; None where a product of XLA's needs every one."""
+    return None if product_kernel.left_to_xla(block) else block.live_rows
 
 
 def _all_rows_unless(fits: jax.Array, live_rows: jax.Array | None) -> jax.Array:
@@ -316,7 +325,7 @@ def _add_weight(
 ) -> jax.Array:
     """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout; without `total` for the first block."""
     spec = head.spec
-    rows = hidden.astype(spec.accumulator) * scale[:, None]
+    rows = jnp.where(scale[:, None] == 0, 0.0, hidden.astype(spec.accumulator) * scale[:, None])
     # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
     # float16 has no room for it: there another power of two keeps them in range, and both are applied afterwards.
     late: jax.Array | None = None
@@ -324,25 +333,27 @@ def _add_weight(
         _, exponent = jnp.frexp(jnp.max(jnp.abs(rows)))
         late, factor = factor * jnp.exp2(exponent - 13.0), jnp.exp2(13.0 - exponent)
     rows = (rows * factor).astype(spec.dtype)
-    if product_kernel.serves(spec, operand.shape[0]):
-        add = functools.partial(
-            product_kernel.for_weight,
-            operand,
-            rows,
-            spec.vocab_axis,
-            config,
-            live_rows=block.live_rows,
-            multiplier=late,
-        )
-        if isinstance(block.number, int):  # the only one
-            return add(dtype=total.dtype)
-        first = jnp.asarray(block.number == 0)
+    if not product_kernel.serves(spec, operand.shape[0]) or product_kernel.left_to_xla(block):
+        a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
+        alone = isinstance(block.number, int)
+        dtype = total.dtype if alone and late is None else spec.accumulator
+        product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        product = operands.pad(product if late is None else late * product, total.shape)
+        return (product if alone else jnp.where(block.number == 0, 0.0, total) + product).astype(total.dtype)
+    add = functools.partial(
+        product_kernel.for_weight,
+        operand,
+        rows,
+        spec.vocab_axis,
+        config,
+        live_rows=block.live_rows,
+        multiplier=late,
+    )
+    if isinstance(block.number, int):  # the only one
+        return add(dtype=total.dtype)
+    first = jnp.asarray(block.number == 0)
 
-        def write(ref: Any) -> None:
-            add(total=ref, first=first)
+    def write(ref: Any) -> None:
+        add(total=ref, first=first)
 
-        return pl.run_state(write)(total)
-    product = head.matmul(operand, rows, (0, 0)) if spec.vocab_axis == 0 else head.matmul(rows, operand, (0, 0))
-    product = product if late is None else late * product
-    product = operands.pad(product, total.shape)
-    return (jnp.where(block.number == 0, 0.0, total) + product).astype(total.dtype)
+    return pl.run_state(write)(total)

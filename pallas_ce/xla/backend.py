@@ -31,6 +31,7 @@ class XlaBackend:
 
     name = "xla"
     in_checked_regions = True
+    narrow_stash = False
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Never: plain JAX serves every head and all rows."""
@@ -95,7 +96,7 @@ class XlaBackend:
         )
 
     def stash(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
