@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, Wanted
 from pallas_ce.statistics import Partial
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
@@ -121,11 +121,14 @@ class Backend(Protocol):
         tile_index: jax.Array,
         wanted: Wanted,
         plan: Plan,
-    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        block: RowBlock,
+        hidden_sum: jax.Array | None,
+    ) -> Products:
         """For the recompute mode: recomputes one tile of logits and returns its share of the gradients.
 
-        Returns `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in
-        the accumulator dtype, before the scale and the normalisation; None where not wanted.
+        Returns `hidden_sum [N, H]`, in visiting order, with the block's `dlogits·weight_tile` added, `dlogitsᵀ·hidden`
+        in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator dtype, before the scale and the
+        normalisation; None where not wanted. The coefficients of rows that are not live are 0.
         """
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:

@@ -212,8 +212,16 @@ class RowBlock:
     live_rows: jax.Array | None
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The block's rows `[size, ...]` of `x [N, ...]`, rows that are not live included."""
-        return self.tile.take(x) if self.index is None else x.at[self.index].get(mode="promise_in_bounds")
+        """The block's rows `[size, ...]` of `x [N, ...]`; rows that are not live repeat a live one."""
+        if self.index is None:
+            return self.tile.take(x)
+        taken = x.at[self.index].get(mode="promise_in_bounds")
+        # A block that is visited although no row of it is live has none to repeat, and must not read an ignored one.
+        return taken if self.live_rows is None else jnp.where(self.live_rows > 0, taken, jnp.zeros((), x.dtype))
+
+    def add(self, visited: jax.Array | None, values: jax.Array | None) -> jax.Array | None:
+        """`visited [N, ...]`, in visiting order, with `values [size, ...]` added; 0 in rows that are not live."""
+        return visited if visited is None or values is None else self.tile.add(visited, values)
 
     def put(self, buffer: jax.Array, values: jax.Array) -> jax.Array:
         """`buffer [N, ...]` with the live rows replaced by `values [size, ...]`, in `buffer`'s dtype."""

@@ -45,7 +45,8 @@ def forward_statistics(
                 partial = settings.backend.statistics(head, block_batch, names, plan)
                 return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-            return counted.blocks(tokens, plan.rows).for_each(body, empty_statistics(names, rows.batch, head))
+            blocks = counted.blocks(tokens, plan.rows, skipped=plan.rows >= tokens)
+            return blocks.for_each(body, empty_statistics(names, rows.batch, head))
 
         if rows.mask is None or whole.rows <= _GATHERED_ROWS:
             return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None

@@ -149,17 +149,23 @@ def _gradients(
     _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
     cotangent = cotangent / factor
 
-    def products(block: RowBlock, tile_index: jax.Array) -> Products:
-        tile = tiles.tile(tile_index)
+    def products(block: RowBlock) -> sweep.TileStep:
         block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
-        logits = _tile_logits(block_hidden, block.take(teacher_hidden), (head, teacher), tile)
+        block_teacher_hidden = block.take(teacher_hidden)
         block_temperature = None if temperature is None else block.take(temperature)
-        log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.live)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
-        slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
-        dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
-        if head.spec.softcap is not None:
-            dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-        return head.tile_products(block_hidden, dlogits, tile, wanted)
+
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None) -> Products:
+            tile = tiles.tile(tile_index)
+            logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
+            log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.live)
+            slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
+            dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
+            if head.spec.softcap is not None:
+                dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
+            for_hidden, *others = head.tile_products(block_hidden, dlogits, tile, wanted)
+            return block.add(hidden_sum, for_hidden), *others
+
+        return step
 
     return sweep.gradient_sums(shards, rows, head, head.weight.dtype, plan, wanted, factor, products)

@@ -91,18 +91,15 @@ def _gradients(
         rows.argmax if coefficients.argmax is not None else None,
     )
 
-    def products(block: RowBlock, tile_index: jax.Array) -> Products:
+    def products(block: RowBlock) -> sweep.TileStep:
         block_coefficients = jax.tree.map(block.take, coefficients)
         if block.live is not None:
             block_coefficients = coef.select(block_coefficients, block.live)
-        return settings.backend.dlogits_products(
-            head,
-            jax.tree.map(block.take, rows.batch),
-            jax.tree.map(block.take, residual),
-            block_coefficients,
-            tile_index,
-            wanted,
-            plan,
-        )
+        by_row = jax.tree.map(block.take, rows.batch), jax.tree.map(block.take, residual), block_coefficients
+
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None) -> Products:
+            return settings.backend.dlogits_products(head, *by_row, tile_index, wanted, plan, block, hidden_sum)
+
+        return step
 
     return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, wanted, factor, products)

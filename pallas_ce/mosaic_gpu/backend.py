@@ -9,7 +9,7 @@ import numpy as np
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import RowBlock, Tiles
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, product_kernel, products, tuning
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
@@ -117,9 +117,13 @@ class MosaicGpuBackend:
         tile_index: jax.Array,
         wanted: Wanted,
         plan: Plan,
-    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-        """dlogits of the tile by a kernel, its products by XLA."""
+        block: RowBlock,
+        hidden_sum: jax.Array | None,
+    ) -> Products:
+        """dlogits of the tile by a kernel; its products, too, where there is one block of rows, else by XLA."""
         spec, columns = head.spec, plan.columns
+        by_kernels = isinstance(block.number, int) and product_kernel.serves_tile(spec, plan.rows, columns)
+        live_rows = block.live_rows if by_kernels else None
         tile = Tiles(spec.vocab_size, columns).tile(tile_index)
         aligned = operands.round_up(columns, operands.LENGTH_MULTIPLE)
         weight = tile.take(head.weight, spec.vocab_axis)
@@ -141,17 +145,29 @@ class MosaicGpuBackend:
             coefficients,
             self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients), columns),
             first=None if tile.live is None else jnp.int32(tile_index) * columns - tile.start,
+            live_rows=live_rows,
         )
         assert gradient is not None
         gradient = gradient[: batch.hidden.shape[0], :columns]
-        for_hidden = for_weight = None
-        if wanted.hidden_product:
-            for_hidden = head.matmul(gradient, weight, (1, spec.vocab_axis))
-        if wanted.weight:
+        for_weight = for_bias = None
+        if hidden_sum is not None and by_kernels:
+            config = self.config or product_kernel.HIDDEN_SUM
+            hidden_sum = product_kernel.add_for_hidden(
+                gradient, weight.astype(spec.dtype), spec.vocab_axis, config, hidden_sum, live_rows
+            )
+        elif hidden_sum is not None:
+            hidden_sum = block.add(hidden_sum, head.matmul(gradient, weight, (1, spec.vocab_axis)))
+        if wanted.weight and by_kernels:
+            config = self.config or product_kernel.WEIGHT
+            rows = batch.hidden.astype(spec.dtype)
+            for_weight = product_kernel.for_weight(gradient, rows, spec.vocab_axis, config, live_rows=live_rows)
+        elif wanted.weight:
             a, b = (gradient, batch.hidden) if spec.vocab_axis == 0 else (batch.hidden, gradient)
             for_weight = head.matmul(a, b, (0, 0))
-        for_bias = gradient.sum(axis=0, dtype=spec.accumulator) if wanted.bias_sum else None
-        return for_hidden, for_weight, for_bias
+        if wanted.bias_sum:
+            counted = gradient if live_rows is None else jnp.where(block.live[:, None], gradient, 0)
+            for_bias = counted.sum(axis=0, dtype=spec.accumulator)
+        return hidden_sum, for_weight, for_bias
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Where every product is a kernel's."""

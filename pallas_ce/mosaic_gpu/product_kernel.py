@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -43,6 +44,7 @@ _NEGLIGIBLE = 0.02
 
 # Tiles that measured fastest.
 HIDDEN = Config(rows=64, columns=256, cluster=None, in_flight=1)
+HIDDEN_SUM = Config(rows=64, columns=256, cluster="columns", in_flight=1)
 WEIGHT = Config(rows=64, columns=256, cluster="columns", in_flight=1)
 
 
@@ -55,6 +57,12 @@ def serves(spec: HeadSpec, rows: int) -> bool:
         and spec.vocab_size == spec.weight_rows
         and rows % _ROW_MULTIPLE == 0
     )
+
+
+def serves_tile(spec: HeadSpec, rows: int, columns: int) -> bool:
+    """Likewise for the products of a tile of so many vocabulary entries; not for few rows, see `left_to_xla`."""
+    tile = dataclasses.replace(spec, weight_rows=columns, vocab_size=columns)
+    return rows >= _LEAST_ROWS and serves(tile, rows)
 
 
 def left_to_xla(block: RowBlock) -> bool:
@@ -96,6 +104,28 @@ def for_hidden(
     inputs = {} if live_rows is None else gemm.rows_limit(live_rows)
     epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=True)
     return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, inputs, outputs)["product"]
+
+
+def add_for_hidden(
+    stored: jax.Array,
+    weight: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    total: jax.Array,
+    live_rows: jax.Array | None = None,
+) -> jax.Array:
+    """`total [n, H]` float32 with `stored·weight` added in place; see `for_hidden`."""
+    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
+    plan = schedule(config, rows, hidden_size, bytes_per_row=0)
+    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
+    inputs: dict[str, Any] = {} if live_rows is None else gemm.rows_limit(live_rows)
+    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=False)
+
+    def write(ref: Any) -> None:
+        given = {**inputs, "product": ref, "first": jnp.zeros(1, jnp.int32)}
+        gemm.run("pallas_ce_add_for_hidden", launch, stored, weight, epilogue, given, {})
+
+    return pl.run_state(write)(total)
 
 
 def for_weight(

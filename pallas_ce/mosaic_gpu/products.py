@@ -90,9 +90,6 @@ def make(
     """Statistics of one block, and its stash; those of rows that are not live mean nothing, but are finite."""
     spec, wide = head.spec, head.spec.accumulator
     live_rows = _skipped_from(block)
-    if live_rows is None and block.live_rows is not None:
-        # Where no row counts, one that may be nan stands for all.
-        hidden = jnp.where(block.live_rows > 0, hidden, 0)
     bounds = _RANGES[spec.dtype.name]
     reference = _guess_lse(head, hidden) - bounds.below
     reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import RowBlock, Tile, Tiles, shrink
 from pallas_ce.coefficients import Coefficients, dlogits
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, Wanted
 from pallas_ce.loops import fori_loop
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
@@ -78,11 +78,14 @@ class XlaBackend:
         tile_index: jax.Array,
         wanted: Wanted,
         plan: Plan,
-    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        block: RowBlock,
+        hidden_sum: jax.Array | None,
+    ) -> Products:
         """The logits of one tile once more, and their products."""
         tile = _tiles(head, plan).tile(tile_index)
         logits = _tile_logits(head, batch, tile)
-        return _products(head, batch, residual, coefficients, tile, logits, wanted)
+        for_hidden, *others = _products(head, batch, residual, coefficients, tile, logits, wanted)
+        return block.add(hidden_sum, for_hidden), *others
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """XLA's operations have static sizes."""
