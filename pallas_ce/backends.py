@@ -134,10 +134,10 @@ class Backend(Protocol):
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether `stash` and `stash_products` skip the rows behind a block's `live_rows` by themselves."""
 
-    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
+    def accumulators(self, head: Head, wanted: Wanted, plan: Plan, dtype: np.dtype) -> Accumulators:
         """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.
 
-        It may be undefined: that first call replaces it.
+        Where `skips_rows`, so that the first block is always visited, it may be undefined: that call replaces it.
         """
 
     def stash(

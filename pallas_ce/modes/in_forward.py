@@ -187,7 +187,7 @@ def _statistics_and_sums(
 
     # A block that is the only one rounds its sum at once.
     kept = call.settings.kept_dtype(spec, weight_dtype)
-    sums = backend.accumulators(head, wanted, kept if sum_bytes and plan.rows >= tokens else wide)
+    sums = backend.accumulators(head, wanted, plan, kept if sum_bytes and plan.rows >= tokens else wide)
     hidden_sum = jnp.zeros(rows.batch.hidden.shape, wide) if wanted.hidden_product else None
     carry = (empty_statistics(call.names, rows.batch, head), hidden_sum, sums)
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=backend.skips_rows(spec, plan))

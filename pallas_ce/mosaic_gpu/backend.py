@@ -173,11 +173,12 @@ class MosaicGpuBackend:
         """Where every product is a kernel's."""
         return product_kernel.serves(spec, plan.rows)
 
-    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
-        """Undefined, as the first block replaces them."""
+    def accumulators(self, head: Head, wanted: Wanted, plan: Plan, dtype: np.dtype) -> Accumulators:
+        """Undefined where the first block is always visited, else zeros."""
         spec = head.spec
+        start = product_kernel.undefined if self.skips_rows(spec, plan) else jnp.zeros
         return Accumulators(
-            product_kernel.undefined(head.weight.shape, dtype) if wanted.weight else None,
+            start(head.weight.shape, dtype) if wanted.weight else None,
             jnp.zeros(spec.weight_rows, spec.accumulator) if wanted.bias_sum else None,
         )
 

@@ -336,7 +336,7 @@ def _add_weight(
         dtype = total.dtype if alone and late is None else spec.accumulator
         product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         product = operands.pad(product if late is None else late * product, total.shape)
-        return (product if alone else jnp.where(block.number == 0, 0.0, total) + product).astype(total.dtype)
+        return (product if alone else total + product).astype(total.dtype)
     add = functools.partial(
         product_kernel.for_weight,
         operand,

@@ -91,7 +91,7 @@ class XlaBackend:
         """XLA's operations have static sizes."""
         return False
 
-    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype) -> Accumulators:
+    def accumulators(self, head: Head, wanted: Wanted, plan: Plan, dtype: np.dtype) -> Accumulators:
         """Zeros."""
         return Accumulators(
             jnp.zeros(head.weight.shape, dtype) if wanted.weight else None,
