@@ -134,10 +134,13 @@ class Backend(Protocol):
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether `stash` and `stash_products` skip the rows behind a block's `live_rows` by themselves."""
 
-    def accumulators(self, head: Head, wanted: Wanted, plan: Plan, dtype: np.dtype) -> Accumulators:
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Whether it pays to ask the device once a call if all rows count, and then not to gather them."""
+
+    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.
 
-        Where `skips_rows`, so that the first block is always visited, it may be undefined: that call replaces it.
+        It may be undefined where that call `replaced` it: where rows are skipped, and so the first block is visited.
         """
 
     def stash(

@@ -7,6 +7,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
@@ -102,4 +104,11 @@ def _gradients(
 
         return step
 
-    return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, wanted, factor, products)
+    def visit(mask: jax.Array | None) -> tuple[jax.Array | None, HeadSums]:
+        visited = rows._replace(mask=mask)
+        return sweep.gradient_sums(shards, visited, head, weight_dtype, plan, wanted, factor, products)
+
+    # Not where the sweep adds up over devices whose rows differ: they must all take the same way.
+    if rows.mask is None or shards != Shards() or not settings.backend.gathers_in_vain(head.spec, plan):
+        return visit(rows.mask)
+    return lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))

@@ -122,7 +122,7 @@ class MosaicGpuBackend:
     ) -> Products:
         """dlogits of the tile by a kernel; its products, too, where there is one block of rows, else by XLA."""
         spec, columns = head.spec, plan.columns
-        by_kernels = isinstance(block.number, int) and product_kernel.serves_tile(spec, plan.rows, columns)
+        by_kernels = block.live_rows is not None and product_kernel.serves_tile(spec, plan.rows, columns)
         live_rows = block.live_rows if by_kernels else None
         tile = Tiles(spec.vocab_size, columns).tile(tile_index)
         aligned = operands.round_up(columns, operands.LENGTH_MULTIPLE)
@@ -173,10 +173,14 @@ class MosaicGpuBackend:
         """Where every product is a kernel's."""
         return product_kernel.serves(spec, plan.rows)
 
-    def accumulators(self, head: Head, wanted: Wanted, plan: Plan, dtype: np.dtype) -> Accumulators:
-        """Undefined where the first block is always visited, else zeros."""
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Where blocks are large: without skipped rows, XLA's products are a few per cent faster than the kernels'."""
+        return self.skips_rows(spec, plan) and plan.rows >= product_kernel.LEAST_ROWS
+
+    def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
+        """Undefined where they may be, else zeros."""
         spec = head.spec
-        start = product_kernel.undefined if self.skips_rows(spec, plan) else jnp.zeros
+        start = product_kernel.undefined if replaced else jnp.zeros
         return Accumulators(
             start(head.weight.shape, dtype) if wanted.weight else None,
             jnp.zeros(spec.weight_rows, spec.accumulator) if wanted.bias_sum else None,

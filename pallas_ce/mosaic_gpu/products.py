@@ -21,7 +21,7 @@ from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
 from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, Wanted
+from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, product_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
@@ -89,7 +89,7 @@ def make(
 ) -> tuple[Partial, Stash]:
     """Statistics of one block, and its stash; those of rows that are not live mean nothing, but are finite."""
     spec, wide = head.spec, head.spec.accumulator
-    live_rows = _skipped_from(block)
+    live_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
     reference = _guess_lse(head, hidden) - bounds.below
     reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)
@@ -134,7 +134,7 @@ def products(
 ) -> tuple[jax.Array | None, Accumulators]:
     """See `Backend.stash_products`."""
     spec, rows = head.spec, hidden.shape[0]
-    live_rows = _skipped_from(block)
+    live_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
     others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
@@ -195,9 +195,9 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
     return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
 
 
-def _skipped_from(block: RowBlock) -> jax.Array | None:
-    """`[]` int32: rows from there on are skipped; None where a product of XLA's needs every one."""
-    return None if product_kernel.left_to_xla(block) else block.live_rows
+def _skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
+    """`[]` int32: rows from there on are skipped; None where all are computed."""
+    return block.live_rows if product_kernel.skips(spec, block) else None
 
 
 def _all_rows_unless(fits: jax.Array, live_rows: jax.Array | None) -> jax.Array:
@@ -300,12 +300,14 @@ def _recompute(
 
 
 def _for_hidden(head: Head, operand: jax.Array, live_rows: jax.Array | None, config: Config) -> jax.Array:
-    """`operand·weight [n, H]`."""
-    spec = head.spec
-    if product_kernel.serves(spec, operand.shape[0]):
+    """`operand·weight [n, H]`: by XLA, unless rows are skipped or only windows of the vocabulary fill the chip."""
+    spec, rows = head.spec, operand.shape[0]
+    windowed = product_kernel.serves(spec, rows) and (
+        product_kernel.hidden_schedule(config, rows, spec.hidden_size, spec.vocab_size).windows > 1
+    )
+    if live_rows is not None or windowed:
         weight = operands.weight_of(head)
-        partial = product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, live_rows)
-        return partial.sum(axis=0)
+        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, live_rows).sum(axis=0)
     weight = lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     return head.matmul(operand, weight, (1, spec.vocab_axis))
 
@@ -330,7 +332,7 @@ def _add_weight(
         _, exponent = jnp.frexp(jnp.max(jnp.abs(rows)))
         late, factor = factor * jnp.exp2(exponent - 13.0), jnp.exp2(13.0 - exponent)
     rows = (rows * factor).astype(spec.dtype)
-    if not product_kernel.serves(spec, operand.shape[0]) or product_kernel.left_to_xla(block):
+    if not product_kernel.skips(spec, block):
         a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
         alone = isinstance(block.number, int)
         dtype = total.dtype if alone and late is None else spec.accumulator
