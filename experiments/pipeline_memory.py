@@ -1,6 +1,6 @@
 """Memory of a pipeline's last stage: stored logits, a chunked loss on them, and `PipelineFusedLoss`.
 
-    python -m experiments.pipeline_memory            # counts bytes; on a CUDA device measures them too
+    python -m experiments.pipeline_memory            # counts bytes; on a CUDA device measures them too, in two minutes
     python -m experiments.pipeline_memory --in-flight 8 --tokens 8192
 
 A GPipe schedule's last stage: the head and loss of every microbatch forward, then every one backward. The case is
@@ -10,12 +10,18 @@ Counting runs PyTorch's own operators and autograd on tensors without memory, an
 to its end; what the fused operator uses inside, as `pallas_ce.explain` predicts it, is added while it runs. The weight
 and its gradient are counted, and the hidden states with theirs; optimiser states and the stage's layers are not. The
 rest of the stage is taken to be what a stage without a head needs, 2 GB in the case that the design was made for.
+
+Measuring runs the same schedule of one stage, each contender in a process of its own: microbatches arrive as they would
+from the stage before, and their gradients are made, but nothing is sent. Peaks are the driver's count, of both
+frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
+from experiments.gpu.used import allocated_peak_bytes, used_bytes
 from experiments.machine import describe
 from torch_bridge.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
 REST_OF_STAGE = 2 * 10**9
 CHUNK = 1024
+
+_WARM_UP = {"tokens": 128, "width": 128, "vocabulary": 1024, "in_flight": 1}
 
 
 def stored_logits(logits: Tensor, target: Tensor) -> Tensor:
@@ -50,19 +59,21 @@ def chunked(logits: Tensor, target: Tensor) -> Tensor:
     return torch.stack(parts).sum() / target.numel()
 
 
-def contenders() -> dict[str, Callable[[nn.Linear], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]]:
+def contenders(
+    implementation: str | None = None,
+) -> dict[str, Callable[[nn.Linear], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]]:
     """For each, what the last stage has for a head, and its loss function."""
     return {
         "logits": lambda head: (head, stored_logits),
         "chunked": lambda head: (head, chunked),
-        "fused": lambda head: (HeadInLoss(head), PipelineFusedLoss(head)),
+        "fused": lambda head: (HeadInLoss(head), PipelineFusedLoss(head, implementation=implementation)),
     }
 
 
-def run_stage(name: str, shape: dict[str, int], device: str) -> None:
+def run_stage(name: str, shape: dict[str, int], device: str, implementation: str | None = None) -> None:
     """Forward of every microbatch, then backward of every one, as GPipe does it."""
     head = nn.Linear(shape["width"], shape["vocabulary"], bias=False, device=device, dtype=torch.bfloat16)
-    module, loss_fn = contenders()[name](head)
+    module, loss_fn = contenders(implementation)[name](head)
     waiting = []
     for _ in range(shape["in_flight"]):
         hidden = torch.empty(1, shape["tokens"], shape["width"], device=device, dtype=torch.bfloat16).normal_()
@@ -107,7 +118,7 @@ class Counter(TorchDispatchMode):
         self.now -= size
 
 
-def counted(name: str, shape: dict[str, int]) -> int:
+def counted(name: str, shape: dict[str, int], implementation: str | None = None) -> int:
     """Peak bytes of a contender by accounting."""
     import jax
 
@@ -116,25 +127,38 @@ def counted(name: str, shape: dict[str, int]) -> int:
         jax.ShapeDtypeStruct((shape["vocabulary"], shape["width"]), jax.numpy.bfloat16),
         backward="recompute",
         differentiate=("hidden", "weight"),
+        implementation=implementation,  # type: ignore[arg-type]
     )
     with FakeTensorMode(), Counter(plan.scratch_bytes + plan.accumulator_bytes) as counter:
-        run_stage(name, shape, "cpu")
+        run_stage(name, shape, "cpu", implementation)
     return counter.peak
 
 
-def measured(name: str, shape: dict[str, int]) -> int:
-    """Peak bytes of both allocators on the CUDA device, in this process: one contender a process."""
-    from torch_bridge import memory_usage
+def measured(name: str, shape: dict[str, int], device: str, implementation: str | None) -> tuple[int, int]:
+    """Bytes that the stage takes at its peak, by the driver's count and by both allocators' own.
 
-    torch.cuda.reset_peak_memory_stats()
-    run_stage(name, shape, "cuda")
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() + (memory_usage().jax_peak or 0)
+    In this process, one contender a process: pools only grow.
+    """
+    run_stage(name, _WARM_UP, device, implementation)  # starts both frameworks, whose own memory is not the stage's
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = used_bytes(device)
+    run_stage(name, shape, device, implementation)
+    return used_bytes(device) - before, allocated_peak_bytes(device)
 
 
-def compare(shape: dict[str, int], peak: Callable[[str, dict[str, int]], int]) -> dict[str, dict[str, float]]:
+def measured_apart(name: str, shape: dict[str, int], device: str, implementation: str | None) -> tuple[int, int]:
+    """`measured` in a process of its own."""
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
+    words += [] if implementation is None else [f"--implementation={implementation}"]
+    command = [sys.executable, "-m", "experiments.pipeline_memory", f"--measure={name}", f"--device={device}", *words]
+    driver, allocated = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-2:]
+    return int(driver), int(allocated)
+
+
+def compare(found: dict[str, int]) -> dict[str, dict[str, float]]:
     """Each contender's peak, and what it saves of the head's and of the whole stage's memory with logits."""
-    found = {name: peak(name, shape) for name in contenders()}
     base = found["logits"]
     return {
         name: {
@@ -148,68 +172,68 @@ def compare(shape: dict[str, int], peak: Callable[[str, dict[str, int]], int]) -
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draws the recorded peaks as bars."""
+    """Draws the recorded peaks as bars: measured ones where there are, else those by accounting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = record["counted"]
+    how = "measured" if "measured" in record else "counted"
+    found = record[how]
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     heads = [row["head_bytes"] / 1e9 for row in found.values()]
     axes.barh(list(found), [REST_OF_STAGE / 1e9] * len(found), color="lightgrey", label="rest of the stage")
-    axes.barh(list(found), heads, left=REST_OF_STAGE / 1e9, color="tab:blue", label="head and loss")
+    axes.barh(list(found), heads, left=REST_OF_STAGE / 1e9, color="tab:blue", label=f"head and loss, {how}")
     for i, row in enumerate(found.values()):
         axes.text(row["stage_bytes"] / 1e9, i, f" {row['stage_bytes'] / 1e9:.1f} GB", va="center")
+    if how == "measured":
+        counts = [record["counted"][name]["stage_bytes"] / 1e9 for name in found]
+        axes.plot(counts, list(found), "k|", markersize=24, label="by accounting")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(row["stage_bytes"] for row in found.values()) / 1e9)
-    axes.set_xlabel("peak memory of the last stage by accounting (GB)")
+    axes.set_xlabel(f"peak memory of the last stage{'' if how == 'measured' else ' by accounting'} (GB)")
     axes.legend(loc="lower right")
     figure.savefig(path, format="png", dpi=120)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Counts, measures where there is a GPU, prints, writes and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--in-flight", type=int, default=4)
+    parser.add_argument("--implementation", default=None, help="of the fused loss")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; by default on a GPU if there is one")
     parser.add_argument("--measure", choices=list(contenders()), help="measure one contender here and print its bytes")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    device = options.device or ("cuda" if torch.cuda.is_available() else None)
     shape = {name: getattr(options, name) for name in ("tokens", "width", "vocabulary", "in_flight")}
     if options.measure:
-        print(measured(options.measure, shape))
+        print(*measured(options.measure, shape, device or "cpu", options.implementation))
         return
     record = {
         "command": "python -m experiments.pipeline_memory",
         **describe(),
         "torch": torch.__version__,
+        "implementation": options.implementation,
         "shape": shape,
-        "counted": compare(shape, counted),
+        "counted": compare({name: counted(name, shape, options.implementation) for name in contenders()}),
     }
-    if torch.cuda.is_available():
-        record["measured"] = compare(shape, measured_apart)
-    for how in ("counted", "measured"):
+    if device:
+        found = {name: measured_apart(name, shape, device, options.implementation) for name in contenders()}
+        record["measured"] = compare({name: driver for name, (driver, _) in found.items()})
+        record["allocators"] = compare({name: allocated for name, (_, allocated) in found.items()})
+    for how in ("counted", "measured", "allocators"):
         for name, row in record.get(how, {}).items():
             print(
-                f"{how:9}{name:9}{row['head_bytes'] / 1e9:8.2f} GB head, {row['head_saved']:6.1%} saved"
+                f"{how:11}{name:9}{row['head_bytes'] / 1e9:8.2f} GB head, {row['head_saved']:6.1%} saved"
                 f"{row['stage_bytes'] / 1e9:10.2f} GB stage, {row['stage_saved']:6.1%} saved"
             )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     plot(record, options.out.with_suffix(".png"))
-
-
-def measured_apart(name: str, shape: dict[str, int]) -> int:
-    """`measured` in a process of its own, so that pools and peaks start empty."""
-    import subprocess
-    import sys
-
-    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
-    command = [sys.executable, "-m", "experiments.pipeline_memory", f"--measure={name}", *arguments]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 if __name__ == "__main__":

@@ -164,12 +164,12 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     The range of an array is checked only where that costs no transfer.
     """
     if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
-        numbers = np.asarray(value, np.float64)
-        wrong = ~np.isfinite(numbers) | (numbers < 0 if zero else numbers <= 0)
-        if wrong.any():
-            allowed = "at least 0" if zero else "above 0"
-            raise ValueError(f"temperature={numbers[wrong].ravel()[0]:g} must be a finite number {allowed}")
-        if not isinstance(value, np.ndarray):
+        right: Any = (value >= 0 if zero else value > 0) & (value < math.inf)
+        many = isinstance(value, np.ndarray)
+        if not (right.all() if many else right):
+            wrong = np.asarray(value)[~np.asarray(right)].flat[0]
+            raise ValueError(f"temperature={wrong:g} must be a finite number {'at least 0' if zero else 'above 0'}")
+        if not many:
             return float(value)
     values = array("temperature", value)
     if not jnp.issubdtype(values.dtype, jnp.floating):

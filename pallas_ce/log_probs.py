@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from pallas_ce import arguments, evaluate, inputs, settings
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec, Wanted
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.modes.differentiation import Known
 from pallas_ce.settings import Settings
 from pallas_ce.sharding import MeshAxes, shards_of
 from pallas_ce.statistics import from_primitives, primitive_names, spread
@@ -114,6 +115,64 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        return_entropy=return_entropy,
+        return_sum_sq_probs=return_sum_sq_probs,
+        return_hit=return_hit,
+        bias=bias,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        dtype=dtype,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+        validate_labels=validate_labels,
+    )
+    function = functools.partial(compute, problem.static)
+    found = in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+    return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
+
+
+_Static = tuple[Settings, HeadSpec, tuple[str, ...], int | None]
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: _Static
+    arrays: inputs.HeadArrays
+    labels: jax.Array
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    temperature: Any,
+    return_entropy: bool,
+    return_sum_sq_probs: bool,
+    return_hit: bool,
+    bias: Any | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    vocab_axis: int,
+    vocab_size: int | None,
+    ignore_index: int | None,
+    dtype: Any | None,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+) -> Problem:
+    """Checks the arguments of `linear_log_probs`."""
     ignore_index = arguments.ignored(ignore_index)
     arrays, spec = inputs.read_head(
         hidden,
@@ -140,20 +199,30 @@ def linear_log_probs(
     )
     asked = {"entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = ("log_prob", *(name for name, wanted in asked.items() if wanted))
-    function = functools.partial(_linear_log_probs, (choice.settings, spec, names, ignore_index))
-    found = in_automatic_region(function, True, arrays.hidden, arrays, labels)
-    return found if any(asked.values()) else found.log_probs
+    return Problem((choice.settings, spec, names, ignore_index), arrays, labels)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_log_probs(
-    static: tuple[Settings, HeadSpec, tuple[str, ...], int | None], arrays: inputs.HeadArrays, labels: jax.Array
-) -> LogProbs:
-    how, spec, names, ignore_index = static
-    ids, mask = label_rule.targets(label_rule.canonical(labels, spec.vocab_size), ignore_index, len(arrays.leading))
-    batch, head = inputs.batch_and_head(arrays, spec, ids)
-    found = from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, mask), names)
+def compute(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, known: Known | None = None) -> LogProbs:
+    """Everything asked for. `known`: what `keep` has found for the same problem."""
+    how, _, names, _ = static
+    ids, batch, head, mask = _rows(static, arrays, labels)
+    found = from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, mask, known), names)
     assert found.log_prob is not None
     counts = ids != label_rule.NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
     return LogProbs(jnp.where(counts, found.log_prob, 0), found.entropy, found.sum_sq_probs, hit)
+
+
+def keep(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, wanted: Wanted) -> Known | None:
+    """What `compute` takes as `known`."""
+    how, _, names, _ = static
+    _, batch, head, mask = _rows(static, arrays, labels)
+    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, mask, ((), ()), wanted)
+
+
+def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array) -> tuple[jax.Array, Batch, Head, jax.Array]:
+    """The targets, and what the statistics are taken of."""
+    _, spec, _, ignore_index = static
+    ids, mask = label_rule.targets(label_rule.canonical(labels, spec.vocab_size), ignore_index, len(arrays.leading))
+    return ids, *inputs.batch_and_head(arrays, spec, ids), mask

@@ -1,8 +1,8 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-`linear_cross_entropy` and `linear_row_statistics` are the functions, `LinearCrossEntropyLoss` the module,
-`PipelineFusedLoss` the loss of a pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split over a
-process group, `patch_causal_lm` the one line for a Hugging Face model.
+`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `LinearCrossEntropyLoss` the
+module, `PipelineFusedLoss` the loss of a pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split
+over a process group, `patch_causal_lm` the one line for a Hugging Face model.
 `to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps JAX, where that has not started yet,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_bridge.functions import linear_row_statistics as linear_row_statistics
     from torch_bridge.huggingface import patch_causal_lm as patch_causal_lm
     from torch_bridge.huggingface import unpatch_causal_lm as unpatch_causal_lm
+    from torch_bridge.log_probs import linear_log_probs as linear_log_probs
     from torch_bridge.memory import memory_usage as memory_usage
     from torch_bridge.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
     from torch_bridge.pipeline import PipelineFusedLoss as PipelineFusedLoss
@@ -33,6 +34,7 @@ _HOMES = {
     "LinearCrossEntropyLoss": "modules",
     "PipelineFusedLoss": "pipeline",
     "linear_cross_entropy": "functions",
+    "linear_log_probs": "log_probs",
     "linear_row_statistics": "functions",
     "memory_usage": "memory",
     "patch_causal_lm": "huggingface",

@@ -46,6 +46,12 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         True
     """
     check_dense(name, tensor)
+    with streams.on(tensor.device):
+        return share(tensor, name)
+
+
+def share(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
+    """`to_jax` of a tensor that is dense, and whose device is PyTorch's current one."""
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise TypeError(
             f"{name} has dtype {_WIDE[tensor.dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
@@ -55,8 +61,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     if tensor.device.type == "cpu" and tensor.data_ptr() % _CPU_ALIGNMENT:
         tensor = tensor.clone()
     try:
-        with streams.on(tensor.device):
-            return jax.dlpack.from_dlpack(tensor)
+        return jax.dlpack.from_dlpack(tensor)
     except (RuntimeError, BufferError, ValueError) as error:
         raise ValueError(
             f"{name} lies on {tensor.device}, which JAX cannot read in this process ({error}): install "
@@ -96,7 +101,12 @@ def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
     with streams.on(
         torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)
     ):
-        return torch.utils.dlpack.from_dlpack(array)
+        return adopt(array)
+
+
+def adopt(array: jax.Array) -> torch.Tensor:
+    """`to_torch` of a computed array on one device, which is PyTorch's current one."""
+    return torch.utils.dlpack.from_dlpack(array)
 
 
 def labels_to_int32(labels: torch.Tensor) -> torch.Tensor:

@@ -7,19 +7,12 @@ import torch
 from torch import Tensor
 
 from pallas_ce import Metrics, RowStatistics, arguments
-from torch_bridge import exchange
+from torch_bridge import checks, exchange
 from torch_bridge.operations import names_in_order
 from torch_bridge.ops import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
 
 Reduction = Literal["mean", "sum", "none"]
 Backward = Literal["auto", "recompute", "in_forward"]
-
-_DTYPES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
 
 
 def linear_cross_entropy(
@@ -94,11 +87,11 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     arguments.check_reduction(reduction, normalizer, backward)
-    dtype = _check_head(input, linear_weight, linear_bias, vocab_size)
+    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
-    _check_target(target, leading)
-    _check_shape("token_weights", token_weights, leading)
-    _check_shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
+    checks.labels(target, leading)
+    checks.shape("token_weights", token_weights, leading)
+    checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
         arguments.scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else arguments.scalar(name, number)
     tensors = {
@@ -108,10 +101,10 @@ def linear_cross_entropy(
         "linear_bias": linear_bias,
         "class_weights": class_weights,
         "token_weights": None if token_weights is None else token_weights.reshape(-1),
-        "logit_scale": _scalar(logit_scale, 1.0, dtype),
-        "label_smoothing": _scalar(label_smoothing, 0.0, dtype),
-        "z_loss": _scalar(z_loss, 0.0, dtype),
-        "normalizer": _scalar(normalizer, None, dtype),
+        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
+        "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
+        "z_loss": checks.scalar(z_loss, 0.0, dtype),
+        "normalizer": checks.scalar(normalizer, None, dtype),
     }
     exchange.check_one_device(**tensors)
     loss, *metrics = LINEAR_CROSS_ENTROPY.call(
@@ -142,6 +135,7 @@ def linear_row_statistics(
     linear_bias: Tensor | None = None,
     logit_softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_weights: Tensor | None = None,
     vocab_size: int | None = None,
     implementation: str | None = None,
@@ -156,19 +150,21 @@ def linear_row_statistics(
         input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
         linear_weight: `[V', H]`.
         target: `[...]`, integers; needed for `target_logit` and `log_prob`. No target is special: one outside
-            `[0, vocab_size)` has `target_logit` 0.
+            `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
         statistics: names out of `pallas_ce.RowStatistics`' fields; others cost nothing.
         row_mask: `[...]` bool; rows where it is False hold 0, have gradient 0 and cost no work.
         linear_bias: `[V']`.
         logit_softcap: c > 0, or None.
         logit_scale: a number or a scalar tensor.
+        temperature: what divides the logits; see `linear_log_probs`.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant.
         vocab_size: V.
         implementation: "xla", "mosaic_gpu", "reference" or None.
         scratch_bytes: bound on the memory of tiles.
 
     Returns:
-        RowStatistics: of tensors `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for.
+        RowStatistics: of tensors `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for;
+            with K targets, `target_logit` and `log_prob` are `[..., K]`.
 
     Raises:
         ValueError: shapes, devices or names that do not fit.
@@ -185,25 +181,28 @@ def linear_row_statistics(
         >>> (-row.log_prob - 0.01 * row.entropy).mean().backward()
     """
     names = arguments.check_statistics(statistics, target)
-    dtype = _check_head(input, linear_weight, linear_bias, vocab_size)
+    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
-        _check_target(target, leading)
-    _check_shape("row_mask", row_mask, leading)
+        checks.labels(target, leading, several=True)
+        target = exchange.labels_to_int32(target.reshape(-1, *target.shape[len(leading) :]))
+    checks.shape("row_mask", row_mask, leading)
     if row_mask is None:
         row_mask = torch.ones(leading, dtype=torch.bool, device=input.device)
     elif row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
-    _check_shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
+    checks.shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
     arguments.scalar("logit_scale", logit_scale)
+    number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = {
         "input": input.reshape(-1, input.shape[-1]),
         "linear_weight": linear_weight,
-        "target": None if target is None else exchange.labels_to_int32(target.reshape(-1)),
+        "target": target,
         "linear_bias": linear_bias,
-        "logit_scale": _scalar(logit_scale, 1.0, dtype),
+        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "logit_weights": logit_weights,
         "row_mask": row_mask.reshape(-1),
+        "temperature": temperatures,
     }
     exchange.check_one_device(**tensors)
     found = LINEAR_ROW_STATISTICS.call(
@@ -213,59 +212,10 @@ def linear_row_statistics(
             "statistics": ",".join(names),
             "logit_softcap": logit_softcap,
             "vocab_size": vocab_size,
+            "fixed_temperature": number,
             "implementation": implementation,
             "scratch_bytes": scratch_bytes,
         },
     )
-    in_order = names_in_order(",".join(names))
-    return RowStatistics(**{name: cast(Any, x.reshape(leading)) for name, x in zip(in_order, found, strict=False)})
-
-
-def _check_head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> str:
-    """Checks the tensors of a head and returns the compute dtype."""
-    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
-        if tensor is not None:
-            exchange.check_dense(name, tensor)
-            if tensor.dtype not in _DTYPES:
-                raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
-    if input.ndim < 1:
-        raise ValueError("input is a scalar; it must be [..., H]")
-    if weight.ndim != 2:
-        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; it must be [V, H]")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"input has shape {tuple(input.shape)} and linear_weight {tuple(weight.shape)}: the hidden size is "
-            f"{input.shape[-1]} in the one and {weight.shape[1]} in the other"
-        )
-    _check_shape("linear_bias", bias, (weight.shape[0],))
-    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
-        raise ValueError(f"vocab_size={vocab_size!r} must lie between 1 and the weight's {weight.shape[0]} rows")
-    kind = input.device.type
-    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return _DTYPES[torch.get_autocast_dtype(kind)]
-    return _DTYPES[input.dtype]
-
-
-def _check_target(target: Tensor, leading: Sequence[int]) -> None:
-    exchange.check_dense("target", target)
-    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        raise TypeError(
-            f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
-        )
-    _check_shape("target", target, leading)
-
-
-def _check_shape(name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
-    if tensor is None:
-        return
-    exchange.check_dense(name, tensor)
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
-
-
-def _scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Tensor | None:
-    """A 0-d tensor in the dtype of the sums, or None for the number whose term is left out."""
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    if isinstance(value, Tensor):
-        return value.to(wide)
-    return None if value is None or value == absent else torch.tensor(value, dtype=wide)
+    shaped = (cast(Any, x.reshape(*leading, *x.shape[1:])) for x in found)
+    return RowStatistics(**dict(zip(names_in_order(",".join(names)), shaped, strict=False)))

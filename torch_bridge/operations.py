@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_ce
-from pallas_ce import head_cross_entropy, row_statistics
+from pallas_ce import head_cross_entropy, log_probs, row_statistics
 from pallas_ce.head import Wanted
 from pallas_ce.modes.differentiation import Known
 from torch_bridge.programs import Arrays, Function, Outputs
@@ -42,6 +42,23 @@ class StatisticsOptions(NamedTuple):
     vocab_size: int | None
     implementation: str | None
     scratch_bytes: int | None
+    fixed_temperature: float
+
+
+class LogProbsOptions(NamedTuple):
+    """Static options of the log-probabilities."""
+
+    vocab_axis: int
+    dtype: str
+    return_entropy: bool
+    return_sum_sq_probs: bool
+    return_hit: bool
+    ignore_index: int | None
+    logit_softcap: float | None
+    vocab_size: int | None
+    implementation: str | None
+    scratch_bytes: int | None
+    fixed_temperature: float
 
 
 def _read_loss(options: LossOptions, arrays: Arrays) -> head_cross_entropy.Problem:
@@ -81,6 +98,7 @@ def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statisti
         statistics=names_in_order(options.statistics),
         row_mask=arrays.get("row_mask"),
         logit_weights=arrays.get("logit_weights"),
+        temperature=arrays.get("temperature", options.fixed_temperature),
         **_head(options, arrays),
     )
 
@@ -94,6 +112,29 @@ def _compute_statistics(problem: row_statistics.Problem, known: Any) -> Outputs:
     values = [getattr(found, name) for name in problem.static[2]]
     floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
     return floating, tuple(values[len(floating) :])
+
+
+def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs.Problem:
+    return log_probs.read(
+        arrays["input"],
+        arrays["linear_weight"],
+        arrays["target"],
+        temperature=arrays.get("temperature", options.fixed_temperature),
+        return_entropy=options.return_entropy,
+        return_sum_sq_probs=options.return_sum_sq_probs,
+        return_hit=options.return_hit,
+        ignore_index=options.ignore_index,
+        **_head(options, arrays),
+    )
+
+
+def _keep_log_probs(problem: log_probs.Problem, names: frozenset[str]) -> Known | None:
+    return log_probs.keep(*problem, _wanted(names))
+
+
+def _compute_log_probs(problem: log_probs.Problem, known: Any) -> Outputs:
+    *differentiable, hit = log_probs.compute(*problem, known)
+    return tuple(x for x in differentiable if x is not None), () if hit is None else (hit,)
 
 
 def names_in_order(statistics: str) -> tuple[str, ...]:
@@ -110,7 +151,7 @@ def _wanted(names: frozenset[str]) -> Wanted:
     )
 
 
-def _head(options: LossOptions | StatisticsOptions, arrays: Arrays) -> dict[str, Any]:
+def _head(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
     return {
         "bias": arrays.get("linear_bias"),
         "logit_scale": arrays.get("logit_scale", 1.0),
@@ -149,3 +190,4 @@ def _chosen_mode(
 
 LOSS = Function(_read_loss, _keep_loss, _compute_loss)
 STATISTICS = Function(_read_statistics, _keep_statistics, _compute_statistics)
+LOG_PROBS = Function(_read_log_probs, _keep_log_probs, _compute_log_probs)

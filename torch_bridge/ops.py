@@ -1,7 +1,7 @@
 """The operations as PyTorch operators: implementation, shapes for tracing, and differentiation, once for all of them.
 
-`pallas_ce::linear_cross_entropy` and `pallas_ce::linear_row_statistics` return the function's outputs and, behind them,
-what the backward needs; the latter is an operator too, so that `torch.compile` traces through both.
+`pallas_ce::linear_cross_entropy` and its like return the function's outputs and, behind them, what the backward needs;
+the latter is an operator too, so that `torch.compile` traces through both.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bridge import bucketing, exchange, operations, programs, streams
+from torch_bridge import bucketing, eager, exchange, graph, operations, programs, streams
 from torch_bridge.programs import Function, Shape, Signature
 
 _TO_TORCH = {
@@ -43,7 +43,7 @@ class Operation:
         options: the NamedTuple of the function's static options; all but `vocab_axis` are the operator's.
         required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
         optional: names of further tensors.
-        by_row: for each tensor with one entry for each row, what fills padded rows.
+        by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
         differentiable: names of tensors, in the order of the bits of `differentiated`.
     """
 
@@ -69,8 +69,13 @@ class Operation:
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= 1 << bit
         given = [tensors.get(name) for name in self.tensors]
-        operator = getattr(torch.ops.pallas_ce, self.name)
-        return operator(*given, differentiated, *(options[name] for name in self.options._fields[1:]))
+        arguments = (*given, differentiated, *(options[name] for name in self.options._fields[1:]))
+        if not eager.serves(given):
+            return getattr(torch.ops.pallas_ce, self.name)(*arguments)
+        if not differentiated:
+            return self.forward(*arguments)
+        function: Any = eager.Eager
+        return list(function.apply(*arguments, self))
 
     def register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
@@ -81,13 +86,13 @@ class Operation:
             + [f"{_schema_type(kind)} {name}" for name, kind in list(typing.get_type_hints(self.options).items())[1:]]
         )
         forward = torch.library.custom_op(
-            f"pallas_ce::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
+            f"pallas_ce::{self.name}", self.forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
         forward.register_fake(self._forward_shapes)
-        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
+        forward.register_autograd(self.differentiate, setup_context=self.setup_context)
         backward = torch.library.custom_op(
             f"pallas_ce::{self.name}_backward",
-            self._backward,
+            self.backward,
             mutates_args=(),
             schema=f"({inputs}, Tensor?[] outputs, Tensor[] kept, Tensor?[] cotangents, int asked) -> Tensor[]",
         )
@@ -106,9 +111,12 @@ class Operation:
     def _names(self, bits: int) -> tuple[str, ...]:
         return tuple(name for bit, name in enumerate(self.differentiable) if bits >> bit & 1)
 
+    def _is_by_row(self, name: str, tensor: Tensor) -> bool:
+        return name in self.by_row and tensor.ndim > 0
+
     def _shape(self, name: str, tensor: Tensor, vocab_axis: int) -> Shape:
         axes: tuple[int | None, ...]
-        if name in self.by_row:
+        if self._is_by_row(name, tensor):
             axes = (None, *(int(n) for n in tensor.shape[1:]))
         else:
             axes = tuple(int(n) for n in tensor.shape)
@@ -118,24 +126,25 @@ class Operation:
         """Named arrays for JAX, rows padded."""
         arrays: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            if name in self.by_row:
+            if self._is_by_row(name, tensor):
                 tensor = bucketing.pad(tensor, rows, self.by_row[name])
             elif name == "linear_weight" and _vocab_axis(tensor):
                 tensor = tensor.t()
             if tensor.ndim == 0 and tensor.device.type == "cpu":
                 arrays[name] = tensor.detach().numpy()  # goes to whichever device computes
             else:
-                arrays[name] = exchange.to_jax(tensor, name)
+                arrays[name] = exchange.share(tensor, name)
         return arrays
 
     def _import(self, name: str, gradient: jax.Array, tensors: dict[str, Tensor]) -> Tensor:
         """The gradient of a tensor, in its shape."""
-        found = exchange.to_torch(gradient)
+        found = exchange.adopt(gradient)
         if name in self.by_row:
             return _without_padding(found, tensors["input"].shape[0])
         return found.t() if name == "linear_weight" and _vocab_axis(tensors[name]) else found
 
-    def _forward(self, *arguments: Any) -> list[Tensor]:
+    def forward(self, *arguments: Any) -> list[Tensor]:
+        """The function's outputs, and what the backward needs beside them."""
         tensors, signature = self._read(arguments)
         tokens, device = tensors["input"].shape[0], tensors["input"].device
         streams.refuse_capture(device)
@@ -145,7 +154,7 @@ class Operation:
             layout = programs.layout(signature)
             outputs, kept = program.forward(self._export(tensors, rows))
             found = [
-                _without_padding(exchange.to_torch(x), tokens) if shape.by_row else exchange.to_torch(x)
+                _without_padding(exchange.adopt(x), tokens) if shape.by_row else exchange.adopt(x)
                 for x, shape in zip((*outputs, *kept), (*layout.outputs, *layout.kept), strict=True)
             ]
             streams.hold(tensors.values())
@@ -161,7 +170,8 @@ class Operation:
             for shape in (*layout.outputs, *layout.kept)
         ]
 
-    def _backward(self, *arguments: Any) -> list[Tensor]:
+    def backward(self, *arguments: Any) -> list[Tensor]:
+        """The gradients asked for."""
         *arguments, outputs, kept, cotangents, asked = arguments  # type: ignore[assignment]
         tensors, signature = self._read(arguments)
         device = tensors["input"].device
@@ -169,11 +179,11 @@ class Operation:
         with streams.on(device):
             rows = bucketing.bucket(tensors["input"].shape[0])
             program = programs.program(signature, rows)
-            run = program.backward(self._names(asked))
-            gradients = run(
-                self._export(tensors, rows),
+            backward = program.backward(self._names(asked))
+            gradients = backward.run(
+                self._export({name: x for name, x in tensors.items() if name in backward.reads}, rows),
                 _padded(outputs, program.outputs),
-                _padded(kept, program.kept),
+                _padded([x if read else None for x, read in zip(kept, backward.reads_kept, strict=True)], program.kept),
                 _padded(cotangents, program.outputs[: program.differentiable]),
             )
             found = [self._import(name, gradients[name], tensors) for name in self._names(asked)]
@@ -190,7 +200,8 @@ class Operation:
             for name in asked
         ]
 
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        """Saves what the backward needs."""
         _, signature = self._read(inputs)
         layout = programs.layout(signature)
         count = len(self.tensors)
@@ -203,7 +214,8 @@ class Operation:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[layout.differentiable :])
 
-    def _differentiate(self, ctx: Any, cotangents: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Gradients of the arguments."""
         count = len(self.tensors)
         saved = ctx.saved_tensors
         tensors, output = saved[:count], saved[count:]
@@ -211,18 +223,20 @@ class Operation:
         asked = 0
         for bit, name in enumerate(self.differentiable):
             position = self.tensors.index(name)
-            if differentiated >> bit & 1 and ctx.needs_input_grad[position] and _is_asked(ctx, tensors, position):
+            if differentiated >> bit & 1 and ctx.needs_input_grad[position] and graph.is_asked(ctx, tensors, position):
                 asked |= 1 << bit
         gradients: dict[str, Tensor | None] = {}
         given = cotangents[: ctx.differentiable]
         if asked and any(x is not None for x in given):
-            operator = getattr(torch.ops.pallas_ce, f"{self.name}_backward")
-            found = operator(
+            # Only the operator raises where these gradients are to be differentiated in turn.
+            straight = eager.serves((*saved, *given)) and not torch.is_grad_enabled()
+            backward = self.backward if straight else getattr(torch.ops.pallas_ce, f"{self.name}_backward")
+            found = backward(
                 *tensors, *ctx.static, list(output[: ctx.outputs]), list(output[ctx.outputs :]), list(given), asked
             )
             gradients = dict(zip(self._names(asked), found, strict=True))
         if (gradient := gradients.get("linear_weight")) is not None:
-            gradients["linear_weight"] = _into_main_grad(_node_of(ctx, tensors, 1), gradient)
+            gradients["linear_weight"] = graph.into_main_grad(graph.node_of(ctx, tensors, 1), gradient)
         return (*(gradients.get(name) for name in self.tensors), *(None for _ in ctx.static))
 
 
@@ -244,46 +258,9 @@ def _without_padding(tensor: Tensor, tokens: int) -> Tensor:
 def _padded(tensors: Sequence[Tensor | None], structs: Sequence[Any]) -> list[jax.Array | None]:
     """Arrays for JAX; those with fewer rows than `structs` say are padded."""
     return [
-        None if x is None else exchange.to_jax(x if x.shape == s.shape else bucketing.pad(x, s.shape[0]))
+        None if x is None else exchange.share(x if x.shape == s.shape else bucketing.pad(x, s.shape[0]))
         for x, s in zip(tensors, structs, strict=True)
     ]
-
-
-def _node_of(ctx: Any, tensors: Sequence[Tensor | None], position: int) -> Any | None:
-    """The autograd node that the gradient of the tensor at `position` goes to."""
-    edges = ctx.next_functions
-    return edges[sum(x is not None for x in tensors[:position])][0]
-
-
-def _is_asked(ctx: Any, tensors: Sequence[Tensor | None], position: int) -> bool:
-    """Whether this backward pass uses the gradient: `torch.autograd.grad` and zero-bubble schedules ask for a part.
-
-    `needs_input_grad` only knows what could be asked for. Whoever captures a leaf's gradient needs it; PyTorch says so
-    by raising RuntimeError.
-    """
-    node = _node_of(ctx, tensors, position)
-    if node is None or torch.compiler.is_compiling():
-        return True
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
-
-
-def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
-    """Adds to the weight's float32 `main_grad`, where it has one, in place of `.grad`.
-
-    `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive.
-    """
-    weight: Any = getattr(node, "variable", None)
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return gradient
-    main_grad.add_(gradient)
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-        return torch.empty_like(gradient)
-    return None
 
 
 LINEAR_CROSS_ENTROPY = Operation(
@@ -318,10 +295,20 @@ LINEAR_ROW_STATISTICS = Operation(
     operations.STATISTICS,
     operations.StatisticsOptions,
     ("input", "linear_weight"),
-    ("target", "linear_bias", "logit_scale", "logit_weights", "row_mask"),
-    {"input": 0, "target": -1, "row_mask": 0},
+    ("target", "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
+    {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
     ("input", "linear_weight", "linear_bias", "logit_scale"),
 )
 
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS):
+LINEAR_LOG_PROBS = Operation(
+    "linear_log_probs",
+    operations.LOG_PROBS,
+    operations.LogProbsOptions,
+    ("input", "linear_weight", "target"),
+    ("linear_bias", "logit_scale", "temperature"),
+    {"input": 0, "target": -1, "temperature": 1},
+    ("input", "linear_weight", "linear_bias", "logit_scale"),
+)
+
+for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
     _operation.register()

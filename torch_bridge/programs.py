@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -83,30 +84,48 @@ class Layout(NamedTuple):
     kept: tuple[Shape, ...]
 
 
+class Backward(NamedTuple):
+    """The compiled backward of some gradients.
+
+    Attributes:
+        reads: names of the inputs that it takes; of the others it needs nothing but their shapes.
+        reads_kept: of each array kept, whether it takes it.
+        run: `(arrays, outputs, kept, cotangents) -> gradients`. What it does not take may be missing or None, as may
+            outputs that are not in `Layout.reread`; a cotangent of None is zero.
+    """
+
+    reads: frozenset[str]
+    reads_kept: tuple[bool, ...]
+    run: Callable[..., dict[str, jax.Array]]
+
+
 class Program:
     """The programs of one signature and number of rows; compiled when first called."""
 
     def __init__(self, signature: Signature, rows: int) -> None:
         self._signature = signature
         self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
-        self._backwards: dict[tuple[str, ...], Callable[..., dict[str, jax.Array]]] = {}
+        self._backwards: dict[tuple[str, ...], Backward] = {}
         self.differentiable = 0
         self.forward = jax.jit(self._forward)
-        structs = {name: shape.struct(rows) for name, shape in signature.arrays}
-        self.outputs, self.kept = jax.eval_shape(self.forward, structs)
+        self._structs = {name: shape.struct(rows) for name, shape in signature.arrays}
+        self.outputs, self.kept = jax.eval_shape(self.forward, self._structs)
 
     @property
     def reread(self) -> frozenset[int]:
         """Indices of the outputs that the backward needs."""
         return frozenset(i for i in jax.tree.leaves(self._known) if i < len(self.outputs))
 
-    def backward(self, asked: tuple[str, ...]) -> Callable[..., dict[str, jax.Array]]:
-        """`(arrays, outputs, kept, cotangents) -> gradients` of the inputs in `asked`; the others' work is not done.
-
-        A cotangent of None is zero; outputs that are not in `reread` may be None.
-        """
+    def backward(self, asked: tuple[str, ...]) -> Backward:
+        """The gradients of the inputs in `asked`; the others' work is not done."""
         if asked not in self._backwards:
-            self._backwards[asked] = jax.jit(functools.partial(self._backward, asked))
+            outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
+            given = (self._structs, outputs, self.kept, self.outputs[: self.differentiable])
+            jaxpr = jax.make_jaxpr(functools.partial(self._backward, asked))(*given).jaxpr
+            _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+            arrays, _, kept, _ = jax.tree.unflatten(jax.tree.structure(given), used)
+            reads = frozenset(name for name, is_read in arrays.items() if is_read)
+            self._backwards[asked] = Backward(reads, tuple(kept), jax.jit(functools.partial(self._backward, asked)))
         return self._backwards[asked]
 
     def _forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -134,11 +153,12 @@ class Program:
         asked: tuple[str, ...],
         arrays: Arrays,
         outputs: Sequence[jax.Array | None],
-        kept: Sequence[jax.Array],
+        kept: Sequence[jax.Array | None],
         cotangents: Sequence[jax.Array | None],
     ) -> dict[str, jax.Array]:
         function, options = self._signature.function, self._signature.options
-        saved = [*outputs, *kept]
+        arrays = {name: _or_zeros(arrays.get(name), struct) for name, struct in self._structs.items()}
+        saved = [*outputs, *map(_or_zeros, kept, self.kept)]
         known = jax.tree.map(lambda i: saved[i], self._known)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
@@ -150,6 +170,11 @@ class Program:
             for x, cotangent in zip(found, cotangents, strict=True)
         )
         return pull(tuple(given))[0]
+
+
+def _or_zeros(array: jax.Array | None, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros stand for what nothing is computed from."""
+    return jnp.zeros(struct.shape, struct.dtype) if array is None else array
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,20 +28,25 @@ _BURST_MILLISECONDS = 150.0
 Clock = Callable[[Any, tuple[Any, ...]], float]
 
 
-def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
-    """Milliseconds of one launch among many."""
+def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Milliseconds of one `run()` among many, after which `wait(its result)` waits for the device."""
 
     def series(launches: int) -> float:
-        jax.block_until_ready(arguments)
         start = time.perf_counter()
         for _ in range(launches):
-            last = program(*arguments)
-        jax.block_until_ready(last)
+            last = run()
+        wait(last)
         return time.perf_counter() - start
 
     short, long = series(_LAUNCHES), series(3 * _LAUNCHES)
     # On a host so busy that the longer series was the shorter one, the difference means nothing.
     return 1e3 * ((long - short) / (2 * _LAUNCHES) if long > short else long / (3 * _LAUNCHES))
+
+
+def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of one launch among many."""
+    jax.block_until_ready(arguments)
+    return per_launch(lambda: program(*arguments), jax.block_until_ready)
 
 
 def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:

@@ -20,8 +20,8 @@ _USE_REFERENCE = "implementation='reference' materialises the logits and support
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _barrier(instead: str, tree: Any) -> Any:
-    return tree
+def _barrier(instead: str, array: Any) -> Any:
+    return array
 
 
 @_barrier.defjvp
@@ -31,7 +31,8 @@ def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
 
 def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError naming `instead`."""
-    return _barrier(instead, tree)
+    # Each array has its own, so that those nothing is computed from are neither kept nor asked for.
+    return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
 def wanted_inputs(hidden: Any, head: Any) -> Wanted:

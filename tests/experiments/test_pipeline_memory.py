@@ -38,8 +38,35 @@ def test_stored_logits_of_every_microbatch_in_flight_are_counted():
 def test_the_recorded_figures_are_those_of_the_program_and_keep_the_promise():
     record = json.loads(pipeline_memory.RESULTS.read_text())
     assert record["shape"] == {"tokens": 4096, "width": 2048, "vocabulary": 151_936, "in_flight": 4}
-    found = pipeline_memory.compare(record["shape"], pipeline_memory.counted)
+    found = pipeline_memory.compare(
+        {name: pipeline_memory.counted(name, record["shape"]) for name in pipeline_memory.contenders()}
+    )
     for name, row in found.items():
         assert record["counted"][name] == pytest.approx(row, rel=1e-3)
     assert found["fused"]["head_saved"] > 0.8
     assert found["fused"]["stage_saved"] > 0.43
+
+
+def test_every_contender_computes_the_same_gradients():
+    shape = {"tokens": 24, "width": 16, "vocabulary": 200}
+    found = {}
+    for name, contender in pipeline_memory.contenders().items():
+        torch.manual_seed(0)
+        head = torch.nn.Linear(shape["width"], shape["vocabulary"], bias=False)
+        hidden = torch.randn(1, shape["tokens"], shape["width"], requires_grad=True)
+        module, loss_fn = contender(head)
+        target = torch.randint(0, shape["vocabulary"], (1, shape["tokens"]))
+        found[name] = torch.autograd.grad(loss_fn(module(hidden), target), (hidden, head.weight))
+    for name in ("chunked", "fused"):
+        torch.testing.assert_close(found[name], found["logits"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_measured_run_is_written_beside_the_counts_and_drawn(tmp_path, capsys):
+    shape = ["--tokens=256", "--width=64", "--vocabulary=100000", "--in-flight=3"]
+    pipeline_memory.main([*shape, "--device=cpu", "--implementation=xla", f"--out={tmp_path / 'run.json'}"])
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert set(record["measured"]) == set(record["allocators"]) == {"logits", "chunked", "fused"}
+    assert record["measured"]["logits"]["head_bytes"] > 3 * 256 * 100000 * 2  # bfloat16 logits of every microbatch
+    assert (tmp_path / "run.png").stat().st_size > 0
+    assert capsys.readouterr().out.count("saved") == 18

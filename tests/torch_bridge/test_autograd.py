@@ -24,14 +24,13 @@ def head():
 def asked(monkeypatch):
     """Which gradients each call of the operator's backward computes."""
     seen = []
-    operation = ops.LINEAR_CROSS_ENTROPY
-    original = torch.ops.pallas_ce.linear_cross_entropy_backward
+    original = ops.Operation.backward
 
-    def counting(*arguments):
+    def counting(operation, *arguments):
         seen.append(operation._names(arguments[-1]))
-        return original(*arguments)
+        return original(operation, *arguments)
 
-    monkeypatch.setattr(torch.ops.pallas_ce, "linear_cross_entropy_backward", counting)
+    monkeypatch.setattr(ops.Operation, "backward", counting)
     return seen
 
 
@@ -238,16 +237,33 @@ def test_scalar_tensors_are_differentiated(head):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def program_of(hidden, weight, target, mode):
+    arguments = [hidden, weight, target.int(), *[None] * 7, 3, "float32", "mean", -100]
+    arguments += [None, None, mode, None, None, False]
+    _, signature = ops.LINEAR_CROSS_ENTROPY._read(arguments)
+    return programs.program(signature, 256), {name: shape.struct(256) for name, shape in signature.arrays}
+
+
+@pytest.mark.parametrize(
+    ("mode", "reads", "kept"),
+    [
+        ("in_forward", set(), {(256, WIDTH), (VOCABULARY, WIDTH)}),
+        ("recompute", {"input", "linear_weight", "target"}, {(256,)}),
+    ],
+)
+def test_a_backward_takes_only_what_it_computes_from(head, mode, reads, kept):
+    """The rest is neither padded nor handed over."""
+    program, _ = program_of(*head, mode)
+    backward = program.backward(("input", "linear_weight"))
+    assert backward.reads == reads
+    assert {x.shape for x, read in zip(program.kept, backward.reads_kept, strict=True) if read} == kept
+
+
 @pytest.mark.parametrize(
     ("asked", "products"), [(("input", "linear_weight"), 3), (("input",), 2), (("linear_weight",), 2)]
 )
 def test_half_a_recomputing_backward_has_no_product_of_the_other_half(head, asked, products):
     """Counted in the compiled program: the logits again, and one product for each gradient asked for."""
-    hidden, weight, target = head
-    arguments = [hidden, weight, target.int(), *[None] * 7, 3, "float32", "mean", -100]
-    arguments += [None, None, "recompute", None, None, False]
-    _, signature = ops.LINEAR_CROSS_ENTROPY._read(arguments)
-    program = programs.program(signature, 256)
-    arrays = {name: shape.struct(256) for name, shape in signature.arrays}
-    compiled = program.backward(asked).lower(arrays, [None], program.kept, [program.outputs[0]]).compile()
+    program, arrays = program_of(*head, "recompute")
+    compiled = program.backward(asked).run.lower(arrays, [None], program.kept, [program.outputs[0]]).compile()
     assert len(re.findall(r"= f32\S* dot\(", compiled.as_text())) == products

@@ -77,9 +77,31 @@ def test_the_loss_operator_passes_torchs_own_checks(mode, differentiated):
 
 def test_the_statistics_operator_passes_torchs_own_checks():
     hidden, weight, target = problem()
-    arguments = (hidden, weight, target.int(), None, None, None, torch.ones(12, dtype=torch.bool))
-    options = (3, "float32", "lse,entropy,max_logit,argmax", None, None, None, None)
+    arguments = (hidden, weight, target.int(), None, None, None, torch.ones(12, dtype=torch.bool), None)
+    options = (3, "float32", "lse,entropy,max_logit,argmax", None, None, None, None, 1.0)
     torch.library.opcheck(torch.ops.pallas_ce.linear_row_statistics.default, (*arguments, *options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dispatch_mode_sees_the_operators_and_gets_what_is_computed_without_one(mode):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def function(*given):
+        return loss(mode, *given)
+
+    want = gradients(function, *problem())
+    with Recorder():
+        got = gradients(function, *problem())
+    ours = [name for name in seen if name.startswith("pallas_ce")]
+    assert ours == ["pallas_ce::linear_cross_entropy", "pallas_ce::linear_cross_entropy_backward"]
+    assert all(map(torch.equal, got, want))
 
 
 def test_shapes_are_known_without_computing():

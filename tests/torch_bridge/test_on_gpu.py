@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from torch_bridge import linear_cross_entropy, memory_usage, to_jax, to_torch
+from torch_bridge import linear_cross_entropy, linear_log_probs, memory_usage, to_jax, to_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +71,17 @@ def test_tensors_dropped_while_jax_reads_them_are_not_overwritten(mode):
         jnp.full(hidden.shape, jnp.nan, jnp.bfloat16)
         assert torch.equal(loss, want)
         assert torch.equal(kept, exact)
+
+
+def test_log_probs_on_the_device_are_those_of_stored_logits():
+    hidden, weight, target = problem()
+    temperature = torch.linspace(0.5, 2, len(target), device="cuda")
+    found = linear_log_probs(hidden, weight, target, temperature=temperature, return_entropy=True)
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature[:, None], 1)
+    want = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    for got, exactly in zip(found[:2], want, strict=True):
+        torch.testing.assert_close(got.double(), exactly, rtol=1e-5, atol=1e-4)
+    assert (found.log_probs.sum() + found.entropy.sum()).requires_grad
 
 
 def test_every_device_of_a_process_computes_its_own():

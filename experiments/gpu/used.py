@@ -1,0 +1,26 @@
+"""Memory in use as the driver counts it, which sees both frameworks' pools."""
+
+import resource
+
+import torch
+
+import torch_bridge
+
+
+def used_bytes(device: str) -> int:
+    """Bytes of the CUDA device in use, by all processes; for the CPU, the most that this process has had.
+
+    Neither framework's pool returns memory by itself, so that what is in use after a call is the peak within it.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def allocated_peak_bytes(device: str) -> int:
+    """The sum of both allocators' peaks on the CUDA device, which need not have coincided; else `used_bytes`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() + (torch_bridge.memory_usage().jax_peak or 0)
+    return used_bytes(device)
