@@ -4,7 +4,8 @@ TMA wants rows of 16-byte multiples; the tiled layout of wgmma asks for a little
 row length in sixteens (32 bytes). Hidden states are padded where need be, which costs little. The weight is not:
 
 * `[V, H]`: a kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
-* Where H (or V of a `[H, V]` weight) is not a multiple of 16 no view can help: one padded copy (`weight_copied`).
+* Where H (or V of a `[H, V]` weight) is not a multiple of 16, or V is below 8, no view can help: one padded copy
+  (`weight_copied`).
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ LENGTH_MULTIPLE = 16
 
 def weight_copied(spec: HeadSpec) -> bool:
     """Whether the kernels need a padded copy of the weight."""
-    length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
-    return length % LENGTH_MULTIPLE != 0 or (spec.vocab_axis == 1 and spec.hidden_size % LENGTH_MULTIPLE != 0)
+    if spec.vocab_axis == 0:
+        return spec.hidden_size % LENGTH_MULTIPLE != 0 or spec.weight_rows < ROW_MULTIPLE
+    return spec.weight_rows % LENGTH_MULTIPLE != 0 or spec.hidden_size % LENGTH_MULTIPLE != 0
 
 
 def covered(spec: HeadSpec) -> int:
