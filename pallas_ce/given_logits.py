@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ce import arguments, evaluate, inputs
 from pallas_ce import labels as label_rule
+from pallas_ce.backends import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.losses import Metrics, Reduction, safe_inverse
 from pallas_ce.meshes import in_automatic_region
@@ -31,6 +32,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     normalizer: Any | None = None,
     vocab_size: int | None = None,
+    implementation: Implementation | None = None,
     validate_labels: bool = False,
     return_metrics: bool = False,
 ) -> Any:
@@ -63,6 +65,9 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, where the number of rows is a multiple of 8 and
+            V' one of 16: a kernel reads all rows at once, so that a chunk size does not matter, and logits that are not
+            donated are not copied), or None to choose.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
             `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
@@ -72,7 +77,7 @@ def cross_entropy(
         `return_metrics`, the pair `(loss, Metrics)`. The gradient has the logits' dtype.
 
     Raises:
-        ValueError: shapes or values that do not fit.
+        ValueError: shapes or values that do not fit, a named implementation that cannot serve.
         TypeError: dtypes that do not fit; `validate_labels` on traced labels.
         NotImplementedError: when differentiated twice.
 
@@ -105,6 +110,7 @@ def cross_entropy(
         reduction=reduction,
         normalizer=normalizer,
         vocab_size=vocab_size,
+        implementation=implementation,
         validate_labels=validate_labels,
         return_metrics=return_metrics,
     )
@@ -193,6 +199,7 @@ def _checked(
     reduction: Reduction = "mean",
     normalizer: Any | None = None,
     vocab_size: int | None = None,
+    implementation: Implementation | None = None,
     validate_labels: bool = False,
     return_metrics: bool = False,
 ) -> Any:
@@ -210,10 +217,16 @@ def _checked(
         spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    static = _Static(reduction, ignore_index, return_metrics, mode.Given(spec, chunk))
+    static = _Static(reduction, ignore_index, return_metrics, mode.Given(spec, chunk, _in_kernel(implementation)))
     function = functools.partial(_cross_entropy, static)
     loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)
     return (loss, metrics) if return_metrics else loss
+
+
+def _in_kernel(implementation: str | None) -> bool:
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(f"implementation={implementation!r} does not serve given logits: choose 'xla' or 'mosaic_gpu'")
+    return implementation == "mosaic_gpu"
 
 
 @dataclasses.dataclass(frozen=True)

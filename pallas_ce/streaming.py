@@ -8,7 +8,7 @@ for one of these operations replaces the fold over tiles and leaves the rest.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,17 @@ from pallas_ce.head import HeadSpec
 from pallas_ce.loops import fori_loop
 from pallas_ce.operations import over_rows_only
 from pallas_ce.xla.backend import ROWS, TILE_ELEMENTS
+
+
+class Planner(Protocol):
+    """Chooses blocks of rows."""
+
+    def plan(self, tokens: int) -> Plan:
+        """Block sizes for `tokens` rows, at least one.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +89,7 @@ def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callab
 
 def over_rows_that_count[ByRow, Shared, Out](
     visit: Callable[[ByRow, Shared, Plan], Out],
-    streams: Streams,
+    planner: Planner,
     empty: Callable[[int], Out],
     by_row: ByRow,
     shared: Shared,
@@ -88,7 +99,7 @@ def over_rows_that_count[ByRow, Shared, Out](
 
     Args:
         visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
-        streams: gives the block sizes.
+        planner: gives the block sizes.
         empty: `N -> out` of rows that do not count.
         by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
         shared: a tree of arrays that all rows share.
@@ -100,7 +111,7 @@ def over_rows_that_count[ByRow, Shared, Out](
         tokens = jax.tree.leaves(by_row)[0].shape[0]
         if tokens == 0:
             return empty(0)
-        plan = streams.plan(tokens)
+        plan = planner.plan(tokens)
 
         def body(block: RowBlock, out: Any) -> Any:
             values = visit(jax.tree.map(block.take, by_row), shared, plan)

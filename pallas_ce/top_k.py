@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce import arguments, inputs
-from pallas_ce.backends import Plan
+from pallas_ce import arguments, backends, inputs
+from pallas_ce.backends import Implementation, Plan
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.selection import Largest
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
-from pallas_ce.streaming import Streams, Temperature, fold_tiles, over_rows_that_count, tempered
+from pallas_ce.streaming import Planner, Streams, Temperature, fold_tiles, over_rows_that_count, tempered
 
 _LSE = frozenset({"lse"})
 
@@ -47,6 +49,7 @@ def linear_top_k(
     logit_softcap: float | None = None,
     logit_scale: Any = 1.0,
     dtype: Any | None = None,
+    implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
 ) -> TopK:
     r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
@@ -71,13 +74,16 @@ def linear_top_k(
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
         dtype: compute dtype.
+        implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
+            many rows as `scratch_bytes` holds), or None to choose.
         scratch_bytes: bound on scratch memory.
 
     Returns:
         TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf.
 
     Raises:
-        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row.
+        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row, a named
+            implementation that cannot serve.
         TypeError: dtypes that do not fit.
 
     Example:
@@ -95,11 +101,10 @@ def linear_top_k(
     )  # fmt: skip
     leading = arrays.hidden.shape[:-1]
     k = check_k("k", k, spec.vocab_size)
-    # Beside the logits: their exponentials, and what selecting from them takes.
-    streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 4, least_columns=k)
-    streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
+    finder = _finder(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes))
+    finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
     temperatures = Temperature.read(temperature, leading)
-    function = functools.partial(_linear_top_k, _Static(k, spec, streams))
+    function = functools.partial(_linear_top_k, (k, spec, finder))
     mask = inputs.read_row_mask(row_mask, leading)
     return in_automatic_region(function, True, arrays.hidden, arrays, temperatures, mask)
 
@@ -111,18 +116,35 @@ def check_k(name: str, k: Any, vocab_size: int) -> int:
     return int(k)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    k: int
-    spec: HeadSpec
-    streams: Streams
+class Finder(Planner, Hashable, Protocol):
+    """How an implementation finds the k largest logits of a block of rows, and how large blocks are."""
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
+
+
+def _finder(k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None) -> Finder:
+    """That of the implementation which serves the call."""
+    name, _ = backends.choose(implementation, spec)
+    if name == "mosaic_gpu":
+        from pallas_ce.mosaic_gpu.top_k import StoredBlocks
+
+        return StoredBlocks(spec, k, scratch_bytes)
+    if name == "xla":
+        # Beside the logits: their exponentials, and what selecting from them takes.
+        return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
+    raise ValueError(f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of stored logits")
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_top_k(
-    static: _Static, arrays: inputs.HeadArrays, temperature: Temperature, row_mask: jax.Array | None
+    static: tuple[int, HeadSpec, Finder],
+    arrays: inputs.HeadArrays,
+    temperature: Temperature,
+    row_mask: jax.Array | None,
 ) -> TopK:
-    k, spec, leading = static.k, static.spec, arrays.hidden.shape[:-1]
+    k, spec, finder = static
+    leading = arrays.hidden.shape[:-1]
     hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
     mask = None if row_mask is None else row_mask.reshape(-1)
 
@@ -132,49 +154,56 @@ def _linear_top_k(
 
     with jax.named_scope("pallas_ce.top_k"):
         by_row = (hidden, temperature.by_row(leading, spec))
-        visit = functools.partial(_block, k)
-        found = over_rows_that_count(visit, static.streams, empty, by_row, head, mask)
+        found = over_rows_that_count(functools.partial(_block, finder), finder, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(*leading, k), found)
 
 
-class _Best(NamedTuple):
-    """The k largest logits `[n, k]` of the columns seen so far, in order, and their ids."""
+def _block(finder: Finder, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
+    hidden, temperature = by_row
+    best, partial = finder.find(head, hidden, temperature, plan)
+    scaled, lse = tempered(best.values, temperature), finalise(partial, _LSE)["lse"]
+    # A row of -inf only: (-inf) - (-inf) would be nan.
+    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
+    return TopK(best.values, best.places, log_probs)
 
-    logits: jax.Array
-    ids: jax.Array
+
+@dataclasses.dataclass(frozen=True)
+class _Tiled:
+    """A tile at a time, joined with the best of the tiles before it."""
+
+    k: int
+    streams: Streams
+
+    def plan(self, tokens: int) -> Plan:
+        """See `Streams`."""
+        return self.streams.plan(tokens)
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """See `Finder`."""
+
+        def part(tile: Tile) -> tuple[Largest, Partial]:
+            logits = head.tile_logits(hidden, tile)
+            partial = partial_of_tile(tempered(logits, temperature), tile.columns, tile.live, None, None, _LSE)
+            return _best_of_tile(self.k, logits, tile), partial
+
+        def join(a: tuple[Largest, Partial], b: tuple[Largest, Partial]) -> tuple[Largest, Partial]:
+            return _merge_best(a[0], b[0]), merge(a[1], b[1])
+
+        return fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
 
 
-def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> _Best:
+def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
     """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
     live = logits if tile.live is None else jnp.where(tile.live, logits, -jnp.inf)
     values, places = lax.top_k(live, k)
-    return _Best(values, tile.start + places.astype(jnp.int32))
+    return Largest(values, tile.start + places.astype(jnp.int32))
 
 
-def _merge_best(a: _Best, b: _Best) -> _Best:
+def _merge_best(a: Largest, b: Largest) -> Largest:
     """The k largest of both, where the columns of `a` lie before those of `b`.
 
     `lax.top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b`
     that are not live and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
     """
-    values, places = lax.top_k(jnp.concatenate([a.logits, b.logits], 1), a.logits.shape[1])
-    ids = jnp.take_along_axis(jnp.concatenate([a.ids, b.ids], 1), places, axis=1)
-    return _Best(values, ids)
-
-
-def _block(k: int, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
-    hidden, temperature = by_row
-
-    def part(tile: Tile) -> tuple[_Best, Partial]:
-        logits = head.tile_logits(hidden, tile)
-        partial = partial_of_tile(tempered(logits, temperature), tile.columns, tile.live, None, None, _LSE)
-        return _best_of_tile(k, logits, tile), partial
-
-    def join(a: tuple[_Best, Partial], b: tuple[_Best, Partial]) -> tuple[_Best, Partial]:
-        return _merge_best(a[0], b[0]), merge(a[1], b[1])
-
-    best, partial = fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
-    scaled, lse = tempered(best.logits, temperature), finalise(partial, _LSE)["lse"]
-    # A row of -inf only: (-inf) - (-inf) would be nan.
-    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
-    return TopK(best.logits, best.ids, log_probs)
+    values, places = lax.top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
+    return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))

@@ -6,7 +6,7 @@ derivatives and dlogits are made at once, and dlogits take the logits' place. XL
 the logits are not needed any more: an intermediate of a training step, or an argument that the caller donates. No
 float32 copy of narrower logits is ever larger than a block.
 
-`block_statistics` and `block_gradient` are all that a kernel would have to replace.
+On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
 import dataclasses
@@ -15,44 +15,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce import coefficients as coef
-from pallas_ce.blocks import RowBlock, RowBlocks, Rows
-from pallas_ce.head import LogitsSpec
+from pallas_ce.blocks import RowBlock
 from pallas_ce.modes import differentiation as diff
 from pallas_ce.modes.forward import Statistics, put_all
+from pallas_ce.modes.given_blocks import Given as Given
+from pallas_ce.modes.given_blocks import block_gradient, block_statistics
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
 from pallas_ce.operations import over_rows_only
-from pallas_ce.statistics import finalise, partial_of_tile
-
-# Elements of a block of rows: 8 MiB of float32.
-_BLOCK_ELEMENTS = 2**21
 
 _INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """How a call is carried out; static and hashable.
-
-    Attributes:
-        spec: the logits' static facts.
-        chunk: at most so many rows a block; None for no bound but the cache's.
-    """
-
-    spec: LogitsSpec
-    chunk: int | None = None
-
-    def blocks(self, tokens: int) -> RowBlocks:
-        """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
-        rows = max(1, _BLOCK_ELEMENTS // self.spec.columns)
-        return Rows.counted(None).blocks(tokens, min(rows, tokens, self.chunk or tokens))
-
-    @property
-    def normalises(self) -> bool:
-        """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
-        return self.spec.dtype == np.float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,89 +52,10 @@ class Residual(NamedTuple):
     factor: jax.Array
 
 
-def block_statistics(
-    spec: LogitsSpec,
-    names: frozenset[str],
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-) -> Statistics:
-    """Primitive statistics of a block of rows.
-
-    Args:
-        spec: the logits' static facts.
-        names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
-        logits: `[n, columns]`, as stored.
-        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
-        labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
-    """
-    columns, live = _columns(spec)
-    targets = names & {"target_logit", "log_prob"}
-    streamed = names - targets | ({"lse"} if "log_prob" in names else set())
-    partial = partial_of_tile(spec.capped(logits), columns, live, None, logit_weights, streamed)
-    found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
-    if targets:
-        assert labels is not None
-        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
-        picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
-        if "target_logit" in names:
-            found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
-        if "log_prob" in names:
-            assert partial.max is not None
-            assert partial.sum_exp is not None
-            # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
-            top = jnp.where(jnp.isneginf(partial.max), 0.0, partial.max)[:, None]
-            total = jnp.where(partial.sum_exp > 0, partial.sum_exp, 1.0)[:, None]
-            log_prob = (picked - top - jnp.log(total)).reshape(labels.shape)
-            found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
-    return found
-
-
-def block_gradient(
-    spec: LogitsSpec,
-    coefficients: coef.Coefficients,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    statistics: Statistics,
-    live_rows: jax.Array | None,
-) -> jax.Array:
-    """dlogits `[n, columns]` of a block of rows, in the accumulator dtype; exactly 0 where `live_rows [n]` is False.
-
-    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
-    """
-    columns, live = _columns(spec)
-    several = None if labels is None or labels.ndim == 1 else coefficients.target
-    if several is not None:
-        assert spec.softcap is None  # its slope at the labels would have to be applied to what is added below
-        coefficients = coefficients._replace(target=None)
-    gradient = coef.dlogits(
-        coefficients,
-        spec.capped(logits),
-        statistics.get("lse"),
-        columns,
-        live,
-        labels,
-        statistics.get("argmax"),
-        logit_weights,
-        spec.softcap,
-    )
-    if several is not None:
-        assert labels is not None
-        ids = jnp.where(labels >= 0, labels, spec.columns)
-        gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
-    return gradient if live_rows is None else jnp.where(live_rows[:, None], gradient, 0.0)
-
-
-def _columns(spec: LogitsSpec) -> tuple[jax.Array, jax.Array | None]:
-    columns = jnp.arange(spec.columns, dtype=jnp.int32)
-    return columns, None if spec.columns == spec.vocab_size else columns < spec.vocab_size
-
-
 def _zeros(
     given: Given, names: frozenset[str], logits: jax.Array, logit_weights: jax.Array | None, labels: jax.Array | None
 ) -> Statistics:
-    shapes = jax.eval_shape(functools.partial(block_statistics, given.spec, names), logits, logit_weights, labels)
+    shapes = jax.eval_shape(functools.partial(block_statistics, given, names), logits, logit_weights, labels)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
@@ -182,7 +76,7 @@ def _forward_statistics(given: Given, names: frozenset[str], *arrays: Any) -> St
 
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_logits, block_labels, live = _take(block, by_row)
-            values = block_statistics(given.spec, names, block_logits, logit_weights, block_labels)
+            values = block_statistics(given, names, block_logits, logit_weights, block_labels)
             return put_all(block, found, _select(live, values))
 
         return given.blocks(logits.shape[0]).for_each(body, _zeros(given, names, logits, logit_weights, labels))
@@ -235,7 +129,7 @@ def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[
             block_labels, live, statistics, cotangents = _take(block, rest)
             coefficients = _coefficients(cotangents, statistics, block_labels)
             values = block_gradient(
-                given.spec, coefficients, block.take(buffer), logit_weights, block_labels, statistics, live
+                given, coefficients, block.take(buffer), logit_weights, block_labels, statistics, live
             )
             return block.put(buffer, values)
 
@@ -316,7 +210,7 @@ def _statistics_and_gradient(call: Call, by_row: Any, shared: Any) -> Any:
         found, buffer, factors = carry
         block_labels, live, row_inputs = _take(block, by_row[1:])
         block_logits = block.take(buffer)
-        statistics = block_statistics(spec, names, block_logits, logit_weights, block_labels)
+        statistics = block_statistics(given, names, block_logits, logit_weights, block_labels)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
         statistics = jax.lax.optimization_barrier(_select(live, statistics))
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, (row_inputs, shared_inputs))
@@ -326,7 +220,7 @@ def _statistics_and_gradient(call: Call, by_row: Any, shared: Any) -> Any:
         if factors is not None:
             coefficients, factor = coef.normalise(coefficients, largest)
             factors = block.put(factors, jnp.broadcast_to(factor, block_logits.shape[:1]))
-        values = block_gradient(spec, coefficients, block_logits, logit_weights, block_labels, statistics, live)
+        values = block_gradient(given, coefficients, block_logits, logit_weights, block_labels, statistics, live)
         return put_all(block, found, statistics), block.put(buffer, values), factors
 
     factors = jnp.zeros(logits.shape[0], spec.accumulator) if given.normalises else None

@@ -19,7 +19,7 @@ _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 # Tiles are stored in blocks of so many rows, and bytes of each row.
 BLOCK = 64
-_BLOCK_BYTES = 128
+BLOCK_BYTES = 128
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -70,7 +70,7 @@ def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
 
 
 def _block_columns(dtype: Any) -> int:
-    return _BLOCK_BYTES // jnp.dtype(dtype).itemsize
+    return BLOCK_BYTES // jnp.dtype(dtype).itemsize
 
 
 def store_piece(

@@ -23,10 +23,9 @@ LENGTH_MULTIPLE = 16
 
 def weight_copied(spec: HeadSpec) -> bool:
     """Whether the kernels need a padded copy of the weight."""
-    if spec.vocab_axis == 0 and spec.weight_rows < ROW_MULTIPLE:
-        return True
-    length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
-    return length % LENGTH_MULTIPLE != 0 or (spec.vocab_axis == 1 and spec.hidden_size % LENGTH_MULTIPLE != 0)
+    if spec.vocab_axis == 0:
+        return spec.hidden_size % LENGTH_MULTIPLE != 0 or spec.weight_rows < ROW_MULTIPLE
+    return spec.weight_rows % LENGTH_MULTIPLE != 0 or spec.hidden_size % LENGTH_MULTIPLE != 0
 
 
 def covered(spec: HeadSpec) -> int:

@@ -35,6 +35,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16, "scale": 0.7}, {"columns": 192, "in_flight": 1}),
     ({"n": 9, "h": 8, "v": 5, "vocab_axis": 1, "softcap": 3.0}, {"rows": 128, "cluster": None}),
     ({"n": 129, "h": 64, "v": 320, "weights": True}, {"row_group": 1, "windows": 4, "stages": 2}),
+    ({"n": 9, "h": 16, "v": 5, "bias": True}, {"cluster": None}),
 ]
 
 

@@ -1,0 +1,102 @@
+"""The command line that the GPU benchmarks share: sections of points, measured in turn within a budget of time."""
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from experiments.gpu import timing
+from experiments.gpu.points import Point, Setting
+from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
+from experiments.machine import describe
+
+_DRY_DIVISOR = 64
+
+
+class Clocked(NamedTuple):
+    """How often and by which clock a program is timed."""
+
+    rounds: int
+    clock: timing.Clock
+
+
+class Measure(Protocol):
+    """Measures a point."""
+
+    def __call__(self, point: Point, how: Clocked) -> dict[str, Any]:
+        """Its record."""
+
+
+class Section(NamedTuple):
+    """Points of one result file.
+
+    Attributes:
+        points: what is measured; empty where the implementation has no such thing.
+        measure: makes a point's record `{"n", "v", ..., "results": {program: numbers}}`.
+    """
+
+    points: list[Point]
+    measure: Measure
+
+
+def run(
+    name: str, doc: str | None, sections: Callable[[Setting], dict[str, Section]], words: Sequence[str] | None
+) -> int:
+    """Measures, prints and writes each section as it goes; returns the exit status.
+
+    Args:
+        name: of the module in `experiments`, and of its result files.
+        doc: what `--help` says.
+        sections: by name.
+        words: the command line; None for the process's.
+    """
+    names = list(sections(Setting()))
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=names, metavar="SECTION", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=5, help="times each program of a point is timed")
+    parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
+    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
+    parser.add_argument("--again", action="store_true", help="measure points that the files already hold")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the commands work")
+    options = parser.parse_args(words)
+    if unknown := [section for section in options.sections if section not in names]:
+        parser.error(f"there is no section {unknown[0]!r}; choose from {', '.join(names)}")
+    if options.dry_run and options.out is None:
+        parser.error("--dry-run needs --out: its results are not those of the published sizes")
+    setting = Setting("xla", _DRY_DIVISOR) if options.dry_run else Setting()
+    clocked = Clocked(options.rounds, timing.CLOCKS[options.clock])
+    start = time.monotonic()
+    budget = Budget(None if options.minutes is None else 60 * options.minutes, time.monotonic)
+    left = 0
+    for section, (points, measure) in ((s, sections(setting)[s]) for s in options.sections):
+        if not points:
+            print(f"{section}: left out, implementation {setting.implementation!r} has no such thing")
+            continue
+
+        def told(point: str, record: dict[str, Any], section: str = section) -> None:
+            after = f"[{time.monotonic() - start:5.0f}s]"
+            print(f"{after} {section} {point} N {record['n']} V {record['v']}: {_shown(record)}", flush=True)
+
+        path = (options.out or FOLDER) / f"{name}_{section}.json"
+        machine = describe() | {"clock": options.clock, "rounds": options.rounds}
+        try:
+            results = Results(path, f"python -m experiments.{name} {section}", machine, options.again)
+        except ResultError as error:
+            print(error, file=sys.stderr)
+            return 2
+        measured = functools.partial(measure, how=clocked)
+        left += run_points(points, lambda point: point.name, measured, results, budget, told)
+    if left:
+        print(f"time is up with {left} points left; run the same command again to go on")
+    return 0
+
+
+def _shown(record: dict[str, Any]) -> dict[str, float]:
+    """Of each program the figure by which it is judged; programs that are only a yardstick have none."""
+    judged = ("ratio", "share", "compile_seconds")
+    found = {k: next((r[f] for f in judged if f in r), None) for k, r in record["results"].items()}
+    return {k: round(number, 3) for k, number in found.items() if number is not None}

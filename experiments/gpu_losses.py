@@ -1,0 +1,97 @@
+"""Time and memory on a GPU of the losses beside plain cross entropy: `python -m experiments.gpu_losses`.
+
+Sections, each a JSON file under `experiments/results/` with the machine and versions:
+
+    log_probs  log-probability and entropy: forward, and forward+backward with different upstream weights for the two
+    top_k      the 64 largest logits of each row and their log-probabilities
+    given      cross entropy of logits at hand and its gradient, in their buffer ("donated") and not, at 8192 × 131072
+
+The first two at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
+forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that and the two gradient products.
+`beside_accumulator_mib` is temporary memory less hidden's float32 gradient. `given` is limited by memory: the bytes a
+second that two reads and a write of the logits amount to (a forward: one read), as a share of what a copy reaches.
+
+Each point is written when it is measured; run the command again to go on. `experiments.selective_log_softmax` has the
+log-probabilities picked from logits in PyTorch.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu import command, given_logits, timing
+from experiments.gpu.command import Clocked, Section
+from experiments.gpu.points import Point, Setting
+from experiments.gpu.programs import Program, checked
+from pallas_ce import linear_log_probs, linear_top_k
+
+_SHAPE = (16384, 131072, 4096)
+_GIVEN_SHAPE = (8192, 131072, 1)
+_K = 64
+_MORE_SCRATCH = 640 * 2**20
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes each section as it goes; returns the exit status."""
+    return command.run("gpu_losses", __doc__, sections, words)
+
+
+def log_probs(setting: Setting) -> dict[str, Program]:
+    """Log-probability and entropy, and all gradients through both."""
+    implementation = checked(setting.implementation)
+
+    def forward(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+        return linear_log_probs(hidden, weight, labels, return_entropy=True, implementation=implementation)
+
+    def weighted(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        found = forward(hidden, weight, labels)
+        angle = labels.astype(jnp.float32)  # weights of either sign, different for the two, and from row to row
+        total: jax.Array = jnp.sum(jnp.cos(angle) * found.log_probs + jnp.sin(angle) * found.entropy)
+        return total
+
+    return {"forward": forward, "both": jax.value_and_grad(weighted, argnums=(0, 1))}
+
+
+def top_k(setting: Setting) -> dict[str, Program]:
+    """The k largest logits, with the default scratch and with more, for blocks of 1024 rows."""
+    implementation = checked(setting.implementation)
+
+    def found(scratch_bytes: int | None) -> Program:
+        return lambda hidden, weight, labels: linear_top_k(
+            hidden, weight, _K, implementation=implementation, scratch_bytes=scratch_bytes
+        )
+
+    return {"forward": found(None), "forward more scratch": found(_MORE_SCRATCH // setting.divisor**2)}
+
+
+def sections(setting: Setting) -> dict[str, Section]:
+    """All sections by name."""
+
+    def linear(name: str, programs: Callable[[Setting], dict[str, Program]]) -> Section:
+        return Section([Point(name, setting.shape(_SHAPE), lambda: programs(setting))], _beside_products)
+
+    def measure_given(point: Point, how: Clocked) -> dict[str, Any]:
+        return given_logits.measure(point.shape, point.programs(), *how)
+
+    given = Point("given", setting.shape(_GIVEN_SHAPE), lambda: given_logits.programs(setting.implementation))
+    return {
+        "log_probs": linear("log_probs", log_probs),
+        "top_k": linear("top_k", top_k),
+        "given": Section([given], measure_given),
+    }
+
+
+def _beside_products(point: Point, how: Clocked) -> dict[str, Any]:
+    record = timing.measure(point.shape, point.programs(), *how)
+    n, _, h = point.shape
+    for name, result in record["results"].items():
+        if name.startswith("both"):
+            result["beside_accumulator_mib"] = result["temporary_mib"] - 4 * n * h / 2**20
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())

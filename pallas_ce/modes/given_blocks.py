@@ -1,0 +1,140 @@
+"""A block of rows of given logits: its statistics, and its dlogits. How large blocks are, and what works on them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce import coefficients as coef
+from pallas_ce.backends import Residual
+from pallas_ce.blocks import RowBlocks, Rows
+from pallas_ce.head import LogitsSpec
+from pallas_ce.modes.forward import Statistics
+from pallas_ce.statistics import Partial, finalise, partial_of_tile
+
+# Elements of a block of rows: 8 MiB of float32.
+_BLOCK_ELEMENTS = 2**21
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """How a call is carried out; static and hashable.
+
+    Attributes:
+        spec: the logits' static facts.
+        chunk: at most so many rows a block; None for no bound but the cache's.
+        kernel: whether Hopper kernels do the work. They take all rows at once, as nothing of a block's size is made
+            beside dlogits; labels have one target a row.
+    """
+
+    spec: LogitsSpec
+    chunk: int | None = None
+    kernel: bool = False
+
+    def blocks(self, tokens: int) -> RowBlocks:
+        """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
+        if self.kernel:
+            return Rows.counted(None).blocks(tokens, tokens)
+        rows = max(1, _BLOCK_ELEMENTS // self.spec.columns)
+        return Rows.counted(None).blocks(tokens, min(rows, tokens, self.chunk or tokens))
+
+    @property
+    def normalises(self) -> bool:
+        """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
+        return self.spec.dtype == np.float16
+
+
+def block_statistics(
+    given: Given,
+    names: frozenset[str],
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+) -> Statistics:
+    """Primitive statistics of a block of rows.
+
+    Args:
+        given: how.
+        names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
+        logits: `[n, columns]`, as stored.
+        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
+    """
+    spec = given.spec
+    targets = names & {"target_logit", "log_prob"}
+    streamed = names - targets | ({"lse"} if "log_prob" in names else set())
+    partial = _partial(given, logits, logit_weights, streamed)
+    found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
+    if targets:
+        assert labels is not None
+        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+        picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
+        if "target_logit" in names:
+            found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
+        if "log_prob" in names:
+            assert partial.max is not None
+            assert partial.sum_exp is not None
+            # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
+            top = jnp.where(jnp.isneginf(partial.max), 0.0, partial.max)[:, None]
+            total = jnp.where(partial.sum_exp > 0, partial.sum_exp, 1.0)[:, None]
+            log_prob = (picked - top - jnp.log(total)).reshape(labels.shape)
+            found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
+    return found
+
+
+def _partial(given: Given, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
+    """The `Partial` over the whole vocabulary, of statistics that need no target."""
+    if given.kernel and names:
+        from pallas_ce.mosaic_gpu import given_kernel
+
+        return given_kernel.statistics(given.spec, logits, logit_weights, names)
+    columns, live = _columns(given.spec)
+    return partial_of_tile(given.spec.capped(logits), columns, live, None, logit_weights, names)
+
+
+def block_gradient(
+    given: Given,
+    coefficients: coef.Coefficients,
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    statistics: Statistics,
+    live_rows: jax.Array | None,
+) -> jax.Array:
+    """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 where `live_rows [n]` is False.
+
+    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
+    """
+    spec = given.spec
+    if given.kernel:
+        from pallas_ce.mosaic_gpu import given_kernel
+
+        residual = Residual(statistics.get("lse"), statistics.get("argmax"))
+        return given_kernel.dlogits(spec, coefficients, logits, logit_weights, labels, residual, live_rows)
+    columns, live = _columns(spec)
+    several = None if labels is None or labels.ndim == 1 else coefficients.target
+    if several is not None:
+        assert spec.softcap is None  # its slope at the labels would have to be applied to what is added below
+        coefficients = coefficients._replace(target=None)
+    gradient = coef.dlogits(
+        coefficients,
+        spec.capped(logits),
+        statistics.get("lse"),
+        columns,
+        live,
+        labels,
+        statistics.get("argmax"),
+        logit_weights,
+        spec.softcap,
+    )
+    if several is not None:
+        assert labels is not None
+        ids = jnp.where(labels >= 0, labels, spec.columns)
+        gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
+    return gradient if live_rows is None else jnp.where(live_rows[:, None], gradient, 0.0)
+
+
+def _columns(spec: LogitsSpec) -> tuple[jax.Array, jax.Array | None]:
+    columns = jnp.arange(spec.columns, dtype=jnp.int32)
+    return columns, None if spec.columns == spec.vocab_size else columns < spec.vocab_size

@@ -1,0 +1,54 @@
+"""The k largest of each row by a tournament of groups, where sorting whole rows is what costs.
+
+Of groups of neighbouring entries, ordered by their largest entry and equal ones by their place, the first k hold the k
+largest entries, equal entries in order of their places as well. For let an entry e lie in a group that is not among
+them. Each of those k groups has a largest entry that comes before its own group's, hence before e: it is larger, or
+equal and, as groups are neighbours, at a lower place. So k entries come before e. Only maxima of groups are sorted, a
+few hundred at a time, and the entries of k groups.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Entries of a group where the rule is free to choose, and rows so short that they are sorted as they are.
+_GROUP = 8
+_SHORT = 512
+
+
+class Largest(NamedTuple):
+    """The k largest entries `[n, k]`, in descending order, equal ones in order of their places `[n, k]` int32."""
+
+    values: jax.Array
+    places: jax.Array
+
+
+def largest(values: jax.Array, k: int) -> Largest:
+    """What `lax.top_k` returns for `values [n, m]`, `k <= m`."""
+    n, m = values.shape
+    if m <= max(_SHORT, k * _GROUP):
+        found, places = lax.top_k(values, k)
+        return Largest(found, places.astype(jnp.int32))
+    # Padding comes last of all equal entries, of which there are m >= k others.
+    padded = jnp.pad(values, ((0, 0), (0, -m % _GROUP)), constant_values=-jnp.inf)
+    return largest_in_groups(padded.reshape(n, -1, _GROUP), k)
+
+
+def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None) -> Largest:
+    """The k largest of `groups [n, m, size]`, rows of neighbouring groups; places count through a row.
+
+    Args:
+        groups: read at k groups of each row only, where their maxima are given.
+        k: how many, at most `m * size`.
+        maxima: `[n, m]`, the groups' largest entries, where they are known.
+    """
+    n, m, size = groups.shape
+    maxima = groups.max(axis=2) if maxima is None else maxima
+    # In order of their places, so that of equal entries the first is the one at the lowest place.
+    chosen = lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
+    entries = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
+    found = largest(entries.reshape(n, -1), k)
+    group = jnp.take_along_axis(chosen, found.places // size, axis=1, mode="promise_in_bounds")
+    return Largest(found.values, group * size + found.places % size)

@@ -1,0 +1,173 @@
+"""The k largest on Hopper: the kernel that stores logits, under the interpreter; the whole, and what it compiles to."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_ce import linear_top_k
+from pallas_ce.head import HeadSpec
+from pallas_ce.mosaic_gpu import logits_kernel, operands
+from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.logits_kernel import GROUP
+from pallas_ce.mosaic_gpu.top_k import StoredBlocks
+from pallas_ce.settings import DEFAULT_SCRATCH_BYTES
+from pallas_ce.statistics import finalise
+from tests import compile_for_h200 as h200
+from tests.mosaic_gpu.conftest import logits_of, make_problem
+from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+
+SMALL = Config(rows=64, columns=64, stages=3, processors=4)
+LSE = frozenset({"lse"})
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "tempered"),
+    [
+        ({"n": 96, "h": 64, "v": 192}, {"cluster": None}, False),
+        ({"n": 96, "h": 64, "v": 190, "vocab_axis": 1, "rows": 192}, {"cluster": "rows"}, True),
+        (
+            {"n": 150, "h": 72, "v": 250, "bias": True, "scale": 1.3, "softcap": 5.0},
+            {"in_flight": 1, "windows": 2},
+            True,
+        ),
+        ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16}, {"columns": 128, "windows": 1}, False),
+        ({"n": 130, "h": 64, "v": 300, "rows": 304}, {"rows": 128, "columns": 128}, True),
+    ],
+)
+def test_logits_maxima_and_sums(
+    problem: dict[str, Any], config: dict[str, Any], tempered: bool, interpreted: Callable[..., Any]
+) -> None:
+    p, tiles = make_problem(**problem), dataclasses.replace(SMALL, **config)
+    n, covered = p.hidden.shape[0], operands.covered(p.head.spec)
+    temperature = jnp.linspace(0.02, 3, n) if tempered else jnp.ones(n)  # from where e^{z/T - max z} overflows
+    inverse = 1 / temperature if tempered else None
+    stored = interpreted(lambda head, h: logits_kernel.logits(head, h, inverse, tiles))(p.head, p.hidden)
+    want = logits_of(p)[:, :covered]
+    np.testing.assert_allclose(stored.logits[:n, :covered], want, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(stored.logits[:n, covered:]).all()
+    groups = stored.logits[:n].reshape(n, -1, GROUP)
+    np.testing.assert_array_equal(stored.maxima.T[:n], groups.max(axis=2))
+    lse = finalise(stored.partial, LSE)["lse"]
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(want / temperature[:, None], axis=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "k", "options"),
+    [
+        (70, 330, 5, {"temperature": 0.3, "logit_softcap": 2.0}),
+        (300, 331, 64, {"row_mask": np.arange(300) % 3 != 1, "temperature": np.linspace(0.5, 4, 300)}),
+        (40, 77, 77, {"vocab_size": 77}),
+        (20, 90, 12, {"vocab_size": 67, "vocab_axis": 1}),
+        (9, 5, 3, {}),
+    ],
+)
+def test_equals_the_top_k_of_stored_logits(
+    n: int, v: int, k: int, options: dict[str, Any], interpreted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits_kernel, "CONFIG", SMALL)
+    check(interpreted, n, v, k, options, two_blocks=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "v", "k", "options"),
+    [
+        (3000, 131072, 64, {}),
+        (1000, 50257, 64, {"temperature": 0.7, "row_mask": np.arange(1000) % 5 != 1}),
+        (300, 32000, 5, {"vocab_axis": 1, "vocab_size": 31000, "logit_softcap": 30.0}),
+        (77, 1000, 700, {"temperature": np.linspace(0.5, 4, 77)}),
+        (1, 128256, 1, {}),
+    ],
+)
+def test_on_a_gpu_it_equals_the_top_k_of_stored_logits(n: int, v: int, k: int, options: dict[str, Any]) -> None:
+    check(jax.jit, n, v, k, options, two_blocks=n > 500)
+
+
+def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, Any], two_blocks: bool) -> None:
+    """Small whole numbers: exact in bfloat16, with many equal logits and some of -inf; in several blocks of rows."""
+    arrays = exact_head(n, n, 32, v, 0.5)
+    hidden, weight = (jnp.asarray(arrays[name], jnp.bfloat16) for name in ("hidden", "weight"))
+    if options.get("vocab_axis"):
+        weight = weight.T
+    blocks = StoredBlocks(HeadSpec(32, v, v, 0, np.dtype(jnp.bfloat16), None), k, None)
+    scratch = blocks.plan(n // 2 + 1).scratch_bytes if two_blocks else None
+
+    def top_k(hidden: jax.Array, weight: jax.Array) -> Any:
+        return linear_top_k(
+            hidden, weight, k, bias=arrays["bias"], implementation="mosaic_gpu", scratch_bytes=scratch, **options
+        )
+
+    found = run(top_k)(hidden, weight)
+    stored = {name: options[name] for name in ("vocab_size", "logit_softcap") if name in options}
+    z = stored_logits(**arrays, **stored).astype(np.float32)
+    logits, ids = lax.top_k(jnp.asarray(z), k)
+    counts = options.get("row_mask", np.ones(n, bool))[:, None]
+    np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
+    cap_error = 2e-7 * (options.get("logit_softcap") or 0)  # the kernels' tanh is good to 1e-7
+    np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=1e-6, atol=cap_error)
+    scaled = z / np.reshape(options.get("temperature", 1.0), (-1, 1))
+    with np.errstate(invalid="ignore"):
+        log_probs = np.take_along_axis(log_softmax(scaled), np.asarray(ids), 1)
+    log_probs = np.where(np.isneginf(logits), -np.inf, log_probs)
+    np.testing.assert_allclose(found.log_probs, np.where(counts, log_probs, 0), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 256, 257, 5000, 16384, 10**7])
+@pytest.mark.parametrize("scratch", [None, 10**8, 10**9])
+def test_blocks_are_as_large_as_scratch_allows(tokens: int, scratch: int | None) -> None:
+    blocks = StoredBlocks(HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None), 64, scratch)
+    plan = blocks.plan(tokens)
+    assert 1 <= plan.rows <= tokens
+    assert plan.scratch_bytes <= (scratch or DEFAULT_SCRATCH_BYTES)
+    assert plan.rows == tokens or plan.rows <= 256 or plan.rows % 256 == 0
+    if scratch is None:
+        assert plan.rows >= min(tokens, 256)  # few rows are not cut, however little memory they would take
+
+
+def test_what_it_cannot_serve_is_named() -> None:
+    hidden, weight = jnp.ones((2, 16)), jnp.ones((64, 16))
+    with pytest.raises(ValueError, match=r"implementation='mosaic_gpu' cannot serve this call: .*float32"):
+        linear_top_k(hidden, weight, 3, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"implementation='reference' has no top-k: use 'xla'"):
+        linear_top_k(hidden, weight, 3, implementation="reference")
+    narrow = [x.astype(jnp.bfloat16) for x in (hidden, weight)]
+    with pytest.raises(ValueError, match=r"scratch_bytes=50 cannot hold one row of logits"):
+        linear_top_k(*narrow, 3, implementation="mosaic_gpu", scratch_bytes=50)
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "h", "axis", "scratch"),
+    [
+        (16384, 131072, 4096, 0, None),
+        (16384, 131072, 4096, 1, 640 * 2**20),
+        (1024, 50257, 768, 0, None),
+        (100, 128256, 4096, 0, None),
+    ],
+)
+def test_at_real_sizes_no_register_spills_and_scratch_holds(n: int, v: int, h: int, axis: int, scratch: Any) -> None:
+    mesh = h200.h200_mesh()
+
+    def top_k(hidden: Any, weight: Any) -> Any:
+        return linear_top_k(hidden, weight, 64, vocab_axis=axis, implementation="mosaic_gpu", scratch_bytes=scratch)
+
+    shapes = ((n, h), (v, h) if axis == 0 else (h, v))
+    compiled, report = h200.compile_for_h200(top_k, *(h200.shaped(mesh, shape, jnp.bfloat16) for shape in shapes))
+    assert report.kernels == 1
+    assert report.spilled_bytes == 0
+    assert not report.serialised
+    # What is written at the end, beside the scratch: three arrays of the results' size that a loop carries.
+    outputs = 3 * 4 * 64 * n
+    assert compiled.memory_analysis().temp_size_in_bytes <= (scratch or DEFAULT_SCRATCH_BYTES) + outputs
+    text = compiled.as_text()
+    lengths = [int(m) for m in re.findall(r" sort\(f32\[\d+,(\d+)\]", text)] or [
+        int(m) for m in re.findall(r"\(f32\[\d+,(\d+)\][^)]*\) sort\(", text)
+    ]
+    assert lengths
+    assert max(lengths) <= 1024
