@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.programs import Program, both, canonical, checked, ignoring, ours, statistics_of
+from pallas_ce import explain
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.mosaic_gpu import config, forward_kernel, tuning
-from pallas_ce.settings import DEFAULT_SCRATCH_BYTES
 from pallas_ce.statistics import finalise
 
 GRID = [(n, v, 4096) for n, v in itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144))]
@@ -77,7 +78,10 @@ def standard(setting: Setting) -> dict[str, Program]:
 
 def variants(setting: Setting) -> dict[str, Program]:
     """Ignored rows, a frozen weight, half the scratch and less, entropy as well as log-probability."""
-    name, budget = setting.implementation, DEFAULT_SCRATCH_BYTES // setting.divisor**2
+    name = setting.implementation
+    n, v, h = setting.shape(_OPTIONS_SHAPE)
+    arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
+    budget = explain(*arrays, implementation=checked(name), backward="in_forward").scratch_bytes
     in_forward = ours(name, backward="in_forward")
     recompute = ours(name, backward="recompute")
     return {
