@@ -19,10 +19,11 @@ from experiments.gpu.programs import BARE, THREE, Program, bare, for_hidden, for
 # Programs whose compilation is timed differ by so many rows.
 _COMPILED_STEP = 8
 
-# Launches of the short series; the long one has three times as many.
+# Launches of the short series, and the most that the long one has beside them.
 _LAUNCHES = 3
+_MOST_LAUNCHES = 400
 
-# The profiler's clock launches every program for about as long.
+# Each clock launches every program for about as long.
 _BURST_MILLISECONDS = 150.0
 _KEPT_BYTES = 16 * 2**30
 
@@ -39,9 +40,12 @@ def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
         wait(last)
         return time.perf_counter() - start
 
-    short, long = series(_LAUNCHES), series(3 * _LAUNCHES)
+    short = series(_LAUNCHES)
+    # Every program runs for about as long, so that none finds the GPU's clocks better rested than another.
+    more = max(2 * _LAUNCHES, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (1e3 * short / _LAUNCHES))))
+    long = series(_LAUNCHES + more)
     # On a host so busy that the longer series was the shorter one, the difference means nothing.
-    return 1e3 * ((long - short) / (2 * _LAUNCHES) if long > short else long / (3 * _LAUNCHES))
+    return 1e3 * ((long - short) / more if long > short else long / (_LAUNCHES + more))
 
 
 def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
@@ -53,12 +57,14 @@ def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
 def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
     """Milliseconds of the kernels of one launch by the GPU's profiler, without the gaps between them.
 
+    It does not see kernels in CUDA graphs, which XLA makes of conditionals: for programs that have none.
+
     Launches follow each other for so long that the clocks settle, as they do in use; the later half of them counts.
     """
     from jax.experimental.mosaic.gpu import profiler
 
     _, once = profiler.measure(program)(*arguments)
-    launches = max(3, min(400, int(_BURST_MILLISECONDS / once)))
+    launches = max(3, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / once)))
     # The profiler keeps the results of all launches of a series.
     series = max(3, min(launches, _KEPT_BYTES // max(1, program.memory_analysis().output_size_in_bytes)))
     for _ in range(-(-launches // series)):
