@@ -170,8 +170,8 @@ class RowBlocks:
 
     def for_each[Carry](self, body: Callable[["RowBlock", Carry], Carry], init: Carry) -> Carry:
         """`init` carried through `body(block, carry)` over all blocks."""
-        static = self.rows.count is None or self.skipped
-        trips = self.tiles.count if static else -(-self.rows.count // self.tiles.size)
+        count = None if self.skipped else self.rows.count
+        trips = self.tiles.count if count is None else -(-count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
             return body(self.block(0), init)
         return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)

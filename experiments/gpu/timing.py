@@ -63,12 +63,14 @@ def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, once = profiler.measure(program)(*arguments)
-    launches = max(3, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / once)))
+    measure: Any = profiler.measure
+    _, once = measure(program)(*arguments)
+    launches = max(3, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (once or 1.0))))
     # The profiler keeps the results of all launches of a series.
     series = max(3, min(launches, _KEPT_BYTES // max(1, program.memory_analysis().output_size_in_bytes)))
+    several: list[float] = []
     for _ in range(-(-launches // series)):
-        _, several = profiler.measure(program, iterations=series)(*arguments)
+        _, several = measure(program, iterations=series)(*arguments)
     return statistics.median(several[len(several) // 2 :])
 
 

@@ -163,8 +163,8 @@ def _gradients(
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-            for_hidden, *others = head.tile_products(block_hidden, dlogits, tile, wanted)
-            return block.add(hidden_sum, for_hidden), *others
+            for_hidden, for_weight, for_bias = head.tile_products(block_hidden, dlogits, tile, wanted)
+            return block.add(hidden_sum, for_hidden), for_weight, for_bias
 
         return step
 

@@ -165,7 +165,7 @@ class MosaicGpuBackend:
             a, b = (gradient, batch.hidden) if spec.vocab_axis == 0 else (batch.hidden, gradient)
             for_weight = head.matmul(a, b, (0, 0))
         if wanted.bias_sum:
-            counted = gradient if live_rows is None else jnp.where(block.live[:, None], gradient, 0)
+            counted = gradient if live_rows is None else block.select(gradient, 0)
             for_bias = counted.sum(axis=0, dtype=spec.accumulator)
         return hidden_sum, for_weight, for_bias
 

@@ -190,7 +190,7 @@ class Item(NamedTuple):
         row: its first row.
         slot: which of the partial results it makes.
         block: its first column block.
-        count: tiles.
+        tiles: how many tiles.
         step: the first step along the operands' rows of each tile.
         steps: how many.
     """
@@ -198,7 +198,7 @@ class Item(NamedTuple):
     row: jax.Array
     slot: jax.Array
     block: jax.Array
-    count: jax.Array
+    tiles: jax.Array
     step: jax.Array
     steps: jax.Array
 
@@ -286,7 +286,7 @@ def _load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: _Walk) ->
             column = walk.column(item.block + i)
             return lax.fori_loop(0, item.steps, lambda k, slot: load(item.row, column, item.step + k, slot), slot)
 
-        return lax.fori_loop(0, item.count, tile, slot)
+        return lax.fori_loop(0, item.tiles, tile, slot)
 
     slot = lax.fori_loop(0, walk.items, load_item, jnp.int32(0))
 
@@ -383,7 +383,7 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: _Walk, epilogue: 
             where = place._replace(column=walk.column(item.block + i))
             return slot, epilogue.tile(refs, where, value, carry)
 
-        slot, carry = lax.fori_loop(0, item.count, tile, (slot, epilogue.start(refs, place)))
+        slot, carry = lax.fori_loop(0, item.tiles, tile, (slot, epilogue.start(refs, place)))
         epilogue.finish(refs, place, carry)
         return slot
 

@@ -349,7 +349,9 @@ def _add_weight(
         multiplier=late,
     )
     if isinstance(block.number, int):  # the only one
-        return add(dtype=total.dtype)
+        only = add(dtype=total.dtype)
+        assert only is not None
+        return only
     first = jnp.asarray(block.number == 0)
 
     def write(ref: Any) -> None:

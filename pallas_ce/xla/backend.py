@@ -84,8 +84,8 @@ class XlaBackend:
         """The logits of one tile once more, and their products."""
         tile = _tiles(head, plan).tile(tile_index)
         logits = _tile_logits(head, batch, tile)
-        for_hidden, *others = _products(head, batch, residual, coefficients, tile, logits, wanted)
-        return block.add(hidden_sum, for_hidden), *others
+        for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, wanted)
+        return block.add(hidden_sum, for_hidden), for_weight, for_bias
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """XLA's operations have static sizes."""
