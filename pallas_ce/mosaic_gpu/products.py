@@ -39,17 +39,19 @@ class Range(NamedTuple):
         low: least `lse - reference` at which E keeps its accuracy.
         high: largest one at which it does not overflow.
         largest: of entries that are replaced.
+        logarithms: whether logits can be read back from exponentials; else dlogits that need them are recomputed.
     """
 
     below: float
     low: float
     high: float
     largest: float
+    logarithms: bool
 
 
 # bfloat16 has float32's exponents, so hardly any guess is too bad. float16 keeps its accuracy over 30 powers of two:
 # probabilities down to 1e-6 are normal numbers, and the largest exponential and a replaced entry stay below 2**15.
-_RANGES = {"bfloat16": Range(0.0, -60.0, 60.0, 1e30), "float16": Range(5.0, -1.0, 10.0, 2.0**15)}
+_RANGES = {"bfloat16": Range(0.0, -60.0, 60.0, 1e30, True), "float16": Range(5.0, -1.0, 10.0, 2.0**15, False)}
 
 
 class Stash(NamedTuple):
@@ -144,8 +146,10 @@ def products(
         assert residual.lse is not None
         assert coefficients.prob is not None
         scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
-    else:
+    elif bounds.logarithms:
         operand = _form(head, labels, residual, coefficients, stash)
+    else:
+        bad_rows = jnp.int32(rows) if live_rows is None else live_rows
     for columns, logits in ((labels, stash.target_logit), (residual.argmax, stash.max_logit)):
         if columns is not None and logits is not None:
             exact = _entries(head, columns, logits, labels, residual, coefficients)

@@ -92,6 +92,20 @@ def test_products_by_kernels_in_one_block_and_in_several(
     check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
+def test_float16_far_from_the_likely_entries(interpreted: Callable[..., Any]) -> None:
+    """Entries whose exponentials float16 cannot hold still have a gradient, which depends on their logits."""
+    given = arrays(70, 64, 208, dtype=jnp.float16)
+    given["weight"] = given["weight"] * jnp.float16(12)
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        return linear_cross_entropy(
+            **given, labels=labels_of(70, 208), logit_softcap=20.0, label_smoothing=0.3,
+            implementation=implementation, backward=backward,
+        )  # fmt: skip
+
+    check(interpreted, loss, given, "in_forward", TOLERANCE[jnp.float16])
+
+
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_rows_that_do_not_count_are_skipped_block_by_block(
     share: float, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
