@@ -49,8 +49,9 @@ Measure = Callable[[Case, Config], Times | str]
 
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
-    for (rows, columns, piece), cluster, in_flight in itertools.product(
-        TILES[kernel], ("columns", "rows", None), (0, 1)
+    schedules = ((0, 0), (1, 0), (1, 2))
+    for (rows, columns, piece), cluster, (in_flight, lead) in itertools.product(
+        TILES[kernel], ("columns", "rows", None), schedules
     ):
         yield Config(
             rows=rows,
@@ -59,6 +60,7 @@ def first_candidates(kernel: Kernel) -> Iterator[Config]:
             stages=most_stages(kernel, rows, columns),
             cluster=cluster,  # type: ignore[arg-type]
             in_flight=in_flight,
+            lead=lead,
         )
 
 

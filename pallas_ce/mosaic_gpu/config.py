@@ -107,8 +107,8 @@ class Config:
 
 # Tiles (rows, columns, piece) of a kernel with few vectors by row, with which no register spills.
 TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
-    "forward": ((128, 128, None), (64, 256, None)),
-    "stash": ((128, 128, None), (64, 256, None)),
+    "forward": ((64, 256, None), (128, 128, None)),
+    "stash": ((64, 256, 128), (64, 256, None)),
     "dlogits": ((64, 256, 64), (128, 128, None)),
 }
 

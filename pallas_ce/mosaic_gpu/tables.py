@@ -6,7 +6,7 @@ kernels can do, so that a broken or hostile file can be refused but not believed
     {"format": 1, "device": "NVIDIA H200", "made": {...},
      "entries": [{"kernel": "forward", "rows": 8192, "vocab_size": 131072, "hidden_size": 4096, "vocab_axis": 0,
                   "config": {"rows": 128, "columns": 128, "piece": null, "stages": 4, "cluster": "columns",
-                             "in_flight": 0, "row_group": 8},
+                             "in_flight": 0, "lead": 0, "row_group": 8},
                   "microseconds": 1.0, "rule_microseconds": 1.0}]}
 
 where `made` says with what the table was made, for people. A shape belongs to the class of the powers of two that are
@@ -29,7 +29,7 @@ FORMAT = 1
 # A table with an entry for every class that exists is far smaller.
 _LARGEST_BYTES = 2**20
 
-_CONFIG_FIELDS = ("rows", "columns", "piece", "stages", "cluster", "in_flight", "row_group")
+_CONFIG_FIELDS = ("rows", "columns", "piece", "stages", "cluster", "in_flight", "lead", "row_group")
 _LARGEST_ROW_GROUP = 64
 _LARGEST_SIZE = 2**40
 
@@ -179,6 +179,7 @@ def _config(where: str, kernel: Kernel, raw: Any) -> Config:
         stages=_whole(f"stages of {where}", raw["stages"], 2, most_stages(kernel, rows, columns)),
         cluster=raw["cluster"],
         in_flight=_whole(f"in_flight of {where}", raw["in_flight"], 0, 1),
+        lead=_whole(f"lead of {where}", raw["lead"], 0, 2),
         row_group=_whole(f"row_group of {where}", raw["row_group"], 1, _LARGEST_ROW_GROUP),
     )
 

@@ -2,7 +2,7 @@
 
 The table is left where every later program of this user finds it (see `tuning`); `--out` writes another, say for a
 colleague. Classes of shapes that the table already holds are skipped unless `--again` is given, so an interrupted or
-timed-out run goes on where it stopped. Tuning all default shapes takes about a quarter of an hour.
+timed-out run goes on where it stopped. Tuning all default shapes takes some twenty minutes.
 """
 
 import argparse
@@ -21,11 +21,12 @@ import numpy as np
 
 from pallas_ce.backends import Mode, Residual
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, forward_kernel, stash_kernel, tables, tuning
 from pallas_ce.mosaic_gpu.candidates import Case, Times
 from pallas_ce.mosaic_gpu.config import Config, Kernel, device_kind, device_refusal
 from pallas_ce.settings import Settings
+from pallas_ce.shards import Shards
 
 SHAPES = tuple((n, v, 4096) for n in (1024, 8192, 32768) for v in (32768, 131072, 262144))
 _NAMES = frozenset({"lse", "target_logit"})
@@ -41,7 +42,9 @@ def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], voc
     for n, v, h in shapes:
         spec = HeadSpec(h, v, v, vocab_axis, np.dtype(jnp.bfloat16), None)
         for kernel in kernels:
-            plan = Settings("mosaic_gpu", None, None).plan(spec, n, _MODES[kernel])
+            settings, mode = Settings("mosaic_gpu", None, None), _MODES[kernel]
+            sums = settings.sum_bytes(spec, spec.dtype, Wanted(weight=True), Shards()) if mode == "in_forward" else 0
+            plan = settings.plan(spec, n, mode, sums)
             case = Case(kernel, spec, plan.rows, plan.columns)
             found.setdefault(case.shape_class, case)
     return list(found.values())

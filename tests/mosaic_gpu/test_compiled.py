@@ -17,6 +17,9 @@ from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
+
+# What the dlogits kernel keeps between tiles where rows are skipped, once for each.
+SKIPPING_BYTES = 32
 LOSS = frozenset({"lse", "target_logit"})
 EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
 OPTIONS = ("bias", "scale", "weights", "softcap")
@@ -54,9 +57,9 @@ def compiled_kernel(
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
 
 
-def assert_clean(report: Any) -> None:
+def assert_clean(report: Any, spilled_bytes: int = 0) -> None:
     assert report.kernels >= 1
-    assert report.spilled_bytes == 0
+    assert report.spilled_bytes <= spilled_bytes
     assert not report.serialised
 
 
@@ -135,7 +138,7 @@ def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, accumulat
 
     function = jax.value_and_grad(loss, argnums=(0, 1))
     compiled, report = h200.compile_for_h200(function, *arguments(n, v, 4096, 0)[:3])
-    assert_clean(report)
+    assert_clean(report, SKIPPING_BYTES)
     assert compiled.memory_analysis().temp_size_in_bytes <= accumulators + bound
 
 
@@ -150,8 +153,8 @@ def recompute_loss(hidden: Any, weight: Any, labels: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "kernels", "parts"),
     [
-        (in_forward_loss, {"stash", "forward", "dlogits"}, 45),
-        (recompute_loss, {"forward", "dlogits"}, 45),
+        (in_forward_loss, {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 65),
+        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight"}, 70),
     ],
 )
 def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: set[str], parts: int) -> None:
@@ -159,8 +162,8 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: 
     function = jax.value_and_grad(loss, argnums=(0, 1))
     compiled, report = h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])
     text = compiled.as_text()
-    assert_clean(report)
-    assert report.kernels == 3
+    assert_clean(report, SKIPPING_BYTES)
+    assert report.kernels == 6  # with and without skipped rows
     assert len(re.findall(r" fusion\(", text)) <= parts
     calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
     scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
@@ -174,4 +177,4 @@ def test_kernels_that_a_program_uses_twice_are_compiled_once(loss: Any) -> None:
         return loss(hidden, weight, labels) + loss(-hidden, weight, labels[::-1])
 
     function = jax.value_and_grad(twice, argnums=(0, 1))
-    assert h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])[1].kernels == 3
+    assert h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])[1].kernels == 6

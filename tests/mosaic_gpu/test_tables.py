@@ -19,7 +19,8 @@ CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row
 
 
 def document() -> dict[str, Any]:
-    config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1, "row_group": 4}
+    config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1}
+    config |= {"lead": 0, "row_group": 4}
     entry = {**KEY._asdict(), "config": config, "microseconds": 9.5, "rule_microseconds": 10}
     return {"format": 1, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
 
