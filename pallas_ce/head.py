@@ -146,15 +146,18 @@ class Head:
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
     live_columns: jax.Array | None = None
 
-    def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands, wide result."""
+    def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
+        """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
+
+        The result has the accumulator's dtype, or `dtype`.
+        """
         spec = self.spec
         return jax.lax.dot_general(
             a.astype(spec.dtype),
             b.astype(spec.dtype),
             (((contract[0],), (contract[1],)), ((), ())),
             precision=spec.precision,
-            preferred_element_type=spec.accumulator,
+            preferred_element_type=dtype or spec.accumulator,
         )
 
     def logits(

@@ -19,8 +19,9 @@ COMPUTE_WARPGROUPS = 2
 # Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
 SHARED_MEMORY_BYTES = 232448
 
-# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup; and a vector for each, barriers, alignment.
-_BLOCK_BYTES = COMPUTE_WARPGROUPS * 64 * 128
+# Two blocks of 64 rows of 128 bytes on their way to memory, for each warpgroup (four in exchange for a pipeline stage
+# measured slower); and a vector for each, barriers, alignment.
+_STAGED_BYTES = COMPUTE_WARPGROUPS * 2 * 64 * 128
 _RESERVED_BYTES = 3072
 
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
@@ -45,7 +46,6 @@ class Config:
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
-        staged: blocks of a tile that a warpgroup may have on their way to memory.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -59,7 +59,6 @@ class Config:
     cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
     lead: int = 0
-    staged: int = 2
     row_group: int = 8
     windows: int | None = None
     piece: int | None = None
@@ -113,9 +112,9 @@ TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
 }
 
 
-def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64, staged: int = 2) -> int:
+def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
-    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else staged * _BLOCK_BYTES)
+    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else _STAGED_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
 
 

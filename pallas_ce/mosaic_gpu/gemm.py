@@ -117,17 +117,25 @@ def _program(
     def body(left_gmem: Any, right_gmem: Any, *others: Any) -> None:
         _kernel(left_gmem, right_gmem, dict(zip(names, others, strict=True)), launch, epilogue)
 
+    peers = {"cluster": (launch.config.cluster_size,), "cluster_names": ("peer",)}
+    return warpgroups(name, body, [x[1:] for x in outputs], launch.schedule.clusters, **peers)
+
+
+def warpgroups(name: str, body: Any, outputs: list[Any], workers: int, **mesh: Any) -> Any:
+    """`body(*inputs, *outputs)` as a jitted kernel of so many workers, each with a warpgroup that loads; named so.
+
+    `outputs` holds their shapes and dtypes, `mesh` more of `plgpu.kernel`'s arguments.
+    """
     body.__name__ = name
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs),
-        grid=(launch.schedule.clusters,),
+        out_type=tuple(jax.ShapeDtypeStruct(*output) for output in outputs),
+        grid=(workers,),
         grid_names=("worker",),
-        cluster=(launch.config.cluster_size,),
-        cluster_names=("peer",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        **mesh,
     )
 
     def run(*arrays: Any) -> Any:

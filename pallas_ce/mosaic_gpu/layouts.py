@@ -12,14 +12,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Tiles are stored in blocks of so many rows, and bytes of each row.
+# Tiles are stored in blocks of so many rows, and bytes of each row, two at a time.
 BLOCK = 64
 BLOCK_BYTES = 128
+_STAGED = 2
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -63,9 +64,9 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
 
 
-def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
+def tile_staging(columns: int, dtype: Any) -> Any:
     """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, config.staged, BLOCK, _block_columns(dtype))
+    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 

@@ -81,7 +81,7 @@ class LogitsEpilogue:
         """Staging for what is written."""
         return {
             **partials.staging(config),
-            "logits_smem": layouts.tile_staging(config, self.columns, jnp.float32),
+            "logits_smem": layouts.tile_staging(self.columns, jnp.float32),
             "maxima_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
         }
 

@@ -67,10 +67,9 @@ def serves_tile(spec: HeadSpec, rows: int, columns: int) -> bool:
 
 def skips(spec: HeadSpec, block: RowBlock) -> bool:
     """Whether rows of the block that are not live are skipped; not in a small problem's only block."""
-    alone = isinstance(block.number, int)
-    return (
-        block.live_rows is not None and not (alone and block.tile.size < LEAST_ROWS) and serves(spec, block.tile.size)
-    )
+    rows = block.tile.size
+    small = isinstance(block.number, int) and rows < LEAST_ROWS
+    return block.live_rows is not None and not small and serves(spec, rows)
 
 
 def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
@@ -191,7 +190,7 @@ class ProductEpilogue:
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"product_smem": layouts.tile_staging(config, self.columns, self.dtype)}
+        return {"product_smem": layouts.tile_staging(self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
         """Whether to add."""

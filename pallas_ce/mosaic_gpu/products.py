@@ -326,7 +326,7 @@ def _add_weight(
     block: RowBlock,
     config: Config,
 ) -> jax.Array:
-    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout; without `total` for the first block."""
+    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout; the only or first block replaces `total`."""
     spec = head.spec
     rows = jnp.where(scale[:, None] == 0, 0.0, hidden.astype(spec.accumulator) * scale[:, None])
     # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
@@ -339,8 +339,7 @@ def _add_weight(
     if not product_kernel.skips(spec, block):
         a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
         alone = isinstance(block.number, int)
-        dtype = total.dtype if alone and late is None else spec.accumulator
-        product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        product = head.matmul(a, b, (0, 0), total.dtype if alone and late is None else None)
         product = operands.pad(product if late is None else late * product, total.shape)
         return (product if alone else total + product).astype(total.dtype)
     add = functools.partial(

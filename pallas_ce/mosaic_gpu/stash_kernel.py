@@ -74,7 +74,7 @@ class StashEpilogue:
         """Staging for what is written."""
         return {
             **partials.staging(config),
-            "stash_smem": layouts.tile_staging(config, self.columns, self.dtype),
+            "stash_smem": layouts.tile_staging(self.columns, self.dtype),
         }
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:

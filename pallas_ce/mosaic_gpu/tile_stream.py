@@ -79,22 +79,7 @@ def _program(
     def body(matrix_gmem: Any, *others: Any) -> None:
         _kernel({"matrix": matrix_gmem, **dict(zip(names, others, strict=True))}, config, plan, epilogue)
 
-    body.__name__ = name
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs),
-        grid=(plan.clusters,),
-        grid_names=("worker",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )
-
-    def run(*arrays: Any) -> Any:
-        return kernel(*arrays)
-
-    run.__name__ = name
-    return jax.jit(run)
+    return gemm.warpgroups(name, body, [x[1:] for x in outputs], plan.clusters)
 
 
 def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: gemm.Epilogue) -> None:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from experiments.gpu.summary import CANONICAL, IN_FORWARD, geometric_mean, ratios
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -12,3 +14,12 @@ def test_the_readme_quotes_the_measured_ratios() -> None:
     assert f"take {found['time_ratio']:.2f} times as long" in readme
     assert found["memory_ratio"] < 1 / 5
     assert "less than a fifth of its temporary memory" in readme
+
+
+def test_the_readme_quotes_the_grid_of_the_gpu() -> None:
+    points = json.loads((ROOT / "experiments/results/gpu_head_grid.json").read_text())["points"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ours, stored = (geometric_mean(list(ratios(points, name).values())) for name in (IN_FORWARD, CANONICAL))
+    assert f"takes {ours:.2f} times the three bare products (stored logits: {stored:.2f})" in readme
+    assert max(p["results"]["forward"]["temporary_mib"] for p in points.values()) <= 9
+    assert "at most 9 MiB for the loss alone" in readme
