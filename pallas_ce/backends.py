@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, TileStep, Wanted
 from pallas_ce.statistics import Partial
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
@@ -94,10 +94,13 @@ class Backend(Protocol):
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    def plan(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, *, gathered: bool = False
+    ) -> Plan:
         """Block sizes for the plain forward (`mode=None`) or for a backward mode.
 
-        They fit within `scratch_bytes`, which is at least `minimum_scratch`.
+        They fit within `scratch_bytes`, which is at least `minimum_scratch`; hidden states that are `gathered`, in
+        recompute, have their room there.
         """
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
@@ -112,29 +115,30 @@ class Backend(Protocol):
     def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
         """Partial statistics over the whole vocabulary; nothing of size n·V is stored."""
 
-    def dlogits_products(
+    def recompute(
         self,
         head: Head,
         batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
-        tile_index: jax.Array,
         wanted: Wanted,
         plan: Plan,
         block: RowBlock,
-        hidden_sum: jax.Array | None,
-    ) -> Products:
-        """For the recompute mode: recomputes one tile of logits and returns its share of the gradients.
+    ) -> TileStep:
+        """For the recompute mode: prepares a block for the step that recomputes one tile of its logits.
 
-        Returns `hidden_sum [N, H]`, in visiting order, with the block's `dlogits·weight_tile` added, `dlogitsᵀ·hidden`
-        in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator dtype, before the scale and the
-        normalisation; None where not wanted. The coefficients of rows that are not live are 0.
+        The step returns hidden's sum `[N, H]`, in visiting order, with the block's `dlogits·weight_tile` added; the
+        weight's with `dlogitsᵀ·hidden`; and `Σ_i dlogits [c]`, all before the scale and the normalisation, None where
+        not wanted. Tiles come from the last to the first. The coefficients of rows that are not live are 0.
         """
 
-    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
-        """Whether `stash` and `stash_products` skip the rows behind a block's `live_rows` by themselves."""
+    def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
+        """What a whole gradient of the weight starts from: undefined, if `recompute`'s steps fill all of it."""
 
-    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Whether work on blocks of the plan's size skips the rows behind a block's `live_rows` by itself."""
+
+    def gathers_in_vain(self, spec: HeadSpec, mode: Mode, plan: Plan) -> bool:
         """Whether it pays to ask the device once a call if all rows count, and then not to gather them."""
 
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:

@@ -100,11 +100,13 @@ class Rows:
         order: `[N]` int32, the counted rows first, ascending; None where all rows count.
         count: `[]` int32, how many count; None where all do.
         mask: `[N]` bool, which count; None where all do.
+        place: `[N]` int32, each counted row's place in the order; None where all count.
     """
 
     order: jax.Array | None
     count: jax.Array | None
     mask: jax.Array | None
+    place: jax.Array | None = None
 
     @classmethod
     def counted(cls, mask: jax.Array | None) -> "Rows":
@@ -115,12 +117,13 @@ class Rows:
         if n == 0:
             return cls(None, None, None)
         ids = jnp.arange(n, dtype=jnp.int32)
-        place = jnp.cumsum(mask, dtype=jnp.int32) - 1
+        # Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
+        place = lax.optimization_barrier(jnp.maximum(jnp.cumsum(mask, dtype=jnp.int32) - 1, 0))
         # Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
         last = jnp.max(jnp.where(mask, ids, 0))
         target = jnp.where(mask, place, n + ids)
         order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
-        return cls(order, jnp.sum(mask, dtype=jnp.int32), mask)
+        return cls(order, jnp.sum(mask, dtype=jnp.int32), mask, place)
 
     def visit(self, x: jax.Array) -> jax.Array:
         """`x [N, ...]` in visiting order; places behind the last counted row repeat it."""
@@ -142,11 +145,15 @@ class Rows:
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""
+        return self.put_all(0, visited)
+
+    def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
+        """`visited [N, ...]`, in visiting order, as values by row; those of `buffer` in rows that do not count."""
         if self.mask is None:
             return visited
-        place = jnp.maximum(jnp.cumsum(self.mask, dtype=jnp.int32) - 1, 0)
-        by_row = visited.at[place].get(mode="promise_in_bounds")
-        return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, 0)
+        assert self.place is not None
+        by_row = visited.at[self.place].get(mode="promise_in_bounds")
+        return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, buffer)
 
     def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
         """The counted ones of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
@@ -187,7 +194,8 @@ class RowBlocks:
             places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
             live_rows = jnp.clip(self.rows.count - places[0], 0, tile.size)
             ids = self.rows.order.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
-            return RowBlock(index, tile, ids, places < self.rows.count, live_rows)
+            only = self.rows if self.tiles.count == 1 else None
+            return RowBlock(index, tile, ids, places < self.rows.count, live_rows, only)
         live = tile.columns < self.rows.count
         live = live if tile.live is None else live & tile.live
         return RowBlock(index, tile, tile.take(self.rows.order), live, None)
@@ -203,6 +211,7 @@ class RowBlock:
         index: `[size]` row ids; None for consecutive rows.
         live: `[size]` bool, which of its rows are live; None: all.
         live_rows: `[]` int32, how many are, the first ones; None where that does not matter.
+        only: the rows, where this is their only block; else None.
     """
 
     number: jax.Array | int
@@ -210,6 +219,7 @@ class RowBlock:
     index: jax.Array | None
     live: jax.Array | None
     live_rows: jax.Array | None
+    only: Rows | None = None
 
     def take(self, x: jax.Array) -> jax.Array:
         """The block's rows `[size, ...]` of `x [N, ...]`; rows that are not live repeat a live one."""
@@ -226,6 +236,8 @@ class RowBlock:
     def put(self, buffer: jax.Array, values: jax.Array) -> jax.Array:
         """`buffer [N, ...]` with the live rows replaced by `values [size, ...]`, in `buffer`'s dtype."""
         values = values.astype(buffer.dtype)
+        if self.only is not None:  # to read each row's value is cheaper than to write it where it belongs
+            return self.only.put_all(buffer, values)
         if self.index is not None:
             outside = buffer.shape[0]
             index = self.index if self.live is None else jnp.where(self.live, self.index, outside)

@@ -1,6 +1,7 @@
 """The projection head and the rows it is applied to, as data: arrays, and the static facts that shape a kernel."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -227,6 +228,37 @@ Products = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightSum:
+    """What a tile's share of the weight's gradient goes into.
+
+    Attributes:
+        array: the whole gradient, whose part of the tile is replaced; or a sum in the accumulator dtype, of the tile's
+            shape.
+        tile: the tile.
+        scale: `[]`, which shares are multiplied by for the whole gradient; None for a tile's sum.
+    """
+
+    array: jax.Array
+    tile: Tile
+    scale: jax.Array | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole gradient."""
+        return self.scale is not None
+
+    def add(self, product: jax.Array, vocab_axis: int) -> jax.Array:
+        """`array` with a share in the weight tile's layout."""
+        if self.scale is None:
+            return self.array + product
+        return self.tile.put(self.array, (self.scale * product).astype(self.array.dtype), vocab_axis)
+
+
+# `(tile index, hidden's sum, the weight's sum)` -> both with the tile's shares, and the bias's share; see `Backend`.
+TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Products]
+
+
+@dataclasses.dataclass(frozen=True)
 class Wanted:
     """Which inputs are differentiated; the others' products, buffers and collectives are skipped. Static."""
 
@@ -262,7 +294,8 @@ def scale_gradient(
     With `x = scale·y`, `y = hidden·weight + bias` is linear in (hidden, bias) together, so
     `Σ_ij dL/dx_ij · y_ij = <hidden, dL/dx·weight> + <bias, Σ_i dL/dx_i>`.
     """
-    total = jnp.sum(hidden.astype(unscaled_hidden.dtype) * unscaled_hidden)
+    # Rows that do not count have a gradient of 0, whatever they hold: 0·nan is not 0.
+    total = jnp.sum(jnp.where(unscaled_hidden == 0, 0, hidden.astype(unscaled_hidden.dtype) * unscaled_hidden))
     if bias is not None and unscaled_bias is not None:
         finite = jnp.isfinite(bias)  # the logit of a -inf bias has gradient 0, and 0·(-inf) = 0
         total += jnp.sum(jnp.where(finite, bias, 0).astype(unscaled_bias.dtype) * unscaled_bias)

@@ -63,7 +63,9 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+    def plan(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0, *, gathered: bool = False
+    ) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
@@ -74,23 +76,25 @@ class Settings:
             alone = self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES + sum_bytes)
             if alone.rows >= tokens:
                 return alone
-            return self._plan(spec, tokens, mode, max(DEFAULT_SCRATCH_BYTES, (DEFAULT_SCRATCH_BYTES + sum_bytes) // 2))
-        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES)
+            several = max(3 * DEFAULT_SCRATCH_BYTES, DEFAULT_SCRATCH_BYTES + sum_bytes) // 2
+            return self._plan(spec, tokens, mode, several)
+        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES, gathered)
 
-    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int) -> Plan:
+    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, gathered: bool = False) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
-        return self.backend.plan(spec, tokens, mode, budget(self.scratch_bytes, least, logits, what, default))
+        bound = budget(self.scratch_bytes, least, logits, what, default)
+        return self.backend.plan(spec, tokens, mode, bound, gathered=gathered)
 
-    def kept_dtype(self, spec: HeadSpec, weight_dtype: np.dtype) -> np.dtype:
-        """The dtype in which in_forward's sum for the weight waits for the upstream scalar.
+    def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
+        """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.
 
-        In bfloat16, for a bfloat16 weight: half the memory, and for a scalar that is a power of two, 1 above all, the
+        In bfloat16, for bfloat16: half the memory, and for a scalar that is a power of two, 1 above all, the
         same bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not
         where the sums of several devices are added in the backward.
         """
-        rounded = weight_dtype == jnp.bfloat16 and self.shards is None
+        rounded = dtype == jnp.bfloat16 and self.shards is None
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, wanted: Wanted, shards: Shards) -> int:

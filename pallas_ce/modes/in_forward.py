@@ -188,18 +188,23 @@ def _statistics_and_sums(
     # A block that is the only one rounds its sum at once.
     kept = call.settings.kept_dtype(spec, weight_dtype)
     sum_dtype = kept if sum_bytes and plan.rows >= tokens else wide
+    # Hidden's does, too, each row being written once, unless more is to be made of it first.
+    kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
+    hidden_dtype = wide if wanted.logit_scale or shards != Shards() else kept_hidden
 
     def visit(mask: jax.Array | None) -> Any:
         blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=backend.skips_rows(spec, plan))
         sums = backend.accumulators(head, wanted, sum_dtype, replaced=blocks.skipped and mask is not None)
-        hidden_sum = jnp.zeros(rows.batch.hidden.shape, wide) if wanted.hidden_product else None
+        hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
         return blocks.for_each(body, (empty_statistics(call.names, rows.batch, head), hidden_sum, sums))
 
-    if rows.mask is not None and backend.gathers_in_vain(spec, plan):
+    if rows.mask is not None and backend.gathers_in_vain(spec, "in_forward", plan):
         found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
     else:
         found, hidden_sum, sums = visit(rows.mask)
     hidden_sum, of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
+    if hidden_sum is not None:
+        hidden_sum = hidden_sum.astype(kept_hidden)
     if of_head.weight is not None:
         of_head = of_head._replace(weight=of_head.weight.astype(kept))
     return (shards.own_rows(found), hidden_sum), of_head

@@ -16,7 +16,7 @@ from pallas_ce import divergences as pairs
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Tile, Tiles
 from pallas_ce.divergences import Divergence, Normaliser, PairPartial, PairStatistics
-from pallas_ce.head import Batch, Head, Products, Wanted
+from pallas_ce.head import Batch, Head, Products, TileStep, Wanted, WeightSum
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -78,8 +78,8 @@ def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
         with jax.named_scope("pallas_ce.distillation"):
             operation = streamed(Shards(), functools.partial(_gradients, call, saved.wanted))
             more = (teacher.hidden, teacher.temperature, found, cotangent)
-            hidden_sum, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
-        gradients = sweep.finished(used.batch.hidden, used.head, hidden_sum, of_head)
+            d_hidden, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
+        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
     d_batch, d_head, d_mask = input_cotangents(saved, gradients)
     return d_batch.hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
 
@@ -149,13 +149,13 @@ def _gradients(
     _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
     cotangent = cotangent / factor
 
-    def products(block: RowBlock) -> sweep.TileStep:
+    def products(block: RowBlock) -> TileStep:
         block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
         block_teacher_hidden = block.take(teacher_hidden)
         block_temperature = None if temperature is None else block.take(temperature)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
-        def step(tile_index: jax.Array, hidden_sum: jax.Array | None) -> Products:
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(tile_index)
             logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
             log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.live)
@@ -164,6 +164,8 @@ def _gradients(
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
             for_hidden, for_weight, for_bias = head.tile_products(block_hidden, dlogits, tile, wanted)
+            if weight_sum is not None and for_weight is not None:
+                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
             return block.add(hidden_sum, for_hidden), for_weight, for_bias
 
         return step

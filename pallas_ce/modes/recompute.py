@@ -13,7 +13,7 @@ from jax import lax
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
 from pallas_ce.blocks import RowBlock
-from pallas_ce.head import Batch, Head, Products, Wanted
+from pallas_ce.head import Batch, Head, TileStep, Wanted
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -69,8 +69,8 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
             operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted))
             kept = dict(used.kept)
             rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
-            hidden_sum, of_head = operation(rows, used.head)
-        gradients = sweep.finished(used.batch.hidden, used.head, hidden_sum, of_head)
+            d_hidden, of_head = operation(rows, used.head)
+        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
     return *input_cotangents(saved, gradients), None
 
 
@@ -83,7 +83,6 @@ def _gradients(
     weight_dtype = head.weight.dtype
     rows, head = shards.enter(rows, head)
     kept, cotangents = rows.more
-    plan = settings.plan(head.spec, rows.batch.hidden.shape[0], "recompute")
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:
         coefficients = coef.select(coefficients, rows.mask)
@@ -93,22 +92,33 @@ def _gradients(
         rows.argmax if coefficients.argmax is not None else None,
     )
 
-    def products(block: RowBlock) -> sweep.TileStep:
-        block_coefficients = jax.tree.map(block.take, coefficients)
-        if block.live is not None:
-            block_coefficients = coef.select(block_coefficients, block.live)
-        by_row = jax.tree.map(block.take, rows.batch), jax.tree.map(block.take, residual), block_coefficients
-
-        def step(tile_index: jax.Array, hidden_sum: jax.Array | None) -> Products:
-            return settings.backend.dlogits_products(head, *by_row, tile_index, wanted, plan, block, hidden_sum)
-
-        return step
+    backend, tokens = settings.backend, rows.batch.hidden.shape[0]
 
     def visit(mask: jax.Array | None) -> tuple[jax.Array | None, HeadSums]:
-        visited = rows._replace(mask=mask)
-        return sweep.gradient_sums(shards, visited, head, weight_dtype, plan, wanted, factor, products)
+        plan = settings.plan(head.spec, tokens, "recompute", gathered=mask is not None)
+
+        def products(block: RowBlock) -> TileStep:
+            block_coefficients = jax.tree.map(block.take, coefficients)
+            if block.live is not None:
+                block_coefficients = coef.select(block_coefficients, block.live)
+            block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
+            return backend.recompute(head, block_batch, block_residual, block_coefficients, wanted, plan, block)
+
+        return sweep.gradient_sums(
+            shards,
+            rows._replace(mask=mask),
+            head,
+            weight_dtype,
+            plan,
+            wanted,
+            factor,
+            products,
+            functools.partial(backend.replaced_weight, head, plan),
+            skipped=backend.skips_rows(head.spec, plan),
+        )
 
     # Not where the sweep adds up over devices whose rows differ: they must all take the same way.
-    if rows.mask is None or shards != Shards() or not settings.backend.gathers_in_vain(head.spec, plan):
+    plan = settings.plan(head.spec, tokens, "recompute")
+    if rows.mask is None or shards != Shards() or not backend.gathers_in_vain(head.spec, "recompute", plan):
         return visit(rows.mask)
     return lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))

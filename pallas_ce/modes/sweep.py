@@ -13,12 +13,10 @@ from jax import lax
 
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Rows, Tiles
-from pallas_ce.head import Head, Products, Wanted
+from pallas_ce.head import Head, Products, TileStep, Wanted, WeightSum
 from pallas_ce.loops import fori_loop
 from pallas_ce.modes.differentiation import Gradients, HeadSums, finish, sum_over_devices
 from pallas_ce.shards import RowArrays, Shards
-
-TileStep = Callable[[jax.Array, jax.Array | None], Products]
 
 
 def gradient_sums(
@@ -30,8 +28,10 @@ def gradient_sums(
     wanted: Wanted,
     factor: jax.Array,
     products: Callable[[RowBlock], TileStep],
+    replaced_weight: Callable[[np.dtype], jax.Array] | None = None,
+    skipped: bool = False,
 ) -> tuple[jax.Array | None, HeadSums]:
-    """`dlogits·weight [N, H]` and the head's sums, before the scale; the weight's is its gradient, in its dtype.
+    """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
     Args:
         shards: what other devices do.
@@ -41,33 +41,32 @@ def gradient_sums(
         plan: block sizes.
         wanted: which gradients.
         factor: `[]`: what undoes the normalisation of dlogits.
-        products: `block of rows -> (tile index, hidden's sum) ->` that sum with theirs added, and their share of the
-            other gradients, before factor and scale; rows of the block that are not live must contribute nothing.
+        products: the step over tiles for a block of rows; rows of the block that are not live contribute nothing.
+        replaced_weight: what a whole gradient of the weight starts from, given its dtype, whose every tile's part the
+            steps replace; None: zeros.
+        skipped: whether the steps skip rows that are not live by themselves; see `RowBlocks.skipped`.
     """
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
     tiles, counted = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask)
     alone = plan.rows >= hidden.shape[0]
-    blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=alone)
+    blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=alone or skipped)
     # The rows of a block that is the only one are gathered once, and not for each tile.
-    whole = products(blocks.block(0)) if alone else None
+    only = products(blocks.block(0)) if alone else None
     tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
     scale = factor if head.logit_scale is None else factor * head.logit_scale
     # A tile of the weight's gradient is summed over the devices in float32 and rounded at once. Where the parts that
     # the devices hold are not parts of a tile, all of it is kept in float32 and summed at the end.
     by_tile = not shards.gathered_vocabulary
+    summed = by_tile and bool(shards.sums.weight + shards.gathered_width)
 
     def sums_of(i: jax.Array, hidden_sum: jax.Array | None) -> Products:
-        if whole is not None:
-            return whole(i, hidden_sum)
+        """Of a tile over all blocks; hidden's in visiting order: consecutive writes, put in place once at the end."""
+        tile = tiles.tile(i)
 
         def block_body(block: RowBlock, sums: Products) -> Products:
-            # The hidden gradient is kept in visiting order: consecutive writes, put in place once at the end.
-            hidden_sum, for_weight, for_bias = products(block)(i, sums[0])
-            return (
-                hidden_sum,
-                None if sums[1] is None or for_weight is None else sums[1] + for_weight,
-                None if sums[2] is None or for_bias is None else sums[2] + for_bias,
-            )
+            given = None if sums[1] is None else WeightSum(sums[1], tile, None)
+            hidden_sum, for_weight, for_bias = (only or products(block))(i, sums[0], given)
+            return hidden_sum, for_weight, None if sums[2] is None or for_bias is None else sums[2] + for_bias
 
         zeros = (
             jnp.zeros(tile_shape, wide) if wanted.weight else None,
@@ -79,24 +78,33 @@ def gradient_sums(
         # From the last tile to the first: where the last overlaps its neighbour it holds zeros, which that replaces.
         i = tiles.count - 1 - step
         hidden_sum, d_weight, bias_sum = carry
-        hidden_sum, tile_weight, tile_bias = sums_of(i, hidden_sum)
         tile = tiles.tile(i)
-        if tile_weight is not None:
-            assert d_weight is not None
-            tile_weight = scale * tile_weight
-            if by_tile and shards.sums.weight + shards.gathered_width:
-                # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
-                tile_weight = lax.optimization_barrier(shards.sum_weight(tile_weight, spec.vocab_axis))
-            d_weight = tile.put(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
+        if only is not None and not summed:
+            whole = None if d_weight is None else WeightSum(d_weight, tile, scale)
+            hidden_sum, d_weight, tile_bias = only(i, hidden_sum, whole)
+        else:
+            hidden_sum, tile_weight, tile_bias = sums_of(i, hidden_sum)
+            if tile_weight is not None:
+                assert d_weight is not None
+                tile_weight = scale * tile_weight
+                if summed:
+                    # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
+                    tile_weight = lax.optimization_barrier(shards.sum_weight(tile_weight, spec.vocab_axis))
+                d_weight = tile.put(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
         if tile_bias is not None:
             assert bias_sum is not None
             bias_sum = tile.put(bias_sum, tile_bias)
         return hidden_sum, d_weight, bias_sum
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
+    init_weight = None
+    if wanted.weight and only is not None and not summed and replaced_weight is not None:
+        init_weight = replaced_weight(weight_dtype if by_tile else wide)
+    elif wanted.weight:
+        init_weight = jnp.zeros(weight_shape, weight_dtype if by_tile else wide)
     init = (
         jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
-        jnp.zeros(weight_shape, weight_dtype if by_tile else wide) if wanted.weight else None,
+        init_weight,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
@@ -106,10 +114,14 @@ def gradient_sums(
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:
         bias_sum = factor * bias_sum
-    hidden_sum, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(None, bias_sum))
-    return hidden_sum, of_head._replace(weight=d_weight)
+    d_hidden, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(None, bias_sum))
+    if d_hidden is not None:
+        d_hidden = d_hidden if head.logit_scale is None else head.logit_scale * d_hidden
+        d_hidden = d_hidden.astype(hidden.dtype)
+    return d_hidden, of_head._replace(weight=d_weight)
 
 
-def finished(hidden: jax.Array, head: Head, hidden_sum: jax.Array | None, sums: HeadSums) -> Gradients:
+def finished(hidden: jax.Array, head: Head, d_hidden: jax.Array | None, sums: HeadSums) -> Gradients:
     """The gradients from what `gradient_sums` returns."""
-    return finish(hidden, head, hidden_sum, sums._replace(weight=None))._replace(weight=sums.weight)
+    others = finish(hidden, head, None, sums._replace(weight=None))
+    return others._replace(hidden=d_hidden, weight=sums.weight)

@@ -49,7 +49,7 @@ Measure = Callable[[Case, Config], Times | str]
 
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
-    schedules = ((0, 0), (1, 0), (1, 2))
+    schedules = ((1, 0), (1, 2))
     for (rows, columns, piece), cluster, (in_flight, lead) in itertools.product(
         TILES[kernel], ("columns", "rows", None), schedules
     ):

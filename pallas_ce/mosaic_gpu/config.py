@@ -131,7 +131,7 @@ def choose(kernel: Kernel, vectors: int, options: int) -> Config:
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
         "stash": Config(rows=64, columns=256, piece=128, in_flight=1, lead=2),
-        "dlogits": Config(rows=64, columns=256, piece=64, in_flight=1, cluster="rows"),
+        "dlogits": Config(rows=64, columns=256, piece=64, in_flight=1),
     }
     return plain[kernel]
 

@@ -12,7 +12,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_ce.backends import Residual
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands
@@ -22,27 +21,26 @@ from pallas_ce.mosaic_gpu.config import Config
 def dlogits(
     head: Head,
     hidden: jax.Array,
-    labels: jax.Array | None,
-    residual: Residual,
+    lse: jax.Array | None,
     coefficients: Coefficients,
     config: Config,
     *,
+    part: operands.Part | None = None,
     first: jax.Array | None = None,
     into: Any | None = None,
     live_rows: jax.Array | None = None,
 ) -> jax.Array | None:
-    """dlogits in the compute dtype, of the shape `operands.stored_shape`.
+    """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
 
-    The kernel knows one vocabulary: for a slice of it, hand in a head of that slice, and labels and argmax counted from
-    the slice's start. What is undefined is as in `stash_kernel.stash`.
+    What is undefined is as in `stash_kernel.stash`, and so are columns behind those of `part`, from the next tile on.
 
     Args:
         head: the head.
         hidden: `[N, H]`.
-        labels: `[N]` int32, -1 for none.
-        residual: lse and argmax where terms need them.
-        coefficients: `[N]` each.
+        lse: `[N]` where terms need it.
+        coefficients: `[N]` each; neither target nor argmax.
         config: of the kernel.
+        part: the vocabulary entries; None: all that are `operands.covered`.
         first: `[]` int32: columns before it get 0.
         into: a `jax.Ref` to write to; then nothing is returned.
         live_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
@@ -51,25 +49,25 @@ def dlogits(
     given = operands.operands(
         head,
         hidden,
-        labels if coefficients.target is not None else None,
         config,
         weighted_mean=coefficients.logit_weights is not None,
         bytes_per_row=0,
+        width=None if part is None else part.width,
     )
-    inputs = dict(given.inputs)
+    inputs, numbers = dict(given.inputs), gemm.Numbers()
     for name, values in coefficients._asdict().items():
         if values is not None:
             inputs[name] = given.by_row(values.astype(jnp.float32))
-    if residual.lse is not None:
+    if lse is not None:
         # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-        inputs["lse"] = given.by_row(jnp.where(jnp.isneginf(residual.lse), jnp.inf, residual.lse))
-    if residual.argmax is not None:
-        inputs["argmax_column"] = given.by_row(residual.argmax, -1)
+        inputs["lse"] = given.by_row(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    if part is not None:
+        numbers |= {"first_column": part.first, "live_columns": part.live}
     if first is not None:
-        inputs["first"] = first.astype(jnp.int32).reshape(1)
+        numbers["zeros_before"] = first
     if live_rows is not None:
-        inputs |= gemm.rows_limit(live_rows)
-    shape = operands.stored_shape(given.rows, spec)
+        numbers["live_rows"] = live_rows
+    shape = operands.stored_shape(given.rows, spec.vocab_size if part is None else part.width)
     outputs: dict[str, Any] = {}
     if into is not None:
         inputs["dlogits"] = into
@@ -77,9 +75,9 @@ def dlogits(
         outputs["dlogits"] = jax.ShapeDtypeStruct(shape, spec.dtype)
     present = frozenset(name for name, values in coefficients._asdict().items() if values is not None)
     epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
-    return gemm.run("pallas_ce_dlogits", given.launch, given.hidden, given.weight, epilogue, inputs, outputs).get(
-        "dlogits"
-    )
+    return gemm.run(
+        "pallas_ce_dlogits", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers
+    ).get("dlogits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +102,15 @@ class DlogitsEpilogue:
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Stores the gradient, 0 in columns that are not live."""
+        first_column = gemm.start(refs, "first_column")
         for first, piece in epilogues.pieces(product, self.width):
-            column = place.column + first
+            column = first_column + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
             if self.logits.ragged:
                 gradient = jnp.where(self.logits.live(column, z.shape), gradient, 0.0)
-            if "first" in refs:
-                before = layouts.column_ids(z.shape) < refs["first"][0] - column
+            if "zeros_before" in refs:
+                before = layouts.column_ids(z.shape) < refs["zeros_before"][0] - column
                 gradient = jnp.where(before, 0.0, gradient)
             layouts.store_piece(
                 refs["dlogits_smem"], place.warpgroup, refs["dlogits"], place.row, place.column, first, gradient
@@ -152,6 +151,8 @@ class DlogitsEpilogue:
                 terms.append(row("logit_weights") * u)
             else:
                 terms.append(layouts.along_columns(by_row["logit_weights"] * self.logits.uniform_weight, shape))
+        if not terms:  # single entries only
+            return jnp.where(ids < 0, z, 0.0)
         total = sum(terms[1:], terms[0])
         if self.logits.softcap is not None:
             ratio = z * (1.0 / self.logits.softcap)

@@ -94,10 +94,11 @@ def piece_partial(
     refs: dict[str, Any],
     column: jax.Array,
     z: jax.Array,
-    labels: jax.Array | None,
     reference: jax.Array | None,
 ) -> tuple[Partial, jax.Array | None]:
     """What `pallas_ce.statistics.partial_of_tile` does, measured from `reference`; `e^{z - reference}` as well.
+
+    Not the targets' logits, see `entries`.
 
     Args:
         spec: of the logits.
@@ -105,15 +106,10 @@ def piece_partial(
         refs: "u" `[padded V]` float32, 0 where not live, if the mean is weighted.
         column: the piece's first vocabulary entry.
         z: logits `[rows, width]`, -inf where not live.
-        labels: `[rows]` int32.
         reference: `[rows]`, what sums of exponentials are measured from.
     """
     shape = z.shape
     found: dict[str, jax.Array] = {}
-    if "target_logit" in fields:
-        assert labels is not None
-        hit = layouts.column_ids(shape) == layouts.along_columns(labels - column, shape)
-        found["target_logit"] = jnp.where(hit, z, 0.0).sum(axis=1)
     if "weighted_sum" in fields:
         if "u" in refs:
             u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)

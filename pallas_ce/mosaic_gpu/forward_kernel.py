@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_ce.head import Head
-from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, partials
+from pallas_ce.mosaic_gpu import epilogues, gemm, operands, partials
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config
 from pallas_ce.statistics import Partial, merge
 
@@ -19,22 +19,22 @@ from pallas_ce.statistics import Partial, merge
 def statistics(
     head: Head,
     hidden: jax.Array,
-    labels: jax.Array | None,
     names: frozenset[str],
     config: Config,
     partial_bytes: int = PARTIALS_BYTES,
     live_rows: jax.Array | None = None,
 ) -> Partial:
-    """The `Partial` of `hidden [N, H]` over the vocabulary entries that are `operands.covered`.
+    """The `Partial` of `hidden [N, H]` over the vocabulary entries that are `operands.covered`; no targets.
 
     `partial_bytes` bounds the temporary memory. With `live_rows []` only about as many rows are worked on; what is
     returned for the others is undefined.
     """
     fields = partials.fields_for(names, own_maximum=True)
+    if not fields:
+        return Partial()
     given = operands.operands(
         head,
         hidden,
-        labels if "target_logit" in names else None,
         config,
         weighted_mean="mean_logit" in names,
         bytes_per_row=4 * len(fields),
@@ -42,8 +42,10 @@ def statistics(
     )
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
-    inputs = given.inputs if live_rows is None else {**given.inputs, **gemm.rows_limit(live_rows)}
-    found = gemm.run("pallas_ce_forward", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
+    numbers = None if live_rows is None else {"live_rows": live_rows}
+    found = gemm.run(
+        "pallas_ce_forward", given.launch, given.hidden, given.weight, epilogue, given.inputs, outputs, numbers
+    )
     return partials.read(found, fields, given.rows)
 
 
@@ -60,14 +62,11 @@ class StatisticsEpilogue:
         return partials.staging(config)
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
-        """Vectors by row that the whole window needs."""
-        rows = refs["partials_smem"].shape[1]
-        labels = layouts.rows_of(refs["labels"], place.row, rows) if "labels" in refs else None
-        return labels, epilogues.no_columns(rows, self.fields)
+        """Nothing seen yet."""
+        return epilogues.no_columns(refs["partials_smem"].shape[1], self.fields)
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Measures the tile from its own maximum, and merges it into the window."""
-        labels, window = carry
         column = place.column
         z = self.logits.mask(column, self.logits.logits(refs, column, product))
         top = z.max(axis=1) if "max" in self.fields else None
@@ -76,11 +75,11 @@ class StatisticsEpilogue:
         fields = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
         total: Partial | None = None
         for first, piece in epilogues.pieces(z, self.width):
-            part, _ = epilogues.piece_partial(self.logits, fields, refs, column + first, piece, labels, reference)
+            part, _ = epilogues.piece_partial(self.logits, fields, refs, column + first, piece, reference)
             total = part if total is None else partials.add(total, part)
         assert total is not None
-        return labels, merge(window, total._replace(max=top))
+        return merge(carry, total._replace(max=top))
 
     def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
         """Writes the window's statistics."""
-        partials.write(refs, place, carry[1])
+        partials.write(refs, place, carry)

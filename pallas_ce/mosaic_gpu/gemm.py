@@ -28,6 +28,13 @@ _LOAD_REGISTERS = 40
 
 Carry = Any
 
+# Given to kernels packed into one array, so that preparing them is one operation for XLA.
+Numbers = dict[str, jax.Array]
+
+# Copies may begin at multiples of this, whatever the operands' layouts in shared memory.
+STEP = 64
+_NUMBERS = "numbers"
+
 
 class Place(NamedTuple):
     """Where a warpgroup's part of a tile lies.
@@ -69,6 +76,7 @@ def run(
     epilogue: Epilogue,
     inputs: dict[str, Any],
     outputs: dict[str, Any],
+    numbers: Numbers | None = None,
 ) -> dict[str, jax.Array]:
     """Runs one kernel; returns its outputs by name.
 
@@ -78,18 +86,27 @@ def run(
         left: matrix whose rows are the product's.
         right: matrix whose rows or columns are the product's columns.
         epilogue: what is done with the product.
-        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes; limits if given.
+        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes.
         outputs: shapes and dtypes that it writes, by name.
+        numbers: `[]` int32 by name, where a part of the work is to be done; the epilogue finds each as `[1]`. Kernels
+            know "live_rows" and "live_columns" (blocks of the product behind them are skipped, and left undefined),
+            "live_length" (about so many numbers of each row are summed over), "first_column" (the right operand's that
+            is the product's first) and "first_length" (the right operand's number that meets the left's first); the
+            last two are multiples of `STEP`.
     """
+    numbers = numbers or {}
     program = _program(
         name,
         launch,
         epilogue,
         tuple(inputs),
+        tuple(numbers),
         tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items()),
     )
     with jax.named_scope(name):
-        given = (x if isinstance(x, jax.Ref) else at_run_time(x) for x in inputs.values())
+        given = [x if isinstance(x, jax.Ref) else at_run_time(x) for x in inputs.values()]
+        if numbers:
+            given.append(at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers.values()])))
         results = program(left, right, *given)
     return dict(zip(outputs, results, strict=True))
 
@@ -105,6 +122,7 @@ def _program(
     launch: Launch,
     epilogue: Epilogue,
     input_names: tuple[str, ...],
+    numbers: tuple[str, ...],
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
 ) -> Any:
     """The kernel as a jitted function: one for each set of static facts.
@@ -112,10 +130,12 @@ def _program(
     So a kernel that a program uses twice is traced, lowered and assembled once. One function must not serve several
     sets, either: JAX 0.11 confuses the grids of a kernel function that is used with several.
     """
-    names = input_names + tuple(output for output, _, _ in outputs)
+    names = (*input_names, *[_NUMBERS][: len(numbers)], *(output for output, _, _ in outputs))
 
     def body(left_gmem: Any, right_gmem: Any, *others: Any) -> None:
-        _kernel(left_gmem, right_gmem, dict(zip(names, others, strict=True)), launch, epilogue)
+        refs = dict(zip(names, others, strict=True))
+        refs |= {number: refs[_NUMBERS].at[pl.ds(place, 1)] for place, number in enumerate(numbers)}
+        _kernel(left_gmem, right_gmem, refs, launch, epilogue)
 
     peers = {"cluster": (launch.config.cluster_size,), "cluster_names": ("peer",)}
     return warpgroups(name, body, [x[1:] for x in outputs], launch.schedule.clusters, **peers)
@@ -145,16 +165,6 @@ def warpgroups(name: str, body: Any, outputs: list[Any], workers: int, **mesh: A
     return jax.jit(run)
 
 
-def rows_limit(live_rows: jax.Array) -> dict[str, jax.Array]:
-    """An input that makes a kernel skip the row blocks from row `live_rows []` on, whose outputs are left undefined."""
-    return {"live_rows": live_rows.astype(jnp.int32).reshape(1)}
-
-
-def length_limit(live_length: jax.Array) -> dict[str, jax.Array]:
-    """An input that makes a kernel sum over about the first `live_length []` numbers of each row of its operands."""
-    return {"live_length": live_length.astype(jnp.int32).reshape(1)}
-
-
 def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launch, epilogue: Epilogue) -> None:
     problem, config, _ = launch
     left_tile = (config.tile_rows, config.depth) if problem.left_axis == 0 else (config.depth, config.tile_rows)
@@ -176,7 +186,7 @@ def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launc
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        walk = _Walk(launch, refs.get("live_rows"), refs.get("live_length"))
+        walk = _Walk(launch, refs)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _() -> None:
@@ -189,6 +199,11 @@ def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launc
             _compute(ring, {**refs, **scratch}, walk, epilogue, warpgroup)
 
     pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")
+
+
+def start(refs: dict[str, Any], name: str) -> jax.Array | int:
+    """The number of that name, where something begins; 0 where it is not given."""
+    return pl.multiple_of(refs[name][0], STEP) if name in refs else 0
 
 
 class Item(NamedTuple):
@@ -214,17 +229,21 @@ class Item(NamedTuple):
 class _Walk:
     """The order of work, the same for all warpgroups: items of this cluster, tiles of an item, steps of a tile."""
 
-    def __init__(self, launch: Launch, live_rows: Any | None, live_length: Any | None) -> None:
+    def __init__(self, launch: Launch, refs: dict[str, Any]) -> None:
         self.problem, self.config, self.schedule = launch
         schedule, config = self.schedule, self.config
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
-        self.steps = jnp.int32(-(-self.problem.length // config.depth))
-        if live_length is not None:
-            self.steps = lax.div(live_length[0] + (config.depth - 1), config.depth)
-        self.row_blocks = jnp.int32(schedule.row_blocks)
-        if live_rows is not None:
-            self.row_blocks = lax.div(live_rows[0] + (config.block_rows - 1), config.block_rows)
-        total = self.row_blocks * (schedule.items // schedule.row_blocks)
+
+        def blocks(name: str, size: int, most: int) -> jax.Array:
+            return lax.div(refs[name][0] + (size - 1), size) if name in refs else jnp.int32(most)
+
+        self.steps = blocks("live_length", config.depth, -(-self.problem.length // config.depth))
+        self.row_blocks = blocks("live_rows", config.block_rows, schedule.row_blocks)
+        self.column_blocks = blocks("live_columns", config.block_columns, schedule.column_blocks)
+        self.first_column, self.first_length = (start(refs, name) for name in ("first_column", "first_length"))
+        total = self.row_blocks * schedule.windows
+        if schedule.split:
+            total = total * self.column_blocks
         self.items = lax.div(total + schedule.clusters - 1 - self.worker, schedule.clusters)
 
     def item(self, index: jax.Array) -> Item:
@@ -237,9 +256,9 @@ class _Walk:
         schedule, config = self.schedule, self.config
         linear = index * schedule.clusters + self.worker
         if schedule.split:
-            window, tile = lax.div(linear, self.row_blocks * schedule.column_blocks), linear
+            window, tile = lax.div(linear, self.row_blocks * self.column_blocks), linear
             row_block = lax.rem(tile, self.row_blocks)
-            block = lax.rem(lax.div(tile, self.row_blocks), schedule.column_blocks)
+            block = lax.rem(lax.div(tile, self.row_blocks), self.column_blocks)
             count, slot = jnp.int32(1), window
             step = lax.div(window * self.steps, schedule.windows)
             steps = lax.div((window + 1) * self.steps, schedule.windows) - step
@@ -250,8 +269,8 @@ class _Walk:
             width = jnp.minimum(group_rows, self.row_blocks - group * group_rows)
             window = lax.div(rest, width)
             row_block = group * group_rows + lax.rem(rest, width)
-            block = lax.div(window * schedule.column_blocks, schedule.windows)
-            count = lax.div((window + 1) * schedule.column_blocks, schedule.windows) - block
+            block = lax.div(window * self.column_blocks, schedule.windows)
+            count = lax.div((window + 1) * self.column_blocks, schedule.windows) - block
             slot = window * 2 + self.peer if config.cluster == "rows" else window
             step, steps = jnp.int32(0), self.steps
         row = row_block * config.block_rows
@@ -278,9 +297,10 @@ def _load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: _Walk) ->
         return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
 
     def load(row: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
-        depth = pl.ds(k * config.depth, config.depth)
+        depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
         left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
-        right = part(right_gmem, problem.right_axis, pl.ds(column, config.columns), depth)
+        columns = pl.ds(walk.first_column + column, config.columns)
+        right = part(right_gmem, problem.right_axis, columns, right_depth)
         plgpu.barrier_wait(ring["free"].at[slot])
         filled = ring["filled"].at[slot]
         plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[slot], filled, collective_axes=left_peers)

@@ -82,12 +82,12 @@ def store_piece(
     column: jax.Array,
     first: int,
     x: jax.Array,
-    add: jax.Array | None = None,
+    add: jax.Array | bool = False,
 ) -> None:
     """Starts storing `x [rows, width]` at `target[row:, column + first:]`; what lies outside the array is dropped.
 
-    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add []` is
-    given and true, `x` is added to what is there.
+    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add`, a Python
+    bool or `[]`, `x` is added to what is there.
     """
     slots, wide = staging.shape[1], staging.shape[-1]
     per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
@@ -113,9 +113,9 @@ def _block_of(index: int, per_row: int, wide: int) -> tuple[int, int]:
     return index // per_row * BLOCK, index % per_row * wide
 
 
-def _copy(block: Any, place: Any, add: jax.Array | None) -> None:
-    if add is None:
-        plgpu.copy_smem_to_gmem(block, place)
+def _copy(block: Any, place: Any, add: jax.Array | bool) -> None:
+    if isinstance(add, bool):
+        plgpu.copy_smem_to_gmem(block, place, reduction_op="add" if add else None)
         return
 
     @pl.when(add)

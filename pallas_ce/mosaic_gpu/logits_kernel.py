@@ -55,7 +55,7 @@ def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None,
 
     `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
     """
-    given = operands.operands(head, hidden, None, config, weighted_mean=False, bytes_per_row=4 * len(_FIELDS))
+    given = operands.operands(head, hidden, config, weighted_mean=False, bytes_per_row=4 * len(_FIELDS))
     groups = groups_of(given.logits.columns)
     outputs = {
         **partials.outputs(_FIELDS, given.slots, given.padded_rows),
@@ -105,7 +105,7 @@ class LogitsEpilogue:
         if inverse_temperature is not None:
             z, top = z * layouts.along_columns(inverse_temperature, z.shape), top * inverse_temperature
         part, _ = epilogues.piece_partial(
-            self.logits, ("sum_exp",), refs, place.column, z, None, epilogues.finite_or_zero(top)
+            self.logits, ("sum_exp",), refs, place.column, z, epilogues.finite_or_zero(top)
         )
         self._store_maxima(refs, place, maxima)
         return inverse_temperature, merge(window, part._replace(max=top))

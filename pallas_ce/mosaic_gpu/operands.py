@@ -8,6 +8,7 @@ row length in sixteens (32 bytes). Hidden states are padded where need be, which
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,20 @@ def weight_of(head: Head) -> jax.Array:
     return weight if rows == spec.weight_rows else weight[:rows]
 
 
+class Part(NamedTuple):
+    """Vocabulary entries that a launch works on; what it stores begins with the first of them.
+
+    Attributes:
+        width: how many at most; static.
+        first: `[]` int32, the first, a multiple of `gemm.STEP`.
+        live: `[]` int32, how many.
+    """
+
+    width: int
+    first: jax.Array
+    live: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """One kernel call's operands.
@@ -86,7 +101,7 @@ class Operands:
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
-        inputs: vectors by name: "labels" by row, "bias" and "u" by column, "scale" `[1]`.
+        inputs: vectors by name: "bias" and "u" by column, "scale" `[1]`.
         rows: N.
     """
 
@@ -112,41 +127,41 @@ class Operands:
         return pad(x, (self.padded_rows,), value)
 
 
-def stored_shape(rows: int, spec: HeadSpec) -> tuple[int, int]:
-    """Shape of an array with a number for each logit: `[rows, V]`, padded to what TMA can write.
+def stored_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of an array with a number for each logit: `[rows, columns]`, padded to what TMA can write.
 
     Rows that are exactly as long as one of the blocks in which tiles are stored are made longer: along an axis of one
     block the copy engine does not look at the block's number, and would write a tile's second block over its first.
     """
-    columns = round_up(spec.vocab_size, LENGTH_MULTIPLE)
-    return round_up(rows, ROW_MULTIPLE), columns + LENGTH_MULTIPLE * (columns == layouts.BLOCK)
+    padded = round_up(columns, LENGTH_MULTIPLE)
+    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == layouts.BLOCK)
 
 
 def operands(
     head: Head,
     hidden: jax.Array,
-    labels: jax.Array | None,
     config: Config,
     *,
     weighted_mean: bool,
     bytes_per_row: int,
     partial_bytes: int = PARTIALS_BYTES,
+    width: int | None = None,
 ) -> Operands:
     """Operands for `hidden [N, H]` and the vocabulary entries that are `covered`.
 
     Args:
         head: the head.
         hidden: `[N, H]`.
-        labels: `[N]` int32, -1 for none; None where not read.
         config: of the kernel.
         weighted_mean: whether the kernel reads a given u.
         bytes_per_row: bytes a window leaves for each row.
         partial_bytes: what all windows may leave at most.
+        width: how many entries a launch works on at most; None: all.
     """
     spec = head.spec
     columns, rows = covered(spec), hidden.shape[0]
-    plan = schedule(config, rows, columns, bytes_per_row, partial_bytes)
-    padded = plan.column_blocks * config.block_columns
+    plan = schedule(config, rows, width or columns, bytes_per_row, partial_bytes)
+    padded = round_up(columns, config.block_columns)
     logits = LogitSpec(
         columns=columns,
         ragged=padded > columns,
@@ -155,22 +170,20 @@ def operands(
         softcap=spec.softcap,
         uniform_weight=spec.uniform_weight,
     )
+    if width is not None:  # a launch's last block may reach beyond the vocabulary's
+        padded += config.block_columns
     inputs: dict[str, jax.Array] = {}
-    if labels is not None:
-        # A label in the tail is nobody's here; it must not hit a masked column of the last tile.
-        known = jnp.where(labels < columns, labels, -1)
-        inputs["labels"] = pad(known, (plan.row_blocks * config.block_rows,), -1)
     if head.bias is not None:
         inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
     if head.logit_scale is not None:
         inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
     if weighted_mean and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
-    width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    length = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     return Operands(
-        launch=Launch(Problem(width, 0, spec.vocab_axis), config, plan),
+        launch=Launch(Problem(length, 0, spec.vocab_axis), config, plan),
         logits=logits,
-        hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), width)),
+        hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), length)),
         weight=weight_of(head),
         inputs=inputs,
         rows=rows,

@@ -16,7 +16,7 @@ _OUTPUT = "partial_"
 
 
 def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
-    """The fields of `Partial` that the statistics in `names` need, in order.
+    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`.
 
     Args:
         names: primitive statistics.
@@ -28,11 +28,10 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
         "sum_exp": sums,
         "sum_exp_shifted": "entropy" in names,
         "sum_exp_sq": "sum_sq_probs" in names,
-        "target_logit": "target_logit" in names,
         "weighted_sum": "mean_logit" in names,
         "argmax": "argmax" in names,
     }
-    return tuple(field for field in Partial._fields if needed[field])
+    return tuple(field for field in Partial._fields if needed.get(field))
 
 
 def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pallas_ce.blocks import RowBlock
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import gemm, layouts
 from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
-from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE
+from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part
 
 # XLA's products are faster by 2 to 6 per cent, but skip no rows. For fewer rows than this there is little to skip.
 LEAST_ROWS = 2048
@@ -59,12 +59,6 @@ def serves(spec: HeadSpec, rows: int) -> bool:
     )
 
 
-def serves_tile(spec: HeadSpec, rows: int, columns: int) -> bool:
-    """Likewise for the products of a tile of so many vocabulary entries; not for few rows, see `skips`."""
-    tile = dataclasses.replace(spec, weight_rows=columns, vocab_size=columns)
-    return rows >= LEAST_ROWS and serves(tile, rows)
-
-
 def skips(spec: HeadSpec, block: RowBlock) -> bool:
     """Whether rows of the block that are not live are skipped; not in a small problem's only block."""
     rows = block.tile.size
@@ -88,24 +82,30 @@ def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int
 
 
 def for_hidden(
-    stored: jax.Array, weight: jax.Array, vocab_axis: int, config: Config, live_rows: jax.Array | None = None
+    stored: jax.Array,
+    weight: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    live_rows: jax.Array | None = None,
+    part: Part | None = None,
 ) -> jax.Array:
     """`[windows, n, H]` float32 whose sum over windows is `stored·weight`.
 
     Args:
-        stored: `[n, V]`.
+        stored: `[n, V]`, or that of `part` only.
         weight: `[V, H]`, or `[H, V]` with `vocab_axis` 1.
         vocab_axis: of the weight.
         config: of the kernel.
         live_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
+        part: the vocabulary entries; None: all.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
     plan = hidden_schedule(config, rows, hidden_size, stored.shape[1])
     launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
     outputs = {"product": jax.ShapeDtypeStruct((plan.windows, rows, hidden_size), jnp.float32)}
-    inputs = {} if live_rows is None else gemm.rows_limit(live_rows)
     epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=True)
-    return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, inputs, outputs)["product"]
+    numbers = _limits(part, live_rows)
+    return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, {}, outputs, numbers)["product"]
 
 
 def add_for_hidden(
@@ -114,20 +114,30 @@ def add_for_hidden(
     vocab_axis: int,
     config: Config,
     total: jax.Array,
+    *,
+    to_row: jax.Array | None = None,
     live_rows: jax.Array | None = None,
+    part: Part | None = None,
 ) -> jax.Array:
-    """`total [n, H]` float32 with `stored·weight` added in place; see `for_hidden`."""
+    """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`."""
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
+    if to_row is None and hidden_schedule(config, rows, hidden_size, stored.shape[1]).windows > 1:
+        return total + for_hidden(stored, weight, vocab_axis, config, live_rows, part).sum(axis=0)[: total.shape[0]]
     plan = schedule(config, rows, hidden_size, bytes_per_row=0)
     launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
-    inputs: dict[str, Any] = {} if live_rows is None else gemm.rows_limit(live_rows)
-    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=False)
+    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=False, adds=True)
+    numbers = _limits(part, live_rows) | ({} if to_row is None else {"to_row": to_row})
 
     def write(ref: Any) -> None:
-        given = {**inputs, "product": ref, "first": jnp.zeros(1, jnp.int32)}
-        gemm.run("pallas_ce_add_for_hidden", launch, stored, weight, epilogue, given, {})
+        gemm.run("pallas_ce_add_for_hidden", launch, stored, weight, epilogue, {"product": ref}, {}, numbers)
 
     return pl.run_state(write)(total)
+
+
+def _limits(part: Part | None, live_rows: jax.Array | None) -> gemm.Numbers:
+    """Of a product that sums over vocabulary entries."""
+    numbers = {} if part is None else {"live_length": part.live, "first_length": part.first}
+    return numbers if live_rows is None else numbers | {"live_rows": live_rows}
 
 
 def for_weight(
@@ -139,9 +149,7 @@ def for_weight(
     dtype: Any = jnp.float32,
     live_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
-    total: Any | None = None,
-    first: jax.Array | None = None,
-) -> jax.Array | None:
+) -> jax.Array:
     """`multiplier·storedᵀ·rows` in the weight's layout.
 
     Args:
@@ -152,41 +160,90 @@ def for_weight(
         dtype: of what is returned.
         live_rows: `[]` int32: rows from there on are left out; None: none.
         multiplier: `[]` float32; None: 1.
-        total: a float32 `jax.Ref` of the weight's shape; then the product goes there and nothing is returned.
-        first: `[]` bool: whether it replaces what is there, rather than being added.
     """
+    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
+    epilogue = ProductEpilogue(jnp.dtype(dtype), right.shape[1], by_window=False)
+    outputs = {"product": jax.ShapeDtypeStruct((left.shape[1], right.shape[1]), dtype)}
+    numbers = {} if live_rows is None else {"live_length": live_rows}
+    inputs = _multiplied(multiplier)
+    return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs, numbers)["product"]
+
+
+def put_for_weight(
+    total: jax.Array,
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    *,
+    replaced: jax.Array | bool,
+    live_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+    part: Part | None = None,
+) -> jax.Array:
+    """`total`, of the weight's shape, with `multiplier·storedᵀ·rows` in place of, or added to, what is there.
+
+    Args:
+        total: float32 where something is added.
+        stored: `[n, V]`, or that of `part` only.
+        rows: `[n, H]`.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        replaced: whether it replaces what is there; a Python bool, or `[]` if only known at run time.
+        live_rows: `[]` int32: rows from there on are left out; None: none.
+        multiplier: `[]` float32; None: 1.
+        part: the vocabulary entries; None: all.
+    """
+    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
+    numbers = {} if live_rows is None else {"live_length": live_rows}
+    limit = part.live if part is not None else stored.shape[1]
+    if live_rows is not None and replaced is not True:  # nothing is added where no row is live
+        limit = jnp.where(replaced | (live_rows > 0), limit, 0)
+    if isinstance(limit, jax.Array):
+        numbers["live_rows" if vocab_axis == 0 else "live_columns"] = limit
+    if part is not None:
+        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.first
+    if not isinstance(replaced, bool):
+        numbers["first"] = replaced
+    epilogue = ProductEpilogue(jnp.dtype(total.dtype), total.shape[1], by_window=False, adds=replaced is not True)
+
+    def write(ref: Any) -> None:
+        inputs = {**_multiplied(multiplier), "product": ref}
+        gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, {}, numbers)
+
+    return pl.run_state(write)(total)
+
+
+def _for_weight(
+    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config
+) -> tuple[Launch, jax.Array, jax.Array]:
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
-    shape = left.shape[1], right.shape[1]
-    plan = schedule(config, *shape, bytes_per_row=0)
-    launch = Launch(Problem(stored.shape[0], 1, 1), config, plan)
-    inputs: dict[str, Any] = {} if live_rows is None else gemm.length_limit(live_rows)
-    outputs: dict[str, Any] = {}
-    if multiplier is not None:
-        inputs["multiplier"] = multiplier.astype(jnp.float32).reshape(1)
-    if total is None:
-        outputs["product"] = jax.ShapeDtypeStruct(shape, dtype)
-    else:
-        assert first is not None
-        inputs |= {"product": total, "first": first.astype(jnp.int32).reshape(1)}
-        if live_rows is not None:  # nothing is added where no row is live
-            inputs |= gemm.rows_limit(jnp.where(first | (live_rows > 0), shape[0], 0))
-    epilogue = ProductEpilogue(jnp.dtype(dtype), shape[1], by_window=False)
-    return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs).get("product")
+    plan = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
+    return Launch(Problem(stored.shape[0], 1, 1), config, plan), left, right
+
+
+def _multiplied(multiplier: jax.Array | None) -> dict[str, Any]:
+    return {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductEpilogue:
-    """Stores a tile of the product or, where there is an input "first" `[1]` and it is 0, adds it to what is there.
+    """Stores a tile of the product, or adds it to what is there.
+
+    A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
+    `gemm.STEP`, are where the product begins in what is written to.
 
     Attributes:
         dtype: of what is stored.
         columns: of a row of it.
         by_window: whether "product" is `[windows, rows, columns]`; else `[rows, columns]`.
+        adds: whether tiles are added, except those of the first launch.
     """
 
     dtype: Any
     columns: int
     by_window: bool
+    adds: bool = False
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
@@ -201,8 +258,9 @@ class ProductEpilogue:
         if "multiplier" in refs:
             product = product * refs["multiplier"][0]
         target = refs["product"].at[place.slot] if self.by_window else refs["product"]
-        staging = refs["product_smem"]
-        layouts.store_piece(staging, place.warpgroup, target, place.row, place.column, 0, product, add=carry)
+        row, column = place.row + gemm.start(refs, "to_row"), place.column + gemm.start(refs, "to_column")
+        add = self.adds if carry is None else carry
+        layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
         return carry
 
     def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:

@@ -9,7 +9,6 @@ A third is chosen when running, for the whole block: where some row's reference 
 a replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +20,8 @@ from pallas_ce import coefficients as coef
 from pallas_ce.backends import Accumulators, Residual
 from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, HeadSpec, Wanted
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, operands, product_kernel, stash_kernel
+from pallas_ce.head import Batch, Head, HeadSpec, Wanted
+from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, operands, product_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 
@@ -82,27 +81,26 @@ class Configs(NamedTuple):
 
 def make(
     head: Head,
-    hidden: jax.Array,
-    labels: jax.Array | None,
+    batch: Batch,
     names: frozenset[str],
     config: Config,
     forward_config: Config,
     block: RowBlock,
 ) -> tuple[Partial, Stash]:
     """Statistics of one block, and its stash; those of rows that are not live mean nothing, but are finite."""
-    spec, wide = head.spec, head.spec.accumulator
+    spec, wide, hidden = head.spec, head.spec.accumulator, batch.hidden
     live_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
     reference = _guess_lse(head, hidden) - bounds.below
     reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(wide)
-    partial, exponentials = stash_kernel.stash(head, hidden, labels, reference, names, config, live_rows)
+    partial, exponentials = stash_kernel.stash(head, hidden, reference, names, config, live_rows)
     if live_rows is not None:
         live = jnp.arange(hidden.shape[0]) < live_rows
         partial = jax.tree.map(lambda x: jnp.where(live, x, jnp.ones((), x.dtype)), partial)
         reference = jnp.where(live, reference, 1.0)
 
     if (rest := operands.tail(head)) is not None:
-        logits, of_tail = tail_logits_and_partial(head, rest, hidden, labels, names)
+        logits, of_tail = tail_logits_and_partial(head, rest, hidden, names)
         partial = merge(partial, of_tail)
         distances = jnp.exp(logits - reference[:, None])
         exponentials = _put_tail(exponentials, distances, spec.vocab_size - logits.shape[1])
@@ -111,10 +109,10 @@ def make(
     fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
     # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
     bad_rows = _all_rows_unless(fits, live_rows)
-    again = forward_kernel.statistics(head, hidden, labels, names, forward_config, live_rows=bad_rows)
+    again = forward_kernel.statistics(head, hidden, names | {"lse"}, forward_config, live_rows=bad_rows)
     if rest is not None:
         again = merge(again, of_tail)
-    partial = _select(bad_rows == 0, partial, again)
+    partial = entries.with_targets(_select(bad_rows == 0, partial, again), head, batch, names)
     stash = Stash(
         exponentials, reference, bad_rows, partial.target_logit, partial.max if "max_logit" in names else None
     )
@@ -147,20 +145,22 @@ def products(
         assert coefficients.prob is not None
         scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
     elif bounds.logarithms:
-        operand = _form(head, labels, residual, coefficients, stash)
+        operand = _form(head, residual, entries.without(coefficients), stash)
     else:
         bad_rows = jnp.int32(rows) if live_rows is None else live_rows
+    replaced = []
     for columns, logits in ((labels, stash.target_logit), (residual.argmax, stash.max_logit)):
         if columns is not None and logits is not None:
-            exact = _entries(head, columns, logits, labels, residual, coefficients)
-            # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
-            exact = jnp.where(exact == 0, 0.0, exact / scale)
-            fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest)
+            exact = entries.gradients(head, columns, logits, labels, residual, coefficients)
+            replaced.append((columns, exact))
+            fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest * jnp.abs(scale))
             bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits, live_rows))
-            operand = _put_entries(operand, columns, exact)
 
-    operand = _recompute(head, hidden, labels, residual, coefficients, operand, bad_rows, configs.dlogits)
+    operand = _recompute(head, hidden, residual.lse, entries.without(coefficients), operand, bad_rows, configs.dlogits)
     scale = jnp.where(bad_rows == 0, scale, 1.0)
+    for columns, exact in replaced:
+        # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
+        operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / scale))
     operand = operand[:rows, : spec.vocab_size]
     for_hidden, (weight_sum, bias_sum) = None, accumulators
     if wanted.hidden_product:
@@ -175,13 +175,13 @@ def products(
 
 
 def tail_logits_and_partial(
-    head: Head, rest: Head, hidden: jax.Array, labels: jax.Array | None, names: frozenset[str]
+    head: Head, rest: Head, hidden: jax.Array, names: frozenset[str]
 ) -> tuple[jax.Array, Partial]:
     """Logits `[n, c]` of the entries that kernels leave out, and their `Partial`; `rest` is `operands.tail(head)`."""
     logits = rest.logits(hidden, rest.weight, rest.bias)
     count = rest.spec.vocab_size
     columns = head.spec.vocab_size - count + jnp.arange(count, dtype=jnp.int32)
-    return logits, partial_of_tile(logits, columns, None, labels, rest.logit_weights, names)
+    return logits, partial_of_tile(logits, columns, None, None, rest.logit_weights, names - {"target_logit"})
 
 
 def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
@@ -223,39 +223,8 @@ def _put_tail(stored: jax.Array, tail: jax.Array, first: int) -> jax.Array:
     return lax.dynamic_update_slice(stored, values, (0, first))
 
 
-def _put_entries(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """Sets one entry of each row; none where its column is -1."""
-    rows = jnp.arange(columns.shape[0])
-    inside = jnp.where(columns >= 0, columns, stored.shape[1])
-    return stored.at[rows, inside].set(values.astype(stored.dtype), mode="drop", unique_indices=True)
-
-
-def _entries(
-    head: Head,
-    columns: jax.Array,
-    logits: jax.Array,
-    labels: jax.Array | None,
-    residual: Residual,
-    coefficients: Coefficients,
-) -> jax.Array:
-    """Exact dlogits `[n]` of one column a row, whose logits `[n]` are given."""
-    spec = head.spec
-    u = None
-    if coefficients.logit_weights is not None:
-        given = head.logit_weights
-        u = jnp.full(columns.shape, spec.uniform_weight) if given is None else given[jnp.maximum(columns, 0)]
-
-    def one(*of_row: Any) -> jax.Array:
-        coefficients, logit, lse, column, label, argmax, u = jax.tree.map(lambda x: x[None], of_row)
-        return coef.dlogits(coefficients, logit[None], lse, column, None, label, argmax, u, spec.softcap)[0, 0]
-
-    return jax.vmap(one)(coefficients, logits, residual.lse, columns, labels, residual.argmax, u)
-
-
-def _form(
-    head: Head, labels: jax.Array | None, residual: Residual, coefficients: Coefficients, stash: Stash
-) -> jax.Array:
-    """dlogits from exponentials, rounded; one elementwise pass."""
+def _form(head: Head, residual: Residual, coefficients: Coefficients, stash: Stash) -> jax.Array:
+    """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
     spec, rows = head.spec, stash.reference.shape[0]
     exponentials = stash.exponentials
     logits = stash.reference[:, None] + jnp.log(exponentials[:rows, : spec.vocab_size].astype(spec.accumulator))
@@ -263,24 +232,23 @@ def _form(
         logits = jnp.clip(logits, -spec.softcap, spec.softcap)  # what rounding E may have carried beyond
     u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
-    formed = coef.dlogits(coefficients, logits, residual.lse, columns, None, labels, residual.argmax, u, spec.softcap)
+    formed = coef.dlogits(coefficients, logits, residual.lse, columns, None, None, None, u, spec.softcap)
     return operands.pad(formed.astype(spec.dtype), exponentials.shape)
 
 
 def _recompute(
     head: Head,
     hidden: jax.Array,
-    labels: jax.Array | None,
-    residual: Residual,
+    lse: jax.Array | None,
     coefficients: Coefficients,
     operand: jax.Array,
     live_rows: jax.Array,
     config: Config,
 ) -> jax.Array:
-    """`operand`, or dlogits in its place where `live_rows []` is n and not 0."""
+    """`operand`, or dlogits without single entries in its place where `live_rows []` is n and not 0."""
 
     def write(stored: Any) -> None:
-        dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config, into=stored, live_rows=live_rows)
+        dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, live_rows=live_rows)
 
     operand = pl.run_state(write)(operand)
     if (rest := operands.tail(head)) is not None:
@@ -288,15 +256,7 @@ def _recompute(
         logits = rest.logits(hidden, rest.weight, rest.bias)
         columns = first + jnp.arange(rest.spec.vocab_size, dtype=jnp.int32)
         exact = coef.dlogits(
-            coefficients,
-            logits,
-            residual.lse,
-            columns,
-            None,
-            labels,
-            residual.argmax,
-            rest.logit_weights,
-            head.spec.softcap,
+            coefficients, logits, lse, columns, None, None, None, rest.logit_weights, head.spec.softcap
         )
         old = operand[: hidden.shape[0], first : head.spec.vocab_size]
         operand = _put_tail(operand, jnp.where(live_rows > 0, exact.astype(operand.dtype), old), first)
@@ -342,22 +302,8 @@ def _add_weight(
         product = head.matmul(a, b, (0, 0), total.dtype if alone and late is None else None)
         product = operands.pad(product if late is None else late * product, total.shape)
         return (product if alone else total + product).astype(total.dtype)
-    add = functools.partial(
-        product_kernel.for_weight,
-        operand,
-        rows,
-        spec.vocab_axis,
-        config,
-        live_rows=block.live_rows,
-        multiplier=late,
-    )
+    given = (operand, rows, spec.vocab_axis, config)
     if isinstance(block.number, int):  # the only one
-        only = add(dtype=total.dtype)
-        assert only is not None
-        return only
+        return product_kernel.for_weight(*given, dtype=total.dtype, live_rows=block.live_rows, multiplier=late)
     first = jnp.asarray(block.number == 0)
-
-    def write(ref: Any) -> None:
-        add(total=ref, first=first)
-
-    return pl.run_state(write)(total)
+    return product_kernel.put_for_weight(total, *given, replaced=first, live_rows=block.live_rows, multiplier=late)

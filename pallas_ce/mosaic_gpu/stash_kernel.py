@@ -24,13 +24,12 @@ from pallas_ce.statistics import Partial
 def stash(
     head: Head,
     hidden: jax.Array,
-    labels: jax.Array | None,
     reference: jax.Array,
     names: frozenset[str],
     config: Config,
     live_rows: jax.Array | None = None,
 ) -> tuple[Partial, jax.Array]:
-    """The `Partial` of `hidden [N, H]`, and `E` in the compute dtype, over the entries that are `operands.covered`.
+    """The `Partial` of `hidden [N, H]`, no targets, and `E` in the compute dtype, over the `operands.covered` entries.
 
     `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
     undefined beyond and in rows from N on. `reference [N]` is finite. With `live_rows []` only about as many rows are
@@ -41,21 +40,19 @@ def stash(
     given = operands.operands(
         head,
         hidden,
-        labels if "target_logit" in names else None,
         config,
         weighted_mean="mean_logit" in names,
         bytes_per_row=4 * len(fields),
     )
-    shape = operands.stored_shape(given.rows, spec)
+    shape = operands.stored_shape(given.rows, spec.vocab_size)
     outputs = {
         **partials.outputs(fields, given.slots, given.padded_rows),
         "stash": jax.ShapeDtypeStruct(shape, spec.dtype),
     }
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
     inputs = {**given.inputs, "reference": given.by_row(reference)}
-    if live_rows is not None:
-        inputs |= gemm.rows_limit(live_rows)
-    found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
+    numbers = None if live_rows is None else {"live_rows": live_rows}
+    found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers)
     joined = partials.read(found, fields, given.rows, partials.add)
     return partials.from_reference(joined, reference), found["stash"]
 
@@ -80,22 +77,20 @@ class StashEpilogue:
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
         """Vectors by row that the whole window needs."""
         rows = refs["partials_smem"].shape[1]
-        labels = layouts.rows_of(refs["labels"], place.row, rows) if "labels" in refs else None
-        reference = layouts.rows_of(refs["reference"], place.row, rows)
-        return labels, reference, epilogues.no_columns(rows, self.fields)
+        return layouts.rows_of(refs["reference"], place.row, rows), epilogues.no_columns(rows, self.fields)
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Stores exponentials of the unrounded values that are summed."""
-        labels, reference, window = carry
+        reference, window = carry
         for first, piece in epilogues.pieces(product, self.width):
             column = place.column + first
             z = self.logits.mask(column, self.logits.logits(refs, column, piece))
-            part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, labels, reference)
+            part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
             assert exp is not None
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
             window = partials.add(window, part)
-        return labels, reference, window
+        return reference, window
 
     def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
         """Writes the window's statistics."""
-        partials.write(refs, place, carry[2])
+        partials.write(refs, place, carry[1])

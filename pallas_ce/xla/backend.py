@@ -15,7 +15,7 @@ from jax import lax
 from pallas_ce.backends import Accumulators, Launch, Mode, Plan, Residual
 from pallas_ce.blocks import RowBlock, Tile, Tiles, shrink
 from pallas_ce.coefficients import Coefficients, dlogits
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, Wanted
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, Wanted, WeightSum
 from pallas_ce.loops import fori_loop
 from pallas_ce.statistics import Partial, merge, partial_of_tile
 
@@ -41,7 +41,9 @@ class XlaBackend:
         """The scratch of one row and one column at a time."""
         return _scratch(spec, mode, 1, 1)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    def plan(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, *, gathered: bool = False
+    ) -> Plan:
         """Blocks of the preferred size, halved along their longer side until they fit."""
         rows = min(tokens, ROWS)
         if mode == "in_forward":
@@ -69,29 +71,37 @@ class XlaBackend:
         first = step(tiles.tile(0))
         return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
 
-    def dlogits_products(
+    def recompute(
         self,
         head: Head,
         batch: Batch,
         residual: Residual,
         coefficients: Coefficients,
-        tile_index: jax.Array,
         wanted: Wanted,
         plan: Plan,
         block: RowBlock,
-        hidden_sum: jax.Array | None,
-    ) -> Products:
+    ) -> TileStep:
         """The logits of one tile once more, and their products."""
-        tile = _tiles(head, plan).tile(tile_index)
-        logits = _tile_logits(head, batch, tile)
-        for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, wanted)
-        return block.add(hidden_sum, for_hidden), for_weight, for_bias
+
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+            tile = _tiles(head, plan).tile(tile_index)
+            logits = _tile_logits(head, batch, tile)
+            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, wanted)
+            if weight_sum is not None and for_weight is not None:
+                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
+            return block.add(hidden_sum, for_hidden), for_weight, for_bias
+
+        return step
+
+    def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
+        """Zeros."""
+        return jnp.zeros(head.weight.shape, dtype)
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """XLA's operations have static sizes."""
         return False
 
-    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+    def gathers_in_vain(self, spec: HeadSpec, mode: Mode, plan: Plan) -> bool:
         """Its loops are as long as there are rows that count in any case."""
         return False
 

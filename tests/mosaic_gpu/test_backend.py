@@ -92,6 +92,38 @@ def test_products_by_kernels_in_one_block_and_in_several(
     check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("ignored", [None, 0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("n", "scratch", "blocks", "tiles"), [(384, 2**20, 1, 1), (384, 2**19, 1, 3), (768, 600 * 2**10, 3, 3)]
+)
+def test_recomputed_tiles_are_worked_on_in_place(
+    axis: int, ignored: float | None, n: int, scratch: int, blocks: int, tiles: int, interpreted: Callable[..., Any]
+) -> None:
+    """One tile or several, the last of them narrower; likewise blocks of rows. Ignored rows hold nan: none is read."""
+    v = 576
+    bias = jax.random.normal(jax.random.key(2), (v,))
+    given = arrays(n, 256, v, axis, bias=bias, logit_scale=jnp.float32(0.7))
+    labels = jnp.where(jax.random.uniform(jax.random.key(8), (n,)) < (ignored or 0), -100, labels_of(n, v))
+    labels = jnp.maximum(labels, 0) if ignored is None else labels
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        hidden = jnp.where((labels < 0)[:, None], jnp.nan if implementation == "mosaic_gpu" else 0, given["hidden"])
+        given = {**given, "hidden": hidden.astype(given["hidden"].dtype)}
+        return linear_cross_entropy(
+            **given, labels=labels, vocab_axis=axis, normalizer=n, ignore_index=None if ignored is None else -100,
+            label_smoothing=0.1, implementation=implementation, backward=backward, scratch_bytes=scratch,
+        )  # fmt: skip
+
+    spec = HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None)
+    backend = pallas_ce.mosaic_gpu.BACKEND
+    plan = backend.plan(spec, n, "recompute", scratch, gathered=ignored is not None)
+    assert backend.skips_rows(spec, plan)
+    if ignored is not None:
+        assert (-(-n // plan.rows), -(-v // plan.columns)) == (blocks, tiles)
+    check(interpreted, loss, given, "recompute", TOLERANCE[jnp.bfloat16])
+
+
 def test_float16_far_from_the_likely_entries(interpreted: Callable[..., Any]) -> None:
     """Entries whose exponentials float16 cannot hold still have a gradient, which depends on their logits."""
     given = arrays(70, 64, 208, dtype=jnp.float16)

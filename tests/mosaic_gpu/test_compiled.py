@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends import Residual
 from pallas_ce.coefficients import Coefficients
-from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, forward_kernel, stash_kernel
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
 from tests import compile_for_h200 as h200
 
@@ -46,13 +45,13 @@ def compiled_kernel(
             weight, if_given("bias", by_column), if_given("scale", scalar), if_given("weights", by_column), spec
         )
         if kernel == "forward":
-            return forward_kernel.statistics(head, hidden, labels, names, config)
+            return entries.with_targets(
+                forward_kernel.statistics(head, hidden, names, config), head, Batch(hidden, labels), names
+            )
         if kernel == "stash":
-            return stash_kernel.stash(head, hidden, labels, by_row, names, config)
-        every = names is EVERY
-        coefficients = Coefficients(*[by_row] * 6) if every else Coefficients(by_row, target=by_row)
-        residual = Residual(by_row, labels if every else None)
-        return dlogits_kernel.dlogits(head, hidden, labels, residual, coefficients, config)
+            return stash_kernel.stash(head, hidden, by_row, names, config)
+        coefficients = entries.without(Coefficients(*[by_row] * 6)) if names is EVERY else Coefficients(by_row)
+        return dlogits_kernel.dlogits(head, hidden, by_row, coefficients, config)
 
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
 
@@ -154,7 +153,7 @@ def recompute_loss(hidden: Any, weight: Any, labels: Any) -> Any:
     ("loss", "kernels", "parts"),
     [
         (in_forward_loss, {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 65),
-        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight"}, 70),
+        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight", "undefined"}, 50),
     ],
 )
 def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: set[str], parts: int) -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from pallas_ce import coefficients as coef
 from pallas_ce import reference
-from pallas_ce.backends import Residual
 from pallas_ce.head import Batch
-from pallas_ce.mosaic_gpu import dlogits_kernel, forward_kernel, stash_kernel
+from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, operands, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import finalise
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
@@ -52,10 +51,9 @@ def all_coefficients(n: int) -> coef.Coefficients:
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
-    partial = interpreted(lambda head, h, t: forward_kernel.statistics(head, h, t, EVERY, config))(
-        p.head, p.hidden, p.labels
-    )
-    got = finalise(partial, EVERY)
+    partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, EVERY, config))(p.head, p.hidden)
+    assert partial.target_logit is None
+    got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
     want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     for name in EVERY - {"argmax"}:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
@@ -66,7 +64,7 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
 
 def test_statistics_that_are_not_asked_for_are_not_computed(interpreted: Callable[..., Any]) -> None:
     p, config = case(0)
-    partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, None, LSE, config))(p.head, p.hidden)
+    partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, config))(p.head, p.hidden)
     assert [f for f in partial._fields if getattr(partial, f) is not None] == ["max", "sum_exp"]
 
 
@@ -75,7 +73,7 @@ def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) 
     for scale, offset in ((1.0, 256.0), (300.0, 0.0)):
         bias = jnp.full(192, offset / scale)
         head = dataclasses.replace(p.head, bias=bias, logit_scale=jnp.float32(scale))
-        run = interpreted(lambda head, h: forward_kernel.statistics(head, h, None, LSE, Config(**SMALL)))
+        run = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, Config(**SMALL)))
         want = reference.row_statistics(LSE, Batch(p.hidden), head, None)["lse"]
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
 
@@ -85,7 +83,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> 
     config = Config(**{**SMALL, "cluster": None})
 
     def lse(head: Any, h: jax.Array, live: jax.Array) -> jax.Array:
-        return finalise(forward_kernel.statistics(head, h, None, LSE, config, live_rows=live), LSE)["lse"]
+        return finalise(forward_kernel.statistics(head, h, LSE, config, live_rows=live), LSE)["lse"]
 
     want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
     got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
@@ -100,9 +98,8 @@ def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
     want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     e = want["lse"] - 1.5
     names = EVERY if index % 2 else LOSS
-    partial, stored = interpreted(lambda head, h, t, e: stash_kernel.stash(head, h, t, e, names, config))(
-        p.head, p.hidden, p.labels, e
-    )
+    partial, stored = interpreted(lambda head, h, e: stash_kernel.stash(head, h, e, names, config))(p.head, p.hidden, e)
+    partial = entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), names)
     assert stored.dtype == p.head.spec.dtype
     exact = jnp.exp(logits_of(p) - e[:, None])
     resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
@@ -117,22 +114,40 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
     n, v, spec = p.hidden.shape[0], p.head.spec.vocab_size, p.head.spec
     first = 3 if index % 2 else None
-    kept = reference.row_statistics(frozenset({"lse", "argmax"}), Batch(p.hidden), p.head, None)
-    coefficients = all_coefficients(n)
+    lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
+    coefficients = entries.without(all_coefficients(n))
     if index % 3 == 0:
-        coefficients = coefficients._replace(prob_log_prob=None, prob_sq=None, logit_weights=None, argmax=None)
-    residual = Residual(kept["lse"], None if coefficients.argmax is None else kept["argmax"])
+        coefficients = coefficients._replace(prob_log_prob=None, prob_sq=None, logit_weights=None)
 
-    def run(head: Any, h: jax.Array, t: jax.Array, residual: Residual, coefficients: coef.Coefficients) -> Any:
+    def run(head: Any, h: jax.Array, lse: jax.Array, coefficients: coef.Coefficients) -> Any:
         begin = None if first is None else jnp.int32(first)
-        return dlogits_kernel.dlogits(head, h, t, residual, coefficients, config, first=begin)
+        return dlogits_kernel.dlogits(head, h, lse, coefficients, config, first=begin)
 
-    stored = interpreted(run)(p.head, p.hidden, p.labels, residual, coefficients)
+    stored = interpreted(run)(p.head, p.hidden, lse, coefficients)
     live = None if first is None else jnp.arange(v) >= first
     u = None if coefficients.logit_weights is None else p.head.tile_logit_weights(0, v)
-    exact = coef.dlogits(
-        coefficients, logits_of(p), kept["lse"], jnp.arange(v), live, p.labels, residual.argmax, u, spec.softcap
-    )
+    exact = coef.dlogits(coefficients, logits_of(p), lse, jnp.arange(v), live, None, None, u, spec.softcap)
     resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
     np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=2e-5)
     assert not stored[:n, v:].any()
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("cluster", ["rows", "columns", None])
+def test_dlogits_of_a_part_are_those_columns_of_the_whole(
+    vocab_axis: int, cluster: Any, interpreted: Callable[..., Any]
+) -> None:
+    p = make_problem(96, 64, 336, vocab_axis=vocab_axis, **ALL_OPTIONS)
+    config = Config(**{**SMALL, "cluster": cluster})
+    lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
+    coefficients = entries.without(all_coefficients(96))
+
+    def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, live: Any) -> Any:
+        whole = dlogits_kernel.dlogits(head, h, lse, coefficients, config)
+        part = operands.Part(128, first, live)
+        return whole, dlogits_kernel.dlogits(head, h, lse, coefficients, config, part=part)
+
+    for first, live in ((0, 128), (128, 128), (256, 80)):
+        whole, part = interpreted(run)(p.head, p.hidden, lse, jnp.int32(first), jnp.int32(live))
+        assert part.shape == (96, 128)
+        np.testing.assert_array_equal(part[:, :live], whole[:, first : first + live])

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from pallas_ce.mosaic_gpu import product_kernel
 from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.operands import Part
 
 SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
 
@@ -79,12 +79,9 @@ def test_weight_sums_go_on_from_block_to_block(
         total = product_kernel.undefined(weight.shape, jnp.float32)
 
         def add(total: jax.Array, stored: Any, live: Any, first: bool) -> jax.Array:
-            def body(ref: Any) -> None:
-                product_kernel.for_weight(
-                    stored, rows, vocab_axis, config, live_rows=live, total=ref, first=jnp.bool_(first)
-                )
-
-            return pl.run_state(body)(total)
+            return product_kernel.put_for_weight(
+                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(first), live_rows=live
+            )
 
         total = add(total, stored, jnp.int32(192), True)
         return add(total, broken, live, False)
@@ -99,10 +96,61 @@ def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
     config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
 
     def run(stored: Any, rows: Any, live: Any) -> jax.Array:
-        def body(ref: Any) -> None:
-            product_kernel.for_weight(stored, rows, 0, config, live_rows=live, total=ref, first=jnp.bool_(True))
-
-        return pl.run_state(body)(product_kernel.undefined(weight.shape, jnp.float32))
+        total = product_kernel.undefined(weight.shape, jnp.float32)
+        return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, live_rows=live)
 
     got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
     np.testing.assert_array_equal(got, np.zeros(weight.shape))
+
+
+# First column, width and live columns of each part of 272, of which the last is narrower.
+PARTS = ((128, 144, 144), (256, 128, 16))
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("cluster", ["rows", "columns"])
+@pytest.mark.parametrize(("windows", "to_row"), [(1, None), (1, 64), (3, None)])
+def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
+    vocab_axis: int, cluster: Any, windows: int, to_row: int | None, interpreted: Callable[..., Any]
+) -> None:
+    stored, weight, total = matrices(192, 272, 256, vocab_axis)
+    config = Config(**{**SMALL, "cluster": cluster, "in_flight": 1, "windows": windows})
+    total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
+
+    def run(stored: Any, weight: Any, total: Any, first: Any, live: Any) -> jax.Array:
+        part = Part(stored.shape[1], first, live)
+        where = None if to_row is None else jnp.int32(to_row)
+        return product_kernel.add_for_hidden(stored, weight, vocab_axis, config, total, to_row=where, part=part)
+
+    for first, width, live in PARTS:
+        own = stored[:, :width].at[:, live:].set(0)
+        got = interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(live))
+        of_part = (weight if vocab_axis == 0 else weight.T)[first : first + live]
+        want = np.asarray(total, np.float64)
+        want[to_row or 0 :] += exact(own[:, :live], of_part)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("live_rows", [None, 0, 70])
+def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
+    vocab_axis: int, live_rows: int | None, interpreted: Callable[..., Any]
+) -> None:
+    stored, weight, rows = matrices(192, 272, 256, vocab_axis)
+    config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
+    reached = 192 if live_rows is None else -(-live_rows // 64) * 64
+
+    def run(stored: Any, rows: Any, weight: Any, first: Any, live: Any) -> jax.Array:
+        return product_kernel.put_for_weight(
+            weight, stored, rows, vocab_axis, config, replaced=True, multiplier=jnp.float32(0.5),
+            live_rows=None if live_rows is None else jnp.int32(live_rows), part=Part(stored.shape[1], first, live),
+        )  # fmt: skip
+
+    for first, width, live in PARTS:
+        own = stored[:, :width].at[live_rows or 192 :].set(0)
+        got = interpreted(run)(own.at[reached:].set(jnp.nan), rows, weight, jnp.int32(first), jnp.int32(live))
+        want = np.asarray(weight if vocab_axis == 0 else weight.T, np.float64)
+        want[first : first + live] = 0.5 * exact(own.T, rows)[:live] if live_rows != 0 else 0
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3
+        )

@@ -1,0 +1,126 @@
+"""Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
+
+from pallas_ce.backends import Mode, Plan
+from pallas_ce.head import HeadSpec
+from pallas_ce.mosaic_gpu import operands, product_kernel, recomputation, tuning
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, schedule
+
+# The recompute mode may take this much; beyond, larger tiles save less than a per cent.
+_RECOMPUTE_BYTES = 184 * 2**20
+
+# Statistics that a window may leave of each row.
+_PARTIAL_FIELDS = 7
+
+# Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
+_ROW_STEP = 128
+
+_MOST_BLOCKS = 64
+
+
+def minimum(spec: HeadSpec, mode: Mode | None) -> int:
+    """Bytes for one row at a time, or for one row of a small tile."""
+    columns = spec.vocab_size if mode == "in_forward" else min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+    return _scratch(spec, mode, 1, columns, blocks=2, gathered=True)
+
+
+def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
+    blocks = 1
+    while True:
+        rows = _even_rows(tokens, blocks)
+        needed = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks)
+        if needed <= scratch_bytes or rows == 1:
+            if mode is None:
+                needed += _partial_bytes(spec, rows)
+            return Plan(rows, spec.vocab_size, min(needed, scratch_bytes))
+        blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+
+
+def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, *, gathered: bool) -> Plan:
+    """Of recompute: blocks of rows and tiles of the vocabulary that move the least besides the products themselves.
+
+    Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
+    the tile's weight `[columns, H]`, and its hidden states are gathered for each tile again, if they are at all.
+    """
+    budget = min(scratch_bytes, _RECOMPUTE_BYTES)
+    choices = []
+    for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
+        rows = _even_rows(tokens, blocks)
+        if columns := _most_columns(spec, rows, budget, blocks, gathered):
+            tiles = -(-spec.vocab_size // columns)
+            moved = 8 * tokens * tiles
+            if blocks > 1:
+                moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles * gathered
+            choices.append((moved, blocks, rows, columns))
+    if choices:
+        _, blocks, rows, columns = min(choices)
+    else:
+        blocks, columns = 2, min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+        fitting = (r for r in (128, 64, 32, 16, 8, 4, 2) if _scratch(spec, "recompute", r, columns) <= scratch_bytes)
+        rows = min(next(fitting, 1), tokens)
+    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks, gathered=gathered))
+
+
+def weight_copy_bytes(spec: HeadSpec) -> int:
+    """All of the weight where TMA cannot read it; see `operands`."""
+    return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
+
+
+def _even_rows(tokens: int, blocks: int) -> int:
+    """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
+    rows = -(-tokens // blocks)
+    return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
+
+
+def _most_columns(spec: HeadSpec, rows: int, budget: int, blocks: int, gathered: bool) -> int:
+    """The widest tile within the budget, 0 if none is; in full tiles, and evenly where several are needed."""
+
+    def scratch(columns: int) -> int:
+        return _scratch(spec, "recompute", rows, columns, blocks=blocks, gathered=gathered)
+
+    step = recomputation.COLUMN_STEP
+    if scratch(spec.vocab_size) <= budget:
+        return spec.vocab_size
+    most = spec.vocab_size // step
+    while most and scratch(most * step) > budget:
+        most = min(most - 1, budget * most // scratch(most * step))
+    if not most:
+        return 0
+    tiles = -(-spec.vocab_size // (most * step))
+    return min(most * step, operands.round_up(-(-spec.vocab_size // tiles), step))
+
+
+def _scratch(
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, gathered: bool = True
+) -> int:
+    """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
+
+    The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
+    scaled operand and as product. Recompute: dlogits of a tile, hidden states if they are `gathered`, with several
+    blocks a sum for the tile's weight; and, unless it works in place, a slice of the weight and products.
+    """
+    narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
+    stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
+    stored_columns = operands.round_up(columns, operands.LENGTH_MULTIPLE)
+    copied, several = weight_copy_bytes(spec), blocks > 1
+    partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
+    if mode is None:
+        return copied + partial + (narrow * rows * spec.hidden_size if several else 0)
+    # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
+    stored = narrow * stored_rows * (stored_columns + (columns if columns % operands.LENGTH_MULTIPLE else 0))
+    if mode == "in_forward":
+        windows = 1
+        if product_kernel.serves(spec, rows):
+            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size, columns).windows
+        return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
+    tile, block = columns * spec.hidden_size, rows * spec.hidden_size
+    if recomputation.in_place(spec, rows, columns):
+        return stored + narrow * block * gathered + wide * tile * several
+    return stored + (narrow + wide * (1 + several)) * tile + (narrow + wide) * block * several
+
+
+def _partial_bytes(spec: HeadSpec, rows: int) -> int:
+    """What the forward leaves when every statistic is asked for and memory does not limit its windows."""
+    config = tuning.choose("forward", spec, rows, spec.vocab_size, 2, 0).config
+    found = schedule(config, rows, spec.vocab_size, 4)
+    return min(PARTIALS_BYTES, _PARTIAL_FIELDS * 4 * found.windows * found.row_blocks * config.block_rows)
