@@ -5,11 +5,13 @@ differentiation or sharding: the modes in `modes/` bring rows block by block and
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
 
+from pallas_ce import targets
 from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, TileStep, Wanted
@@ -20,6 +22,9 @@ Mode = Literal["recompute", "in_forward"]
 Backward = Literal["auto", "recompute", "in_forward"]
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+# What None chooses from: the first where it can serve the call, on the GPUs it is for.
+_ON_HOPPER, _EVERYWHERE = "mosaic_gpu", "xla"
 
 
 class Plan(NamedTuple):
@@ -81,11 +86,13 @@ class Backend(Protocol):
     Attributes:
         name: as in `Implementation`.
         in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
+        padded_shards: whether it serves a device's share of a padded vocabulary, `Head.live_columns`.
         narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
     """
 
     name: str
     in_checked_regions: bool
+    padded_shards: bool
     narrow_stash: bool
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
@@ -181,16 +188,76 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"pallas_ce.{name}").BACKEND
 
 
-def choose(implementation: str | None, spec: HeadSpec, rows: BatchSpec = PLAIN) -> tuple[str, str]:
-    """The implementation's name, and why it was chosen.
+class Default(NamedTuple):
+    """What holds of an implementation that nobody asked for by name; static and hashable.
+
+    Attributes:
+        instead: the implementation that takes over where the chosen one cannot serve: for shares of a call that only
+            its partitioner knows, and on other platforms.
+        certain: whether the program is known to be lowered for the device that was chosen for.
+    """
+
+    instead: str
+    certain: bool
+
+    def ways[Way](self, chosen: Way, instead: Way, served: bool) -> tuple[Way, ...]:
+        """One way to carry out what one device does, or one for CUDA and one for every other platform."""
+        if not served:
+            return (instead,)
+        return (chosen,) if self.certain else (chosen, instead)
+
+
+class Chosen(NamedTuple):
+    """An implementation and why it was chosen.
+
+    Attributes:
+        name: the implementation.
+        reason: why that one.
+        default: None where it was asked for by name, or serves everything.
+    """
+
+    name: str
+    reason: str
+    default: Default | None = None
+
+
+def choose(implementation: str | None, refusal: Callable[[str], str | None], arrays: Any, *, checked: bool) -> Chosen:
+    """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
+
+    Args:
+        implementation: its name, or None.
+        refusal: why the implementation of a name cannot serve the call, as the end of a sentence; None where it can.
+        arrays: the call's, which may know their device.
+        checked: whether they vary over the axes of a `shard_map` with `check_vma=True`.
 
     Raises:
-        ValueError: the named implementation is unknown or cannot serve this head with such rows.
+        ValueError: the named implementation is unknown or cannot serve the call.
     """
+
+    def refused(name: str) -> str | None:
+        if checked and not load(name).in_checked_regions:
+            return (
+                "it cannot be traced inside a shard_map with check_vma=True; pass check_vma=False and, with mesh_axes, "
+                "MeshAxes(grad='inside' or 'outside'), or call under jit alone"
+            )
+        return refusal(name)
+
     if implementation is None:
-        return "xla", "the tiled XLA implementation serves every platform"
+        return _default(refused, arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    if implementation != "reference" and (reason := load(implementation).refusal(spec, rows)):
+    if implementation != "reference" and (reason := refused(implementation)):
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return implementation, "asked for by name"
+    return Chosen(implementation, "asked for by name")
+
+
+def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
+    with targets.known(arrays) as device:
+        if device is None and targets.local_cuda() is None:
+            return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
+        if reason := refusal(_ON_HOPPER):
+            return Chosen(_EVERYWHERE, f"{_ON_HOPPER} cannot serve this call: {reason}")
+    if device is not None:
+        return Chosen(_ON_HOPPER, f"the call is for {device.device_kind}", Default(_EVERYWHERE, certain=True))
+    reason = f"this process has {targets.local_cuda()}; programs for other platforms take {_EVERYWHERE}"
+    return Chosen(_ON_HOPPER, reason, Default(_EVERYWHERE, certain=False))

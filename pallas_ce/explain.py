@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce import arguments, inputs, settings
+from pallas_ce import arguments, inputs, settings, targets
 from pallas_ce.backends import Backward, Implementation, Launch, Mode
 from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.losses import Reduction
@@ -96,6 +96,9 @@ def explain(
 ) -> Explanation:
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
 
+    Without a name, that of a program for the arrays' mesh or the ambient one, where they know their devices, also if
+    these are only compiled for; else for the process's GPU, or its CPU where it has none.
+
     Args:
         hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
             computed.
@@ -146,15 +149,17 @@ def explain(
         logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
     )
     tokens = inputs.tokens(hidden.shape[:-1])
+    part = share(*given, spec)
     choice = settings.choose(
         spec,
         tokens,
+        given,
         scalar_loss=reduction != "none",
         backward=backward,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
+        padded_shards=part is not None and part.padded,
     )
-    part = share(*given, spec)
     hidden_parts = weight_parts = 1
     if part is not None:
         tokens, spec, hidden_parts, weight_parts = part[:4]
@@ -183,9 +188,10 @@ def explain(
     sum_bytes = 0
     if mode == "in_forward":
         sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), wanted, Shards()) if part is None else 0
-    plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
     options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
-    launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
+    with targets.known(given):
+        plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
+        launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     accumulators = _accumulator_bytes(spec, tokens, mode, wanted)

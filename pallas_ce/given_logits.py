@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce import arguments, evaluate, inputs
+from pallas_ce import arguments, backends, evaluate, inputs
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
 from pallas_ce.head import LogitsSpec
+from pallas_ce.loops import varying
 from pallas_ce.losses import Metrics, Reduction, safe_inverse
 from pallas_ce.meshes import in_automatic_region
 from pallas_ce.modes import given as mode
@@ -67,7 +68,7 @@ def cross_entropy(
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
         implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, where the number of rows is a multiple of 8 and
             V' one of 16: a kernel reads all rows at once, so that a chunk size does not matter, and logits that are not
-            donated are not copied), or None to choose.
+            donated are not copied), or None: that one in programs for a Hopper GPU where it can, else "xla".
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
             `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
@@ -172,16 +173,17 @@ def mean_squared_lse(logits: Any, labels: Any, *, ignore_index: int | None = -10
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, None, None)
     labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    function = functools.partial(_mean_squared_lse, spec, arguments.ignored(ignore_index))
+    function = functools.partial(_mean_squared_lse, _given(spec, None, None, logits), arguments.ignored(ignore_index))
     return in_automatic_region(function, False, logits, logits, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _mean_squared_lse(spec: LogitsSpec, ignore_index: int | None, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _mean_squared_lse(given: mode.Given, ignore_index: int | None, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    spec = given.spec
     flat, _, mask = _rows(spec, ignore_index, logits, labels)
     if flat.size == 0:
         return jnp.zeros((), spec.accumulator)
-    lse = mode.row_statistics(mode.Given(spec), frozenset({"lse"}), flat, None, None, mask)["lse"]
+    lse = mode.row_statistics(given, frozenset({"lse"}), flat, None, None, mask)["lse"]
     return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=spec.accumulator))
 
 
@@ -217,16 +219,21 @@ def _checked(
         spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    static = _Static(reduction, ignore_index, return_metrics, mode.Given(spec, chunk, _in_kernel(implementation)))
+    given = _given(spec, chunk, implementation, logits)
+    static = _Static(reduction, ignore_index, return_metrics, given)
     function = functools.partial(_cross_entropy, static)
     loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)
     return (loss, metrics) if return_metrics else loss
 
 
-def _in_kernel(implementation: str | None) -> bool:
+def _given(spec: LogitsSpec, chunk: int | None, implementation: str | None, logits: jax.Array) -> mode.Given:
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"implementation={implementation!r} does not serve given logits: choose 'xla' or 'mosaic_gpu'")
-    return implementation == "mosaic_gpu"
+    # How many rows a device works on, under vmap and on a mesh, is known only there.
+    name, _, default = backends.choose(
+        implementation, lambda name: mode.refusal(name, spec), logits, checked=bool(varying(logits))
+    )
+    return mode.Given(spec, chunk, name, default)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,8 @@ def linear_cross_entropy(
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
             "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
-            bfloat16 and float16; experimental), or None to choose.
+            bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
+            "xla"; `explain` tells which and why.
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than float32 logits would take (but at
             least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
@@ -204,6 +205,7 @@ def read(
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
+        arrays,
         scalar_loss=reduction != "none",
         backward=backward,
         implementation=implementation,

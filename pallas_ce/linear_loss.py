@@ -135,6 +135,7 @@ def linear_loss(
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
+        arrays,
         scalar_loss=reduction != "none",
         rows=inputs.batch_spec(arrays, labels),
         backward=backward,

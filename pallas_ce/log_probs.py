@@ -83,7 +83,8 @@ def linear_log_probs(
             all ignored is skipped, and what they hold does not matter.
         dtype: compute dtype of the products' operands; by default the inputs' common one.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
-            `[...]` labels and a number as temperature), or None to choose.
+            `[...]` labels and a number as temperature), or None: that one in programs for a Hopper GPU where it can,
+            else "xla".
         scratch_bytes: bound on the memory of tiles; see `linear_row_statistics`.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
@@ -191,6 +192,7 @@ def read(
     choice = settings.choose(
         spec,
         inputs.tokens(arrays.leading),
+        arrays,
         scalar_loss=False,
         rows=inputs.batch_spec(arrays, labels),
         implementation=implementation,

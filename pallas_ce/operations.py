@@ -1,10 +1,14 @@
-"""Every streamed operation is entered here: rows flattened, split over the mesh, and mapped by `vmap`."""
+"""Every streamed operation is entered here: rows flattened, split over the mesh, and mapped by `vmap`.
+
+Inside, where a device's share of the work is known, `by_platform` leaves the choice of a backend to the lowering.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from pallas_ce.batching import over_rows
 from pallas_ce.head import Batch
@@ -48,3 +52,15 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
         return streamed(None, headless)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
 
     return entered
+
+
+def by_platform[Way, Out](ways: Sequence[Way], operation: Callable[..., Out], *arrays: Any) -> Out:
+    """`operation(way, *arrays)`, with the first of `ways` in a program lowered for CUDA and the second in any other.
+
+    Both are traced and must return the same types; only one is lowered. A single way is for every platform.
+    """
+    cuda, *others = (functools.partial(operation, way) for way in ways)
+    if not others:
+        return cuda(*arrays)
+    (default,) = others
+    return lax.platform_dependent(*arrays, cuda=cuda, default=default)

@@ -26,8 +26,6 @@ Operation = Callable[..., tuple[Any, Any]]
 # An array's dimensions by name. `row0`, `row1`, …, `vocabulary` and `width` may be split, others are left whole.
 Names = tuple[str, ...]
 
-_NO_MESH = AbstractMesh((), ())
-
 
 def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
     """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits.
@@ -67,7 +65,9 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
             def local(*operands: jax.Array) -> list[jax.Array]:
-                with jax.sharding.use_abstract_mesh(_NO_MESH):  # a device knows the axes by their names only
+                # A device knows the axes by their names only, and itself.
+                alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
+                with jax.sharding.use_abstract_mesh(alone):
                     return jax.tree.leaves(flat(shards, operands[:count]))
 
             return mesh, local, [place(dims) for dims in out_names], tuple(place(dims) for dims in names)
@@ -131,6 +131,7 @@ class Share(NamedTuple):
         hidden: into how many parts the hidden states are split.
         weight: into how many the weight is.
         gathered_bytes: a gathered weight.
+        padded: whether the vocabulary is split and padded, so that parts may hold padding.
         words: which parallelism it is.
     """
 
@@ -139,6 +140,7 @@ class Share(NamedTuple):
     hidden: int
     weight: int
     gathered_bytes: int
+    padded: bool
     words: str
 
 
@@ -173,6 +175,7 @@ def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
         devices(shards.rows),
         devices(axes["vocabulary"] + axes["width"]),
         columns * spec.hidden_size * spec.dtype.itemsize if gathered else 0,
+        bool(shards.vocabulary) and spec.vocab_size < spec.weight_rows,
         "; ".join(text.format(", ".join(names)) for names, text in words if names),
     )
 

@@ -60,7 +60,8 @@ def linear_row_statistics(
         dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
             accumulate in float32 (float64 for float64).
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
-            bfloat16 and float16; experimental), or None to choose.
+            bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
+            "xla"; `explain` tells which and why.
         scratch_bytes: bound on the memory of tiles; 512 MiB by default, never more than the logits would take (but at
             least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
@@ -165,6 +166,7 @@ def read(
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
+        arrays,
         scalar_loss=False,
         rows=inputs.batch_spec(arrays, labels),
         implementation=implementation,

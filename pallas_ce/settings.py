@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce import arguments, backends
-from pallas_ce.backends import Backend, Backward, Mode, Plan
-from pallas_ce.head import PLAIN, BatchSpec, HeadSpec, Wanted
+from pallas_ce.backends import Backend, Backward, Default, Mode, Plan
+from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.shards import Shards
 
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
@@ -47,17 +47,46 @@ class Settings:
         mode: the backward mode; None for the reference, which has JAX's own differentiation.
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
+        default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
     """
 
     implementation: str
     mode: Mode | None
     scratch_bytes: int | None
     shards: Shards | None = None
+    default: Default | None = None
 
     @property
     def backend(self) -> Backend:
         """The backend itself; not for "reference", which is none."""
         return backends.load(self.implementation)
+
+    def ways(self, head: Head) -> tuple["Settings", ...]:
+        """How a device's share of the call is carried out, on the head it works on; see `operations.by_platform`.
+
+        What they return has the same types: mode, dtypes and kept arrays depend on no backend.
+        """
+        if self.default is None:
+            return (self,)
+        chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
+        served = chosen._incapable(head.spec, head.live_columns is not None) is None
+        return self.default.ways(chosen, instead, served)
+
+    def _alone(self, implementation: str) -> "Settings":
+        return dataclasses.replace(self, implementation=implementation, default=None)
+
+    def _incapable(self, spec: HeadSpec, padded: bool) -> str | None:
+        """Why the backend cannot work on a share of a call that it does not refuse as a whole; None where it can.
+
+        `padded` says whether it is a share of a padded vocabulary.
+        """
+        if padded and not self.backend.padded_shards:
+            return "its kernels do not know shards of a padded vocabulary"
+        least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
+        if self.scratch_bytes is not None and least > self.scratch_bytes:
+            mode = self.mode or "forward"
+            return f"scratch_bytes={self.scratch_bytes} is less than the {least} bytes of one row in mode {mode}"
+        return None
 
     def total(self, rows: jax.Array) -> jax.Array:
         """A sum over rows as this call means it, from that over this device's rows."""
@@ -118,6 +147,7 @@ class Choice:
 def choose(
     spec: HeadSpec,
     tokens: int,
+    arrays: Any,
     *,
     scalar_loss: bool,
     rows: BatchSpec = PLAIN,
@@ -125,14 +155,35 @@ def choose(
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
     shards: Shards | None = None,
+    padded_shards: bool = False,
 ) -> Choice:
-    """Chooses for `tokens` rows of a head; `scalar_loss` says whether a summed row-wise loss is what is differentiated.
+    """Chooses for `tokens` rows of a head.
+
+    The mode is one for all platforms, or forward and backward would not fit: what is kept between them is of the mode.
+    It is the one that suits the backend for the GPU, as that is where a default is chosen for speed; if another that
+    may be needed cannot do it within `scratch_bytes`, that other one does everything. So None is never refused what
+    its most general backend can do.
+
+    Args:
+        spec: the head.
+        tokens: the rows.
+        arrays: the call's arrays, or structs, which may know their device.
+        scalar_loss: whether a summed row-wise loss is what is differentiated.
+        rows: static facts of the rows.
+        backward: the mode asked for, or "auto".
+        implementation: the implementation asked for, or None.
+        scratch_bytes: the caller's bound.
+        shards: how the call is split inside a `shard_map`.
+        padded_shards: whether a padded vocabulary is known to be split otherwise.
 
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     scratch_bytes = arguments.check_scratch_bytes(scratch_bytes)
-    name, reason = backends.choose(implementation, spec, rows)
+    checked = shards is not None and shards.typed
+    name, reason, default = backends.choose(
+        implementation, lambda name: backends.load(name).refusal(spec, rows), arrays, checked=checked
+    )
     if name == "reference":
         if backward != "auto":
             raise ValueError(
@@ -142,17 +193,24 @@ def choose(
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
         return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
-    if shards is not None and shards.typed and not backends.load(name).in_checked_regions:
-        raise ValueError(
-            f"implementation={name!r} cannot serve a shard_map with check_vma=True: pass check_vma=False and "
-            "MeshAxes(grad='inside' or 'outside'), or call under jit alone"
-        )
     tokens = max(tokens, 1)
-    undecided = Settings(name, None, scratch_bytes, shards)
-    mode, mode_reason = _mode(undecided, spec, tokens, scalar_loss, backward)
-    for needed in (None, mode):
-        undecided.plan(spec, tokens, needed)  # raises where the budget is too small
-    return Choice(dataclasses.replace(undecided, mode=mode), reason, mode_reason)
+
+    def decided(settings: Settings) -> tuple[Settings, str]:
+        mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
+        return dataclasses.replace(settings, mode=mode), mode_reason
+
+    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default))
+    if default is not None:
+        other = default.instead
+        if why := settings._incapable(spec, padded_shards):
+            reason = f"{name} cannot serve this call: {why}"
+        elif why := settings._alone(other)._incapable(spec, padded_shards):
+            reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
+        if why:
+            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards))
+    for needed in (None, settings.mode):
+        settings.plan(spec, tokens, needed)  # raises where the budget is too small
+    return Choice(settings, reason, mode_reason)
 
 
 def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:

@@ -13,7 +13,9 @@ from pallas_ce import arguments, backends, inputs
 from pallas_ce.backends import Implementation, Plan
 from pallas_ce.blocks import Tile, Tiles
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.loops import varying
 from pallas_ce.meshes import in_automatic_region
+from pallas_ce.operations import by_platform
 from pallas_ce.selection import Largest
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming import Planner, Streams, Temperature, fold_tiles, over_rows_that_count, tempered
@@ -75,7 +77,8 @@ def linear_top_k(
         logit_scale: their scale.
         dtype: compute dtype.
         implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
-            many rows as `scratch_bytes` holds), or None to choose.
+            many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
+            "xla".
         scratch_bytes: bound on scratch memory.
 
     Returns:
@@ -101,10 +104,11 @@ def linear_top_k(
     )  # fmt: skip
     leading = arrays.hidden.shape[:-1]
     k = check_k("k", k, spec.vocab_size)
-    finder = _finder(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes))
-    finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
+    finders = _finders(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes), arrays)
+    for finder in finders:
+        finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
     temperatures = Temperature.read(temperature, leading)
-    function = functools.partial(_linear_top_k, (k, spec, finder))
+    function = functools.partial(_linear_top_k, (k, spec, finders))
     mask = inputs.read_row_mask(row_mask, leading)
     return in_automatic_region(function, True, arrays.hidden, arrays, temperatures, mask)
 
@@ -123,27 +127,44 @@ class Finder(Planner, Hashable, Protocol):
         """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
 
 
-def _finder(k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None) -> Finder:
-    """That of the implementation which serves the call."""
-    name, _ = backends.choose(implementation, spec)
-    if name == "mosaic_gpu":
-        from pallas_ce.mosaic_gpu.top_k import StoredBlocks
+def _finders(
+    k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None, arrays: inputs.HeadArrays
+) -> tuple[Finder, ...]:
+    """Those of the implementations that may serve the call; see `operations.by_platform`."""
 
-        return StoredBlocks(spec, k, scratch_bytes)
-    if name == "xla":
-        # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
-    raise ValueError(f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of stored logits")
+    def finder(name: str) -> Finder:
+        if name == "mosaic_gpu":
+            from pallas_ce.mosaic_gpu.top_k import StoredBlocks
+
+            return StoredBlocks(spec, k, scratch_bytes)
+        if name == "xla":
+            # Beside the logits: their exponentials, and what selecting from them takes.
+            return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
+        raise ValueError(f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of stored logits")
+
+    name, _, default = backends.choose(
+        implementation, lambda name: backends.load(name).refusal(spec), arrays, checked=bool(varying(arrays))
+    )
+    chosen = finder(name)
+    return (chosen,) if default is None else default.ways(chosen, finder(default.instead), _holds_a_row(chosen))
+
+
+def _holds_a_row(finder: Finder) -> bool:
+    try:
+        finder.plan(1)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_top_k(
-    static: tuple[int, HeadSpec, Finder],
+    static: tuple[int, HeadSpec, tuple[Finder, ...]],
     arrays: inputs.HeadArrays,
     temperature: Temperature,
     row_mask: jax.Array | None,
 ) -> TopK:
-    k, spec, finder = static
+    k, spec, finders = static
     leading = arrays.hidden.shape[:-1]
     hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
     mask = None if row_mask is None else row_mask.reshape(-1)
@@ -152,9 +173,11 @@ def _linear_top_k(
         zeros = jnp.zeros((rows, k), spec.accumulator)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
+    def search(finder: Finder, *arrays: Any) -> TopK:
+        return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
+
     with jax.named_scope("pallas_ce.top_k"):
-        by_row = (hidden, temperature.by_row(leading, spec))
-        found = over_rows_that_count(functools.partial(_block, finder), finder, empty, by_row, head, mask)
+        found = by_platform(finders, search, (hidden, temperature.by_row(leading, spec)), head, mask)
     return jax.tree.map(lambda x: x.reshape(*leading, k), found)
 
 

@@ -1,5 +1,7 @@
 """The plain forward over all rows, shared by both modes: row blocks in, statistics out, nothing else kept."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,7 +9,7 @@ from jax import lax
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Batch, Head
-from pallas_ce.operations import streamed
+from pallas_ce.operations import by_platform, streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards
 from pallas_ce.statistics import finalise, struct
@@ -36,27 +38,34 @@ def forward_statistics(
 
     def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
         rows, head = shards.enter(rows, head)
-        tokens = rows.batch.hidden.shape[0]
-        whole = settings.plan(head.spec, tokens, None)
-
-        def visit(counted: Rows, plan: Plan) -> Statistics:
-            def body(block: RowBlock, found: Statistics) -> Statistics:
-                block_batch = jax.tree.map(block.take, rows.batch)
-                partial = settings.backend.statistics(head, block_batch, names, plan)
-                return put_all(block, found, finalise(shards.merge(partial, head), names))
-
-            blocks = counted.blocks(tokens, plan.rows, skipped=plan.rows >= tokens)
-            return blocks.for_each(body, empty_statistics(names, rows.batch, head))
-
-        if rows.mask is None or whole.rows <= _GATHERED_ROWS:
-            return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
-        # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
-        # needs gathering; where not, blocks are gathered one by one.
-        parts = settings.plan(head.spec, _GATHERED_ROWS, None)
-        found = lax.cond(
-            jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
-        )
+        found = by_platform(settings.ways(head), functools.partial(_local_statistics, names, shards), rows, head)
         return shards.own_rows(found), None
 
     with jax.named_scope("pallas_ce.forward"):
         return streamed(settings.shards, operation)(RowArrays(batch, mask), head)[0]
+
+
+def _local_statistics(
+    names: frozenset[str], shards: Shards, settings: Settings, rows: RowArrays, head: Head
+) -> Statistics:
+    """Those of the rows that one device works on."""
+    tokens = rows.batch.hidden.shape[0]
+    whole = settings.plan(head.spec, tokens, None)
+
+    def visit(counted: Rows, plan: Plan) -> Statistics:
+        def body(block: RowBlock, found: Statistics) -> Statistics:
+            block_batch = jax.tree.map(block.take, rows.batch)
+            partial = settings.backend.statistics(head, block_batch, names, plan)
+            return put_all(block, found, finalise(shards.merge(partial, head), names))
+
+        blocks = counted.blocks(tokens, plan.rows, skipped=plan.rows >= tokens)
+        return blocks.for_each(body, empty_statistics(names, rows.batch, head))
+
+    if rows.mask is None or whole.rows <= _GATHERED_ROWS:
+        return visit(Rows.counted(rows.mask), whole)
+    # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
+    # needs gathering; where not, blocks are gathered one by one.
+    parts = settings.plan(head.spec, _GATHERED_ROWS, None)
+    return lax.cond(
+        jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
+    )

@@ -11,6 +11,7 @@ On Hopper two kernels do so for all rows at once, without launches by the hundre
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,9 @@ from pallas_ce.modes import differentiation as diff
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.given_blocks import Given as Given
 from pallas_ce.modes.given_blocks import block_gradient, block_statistics
+from pallas_ce.modes.given_blocks import refusal as refusal
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
-from pallas_ce.operations import over_rows_only
+from pallas_ce.operations import by_platform, over_rows_only
 
 _INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
 
@@ -70,8 +72,18 @@ def _select(mask: jax.Array | None, found: Statistics) -> Statistics:
     return {name: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for name, x in found.items()}
 
 
+def _entered(given: Given, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """`operation(given, by_row, shared)`, split over the mesh, and of each part by what serves it."""
+
+    def chosen(by_row: Any, shared: Any) -> Any:
+        rows = jax.tree.leaves(by_row)[0].shape[0]
+        return by_platform(given.ways(rows), operation, by_row, shared)
+
+    return over_rows_only(chosen)
+
+
 def _forward_statistics(given: Given, names: frozenset[str], *arrays: Any) -> Statistics:
-    def operation(by_row: Any, logit_weights: Any) -> Statistics:
+    def operation(given: Given, by_row: Any, logit_weights: Any) -> Statistics:
         logits, labels, _ = by_row
 
         def body(block: RowBlock, found: Statistics) -> Statistics:
@@ -83,7 +95,7 @@ def _forward_statistics(given: Given, names: frozenset[str], *arrays: Any) -> St
 
     logits, logit_weights, labels, mask = arrays
     with jax.named_scope("pallas_ce.given.forward"):
-        return over_rows_only(operation)((logits, labels, mask), logit_weights)
+        return _entered(given, operation)((logits, labels, mask), logit_weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -122,7 +134,7 @@ def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[
         return None, None, None, None
     ((logits, logit_weights, labels, mask), kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
 
-    def operation(by_row: Any, logit_weights: Any) -> jax.Array:
+    def operation(given: Given, by_row: Any, logit_weights: Any) -> jax.Array:
         logits, *rest = by_row
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
@@ -136,7 +148,7 @@ def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[
         return given.blocks(logits.shape[0]).for_each(body, logits)
 
     with jax.named_scope("pallas_ce.given.backward"):
-        gradient = over_rows_only(operation)((logits, labels, mask, kept, cotangents), logit_weights)
+        gradient = _entered(given, operation)((logits, labels, mask, kept, cotangents), logit_weights)
     return gradient, None, None, None
 
 
@@ -189,7 +201,7 @@ def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Arr
     residual = Residual(diff.absent(), diff.absent())
     if wanted:
         with jax.named_scope("pallas_ce.given.forward_and_gradient"):
-            operation = over_rows_only(functools.partial(_statistics_and_gradient, call))
+            operation = _entered(call.given, functools.partial(_statistics_and_gradient, call))
             by_row = (logits, labels, mask, inputs[0])
             found, *made = operation(by_row, (logit_weights, inputs[1]))
         residual = Residual(*(diff.absent() if x is None else x for x in made))
@@ -198,11 +210,11 @@ def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Arr
     return with_handle(found, inputs, call.given.spec.accumulator), residual
 
 
-def _statistics_and_gradient(call: Call, by_row: Any, shared: Any) -> Any:
+def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any) -> Any:
     """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
     logits, labels, *_ = by_row
     logit_weights, shared_inputs = shared
-    given, spec = call.given, call.given.spec
+    spec = given.spec
     names = call.names | coef.saved_statistics(call.read)
     largest = 0.0 if logit_weights is None else jnp.max(jnp.abs(logit_weights))
 

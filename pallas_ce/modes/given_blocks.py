@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce import coefficients as coef
-from pallas_ce.backends import Residual
+from pallas_ce.backends import Default, Residual
 from pallas_ce.blocks import RowBlocks, Rows
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.forward import Statistics
@@ -24,13 +24,30 @@ class Given:
     Attributes:
         spec: the logits' static facts.
         chunk: at most so many rows a block; None for no bound but the cache's.
-        kernel: whether Hopper kernels do the work. They take all rows at once, as nothing of a block's size is made
-            beside dlogits; labels have one target a row.
+        implementation: "xla", or "mosaic_gpu": Hopper kernels do the work. They take all rows at once, as nothing of a
+            block's size is made beside dlogits; labels have one target a row.
+        default: what else may do it; None where the implementation was asked for by name, or is the only one.
     """
 
     spec: LogitsSpec
     chunk: int | None = None
-    kernel: bool = False
+    implementation: str = "xla"
+    default: Default | None = None
+
+    def ways(self, rows: int) -> tuple["Given", ...]:
+        """How the `rows` that a device holds are worked on; see `operations.by_platform`."""
+        if self.default is None:
+            return (self,)
+        chosen, instead = (
+            dataclasses.replace(self, implementation=name, default=None)
+            for name in (self.implementation, self.default.instead)
+        )
+        return self.default.ways(chosen, instead, refusal(self.implementation, self.spec, rows) is None)
+
+    @property
+    def kernel(self) -> bool:
+        """Whether Hopper kernels do the work."""
+        return self.implementation == "mosaic_gpu"
 
     def blocks(self, tokens: int) -> RowBlocks:
         """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
@@ -43,6 +60,15 @@ class Given:
     def normalises(self) -> bool:
         """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
         return self.spec.dtype == np.float16
+
+
+def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:
+    """Why an implementation cannot serve such logits, `rows` of them if known, as the end of a sentence; else None."""
+    if implementation == "xla":
+        return None
+    from pallas_ce.mosaic_gpu import given_kernel
+
+    return given_kernel.refusal(spec, rows)
 
 
 def block_statistics(

@@ -39,7 +39,7 @@ from pallas_ce.modes.differentiation import (
     zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.operations import streamed
+from pallas_ce.operations import by_platform, streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import finalise
@@ -158,6 +158,14 @@ def _statistics_and_sums(
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     rows, head = shards.enter(rows, head)
+    ways = [dataclasses.replace(call, settings=settings) for settings in call.settings.ways(head)]
+    operation = functools.partial(_local_statistics_and_sums, wanted, shards)
+    return by_platform(ways, operation, rows, head, shared_inputs)
+
+
+def _local_statistics_and_sums(
+    wanted: Wanted, shards: Shards, call: Call, rows: RowArrays, head: Head, shared_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
     weight_dtype = head.weight.dtype
     sum_bytes = call.settings.sum_bytes(spec, weight_dtype, wanted, shards)

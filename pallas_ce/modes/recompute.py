@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_ce import coefficients as coef
@@ -29,7 +30,7 @@ from pallas_ce.modes.differentiation import (
     wanted_inputs,
 )
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.operations import streamed
+from pallas_ce.operations import by_platform, streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards, psum
 
@@ -80,8 +81,14 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 def _gradients(
     settings: Settings, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
-    weight_dtype = head.weight.dtype
+    operation = functools.partial(_local_gradients, wanted, shards, head.weight.dtype)
     rows, head = shards.enter(rows, head)
+    return by_platform(settings.ways(head), operation, rows, head)
+
+
+def _local_gradients(
+    wanted: Wanted, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
+) -> tuple[jax.Array | None, HeadSums]:
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:

@@ -46,6 +46,7 @@ class MosaicGpuBackend:
 
     name = "mosaic_gpu"
     in_checked_regions = False  # Pallas has no rule for kernels that write in place there
+    padded_shards = False
     narrow_stash = True
     config: Config | None = None
 

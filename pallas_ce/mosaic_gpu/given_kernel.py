@@ -137,7 +137,7 @@ class InPlaceEpilogue:
 
 def _prepare(spec: LogitsSpec, logits: jax.Array, config: Config, bytes_per_row: int) -> tuple[Schedule, LogitSpec]:
     """How tiles are handed out, and how stored numbers become logits."""
-    if reason := _refusal(spec, logits.shape[0]):
+    if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # All columns, padding included, whose gradient is to be written as well.
     plan = schedule(config, logits.shape[0], spec.columns, bytes_per_row)
@@ -157,14 +157,15 @@ def _weights(spec: LogitsSpec, plan: Schedule, config: Config, u: jax.Array | No
     return {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (padded,))}
 
 
-def _refusal(spec: LogitsSpec, rows: int) -> str | None:
-    """Why the kernels cannot read `rows` of such logits where they are; None where they can."""
+def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
+    """Why the kernels cannot read such logits, `rows` of them if known, where they are; None where they can."""
     if spec.dtype not in _DTYPES:
         return f"its kernels read bfloat16, float16 and float32 logits, not {spec.dtype.name}; use 'xla'"
-    if rows % operands.ROW_MULTIPLE or spec.columns % operands.LENGTH_MULTIPLE:
+    if (rows or 0) % operands.ROW_MULTIPLE or spec.columns % operands.LENGTH_MULTIPLE:
+        shape = f"[{'N' if rows is None else rows}, {spec.columns}]"
         return (
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
-            f"{operands.LENGTH_MULTIPLE}, and these logits are [{rows}, {spec.columns}]; pad them, or use 'xla'"
+            f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
     if spec.columns * spec.dtype.itemsize == layouts.BLOCK_BYTES:  # see `operands.stored_shape`
         return f"its kernels cannot write rows of exactly {layouts.BLOCK_BYTES} bytes; use 'xla'"

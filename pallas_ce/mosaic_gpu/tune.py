@@ -156,12 +156,12 @@ def _microseconds(compiled: Any, arguments: tuple[jax.Array, ...]) -> float:
     """Of one launch, in a burst of them; the later half counts, when the clocks have settled."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, once = profiler.measure(compiled)(*arguments)
+    measure: Any = profiler.measure
+    _, once = measure(compiled)(*arguments)
     # The profiler keeps the results of all launches of a burst.
     most = _KEPT_BYTES // max(1, compiled.memory_analysis().output_size_in_bytes)
     launches = max(3, min(_MOST_LAUNCHES, most, int(_BURST_MILLISECONDS / (once or 1.0))))
-    _, milliseconds = profiler.measure(compiled, iterations=launches)(*arguments)
-    assert milliseconds is not None
+    _, milliseconds = measure(compiled, iterations=launches)(*arguments)
     return 1e3 * statistics.median(milliseconds[launches // 2 :])
 
 

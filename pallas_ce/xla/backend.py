@@ -31,6 +31,7 @@ class XlaBackend:
 
     name = "xla"
     in_checked_regions = True
+    padded_shards = True
     narrow_stash = False
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import linear_cross_entropy
+from pallas_ce import linear_cross_entropy, targets
 from tests import compile_for_h200 as h200
 
 H, V = 256, 8192
@@ -31,9 +31,18 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def program(n: int, mode: str | None, gpus: int, hidden: P, weight: P, implementation: Any = "xla") -> Any:
+def program(
+    n: int, mode: str | None, gpus: int, hidden: P, weight: P, implementation: Any = "xla", vocab_size: int = V
+) -> Any:
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, labels, backward=mode or "auto", implementation=implementation)
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            backward=mode or "auto",
+            implementation=implementation,
+            vocab_size=vocab_size,
+        )
 
     mesh = h200.h200_mesh(gpus)
     function = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
@@ -97,8 +106,27 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
-def test_the_hopper_kernels_keep_the_weight_where_it_is(mode: str) -> None:
+def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
+    mode: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the trace is not told what it is for, and each device's part is left to the lowering."""
+    if not known:
+        monkeypatch.setattr(targets, "_device", lambda array: None)
+        monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
     hidden, weight, n = LAYOUTS["TP"]
-    found = collectives(program(n, mode, 2, hidden, weight, "mosaic_gpu").as_text())
-    assert [c for c in found if c[2] > 4 * n] == expected("TP", mode, n, 2)
+    text = program(n, mode, 2, hidden, weight, None).as_text()
+    assert "mosaic_gpu_v2" in text
+    assert [c for c in collectives(text) if c[2] > 4 * n] == expected("TP", mode, n, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "served"), [("TP", False), ("DP", True)])
+def test_shards_of_a_padded_vocabulary_are_xlas_by_default(layout: str, served: bool) -> None:
+    """A device learns its share in the partitioner; a padded vocabulary that is not split is no matter."""
+    hidden, weight, n = LAYOUTS[layout]
+    text = program(n, "in_forward", 2, hidden, weight, None, V - 100).as_text()
+    assert ("mosaic_gpu_v2" in text) == served
+    kept = [c[:2] for c in collectives(text) if c[2] > 4 * n]
+    assert kept == [c[:2] for c in expected(layout, "in_forward", n, 2)]

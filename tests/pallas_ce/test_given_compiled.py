@@ -15,6 +15,7 @@ BLOCK_BYTES = 8 * 2**20
 
 GRADIENTS = {
     "cross_entropy": jax.value_and_grad(cross_entropy),
+    "cross_entropy by XLA": jax.value_and_grad(lambda z, t: cross_entropy(z, t, implementation="xla")),
     "chunked_cross_entropy": jax.value_and_grad(chunked_cross_entropy),
     "every option": jax.value_and_grad(
         lambda z, t: cross_entropy(

@@ -1,0 +1,288 @@
+"""Which backend `implementation=None` takes: the Hopper kernels where they can serve the call, else XLA's.
+
+Nothing runs on a GPU here: programs are traced and lowered for an H200 that is only compiled for, or in a process that
+pretends to have one.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+
+from pallas_ce import (
+    MeshAxes,
+    cross_entropy,
+    explain,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_loss,
+    linear_row_statistics,
+    linear_top_k,
+    mean_squared_lse,
+    targets,
+)
+from tests import compile_for_h200 as h200
+
+N, H, V = 64, 128, 512
+MIB = 2**20
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is taken to have an H200, with which nothing can be run."""
+    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
+
+
+def structs(dtype: Any = jnp.bfloat16, n: int = N, h: int = H, v: int = V) -> tuple[Any, ...]:
+    shapes = (((n, h), dtype), ((v, h), dtype), ((n,), jnp.int32))
+    return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+
+def kernels(lowered: Any) -> int:
+    return int(lowered.as_text().count("@mosaic_gpu_v2"))
+
+
+def anew(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, without JAX's memory of how it was traced before this process pretended anything."""
+    return lambda *arguments: function(*arguments)
+
+
+def kernels_for(platform: str, function: Callable[..., Any], *arguments: Any) -> int:
+    return kernels(jax.jit(anew(function)).trace(*arguments).lower(lowering_platforms=(platform,)))
+
+
+def left_to_lowering(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether the program is traced by two backends. JAX raises where their results' types differ."""
+    return "platform_index" in str(jax.make_jaxpr(anew(function))(*arguments))
+
+
+def loss(**options: Any) -> Callable[..., Any]:
+    def function(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, **options)
+
+    return jax.value_and_grad(function, argnums=(0, 1))
+
+
+def focal(row: Any) -> Any:
+    return -((1 - jnp.exp(row.log_prob)) ** 2) * row.log_prob
+
+
+# Functions of hidden, weight and labels.
+CALLS: dict[str, Callable[..., Any]] = {
+    "the loss": linear_cross_entropy,
+    "gradients, in_forward": loss(backward="in_forward"),
+    "gradients, recompute": loss(backward="recompute"),
+    "any loss": jax.grad(lambda h, w, t: linear_loss(focal, h, w, t)),
+    "row statistics": lambda h, w, t: linear_row_statistics(h, w, t, statistics=("lse", "entropy")),
+    "log-probabilities": jax.grad(lambda h, w, t: jnp.sum(linear_log_probs(h, w, t, temperature=0.7)), argnums=1),
+    "top-k": lambda h, w, t: linear_top_k(h, w, 5),
+    "given logits": lambda h, w, t: jax.value_and_grad(cross_entropy)(h, t),
+    "given logits, each row": jax.grad(lambda h, w, t: jnp.sum(cross_entropy(h, t, reduction="none"))),
+    "lse of given logits": lambda h, w, t: mean_squared_lse(h, t),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(hopper: None, name: str) -> None:
+    assert kernels_for("cuda", CALLS[name], *structs()) >= 1
+    assert kernels_for("cpu", CALLS[name], *structs()) == 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_gpu_at_hand_nothing_is_traced_twice(name: str) -> None:
+    assert not left_to_lowering(CALLS[name], *structs())
+    assert kernels_for("cuda", CALLS[name], *structs()) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
+    """float32 operands of products are XLA's, float32 logits that are given are not."""
+    mesh = h200.h200_mesh()
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in structs(dtype)]
+    served = dtype == jnp.bfloat16 or "given" in name
+    assert (kernels(jax.jit(anew(CALLS[name])).lower(*arguments)) >= 1) == served
+    assert not left_to_lowering(CALLS[name], *arguments)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_on_the_cpu_of_a_process_with_a_gpu_numbers_are_those_of_xla(hopper: None, backward: str) -> None:
+    k = jax.random.split(jax.random.key(0), 3)
+    hidden, weight = (jax.random.normal(key, x.shape, x.dtype) for key, x in zip(k[:2], structs(), strict=False))
+    labels = jax.random.randint(k[2], (N,), 0, V).at[::5].set(-100)
+    assert left_to_lowering(loss(backward=backward), hidden, weight, labels)
+    got, want = (loss(backward=backward, implementation=name)(hidden, weight, labels) for name in (None, "xla"))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore_index": None},
+        {"return_metrics": True},
+        {"scratch_bytes": MIB},
+        {"vocab_axis": 1},
+        {"vocab_size": V - 3},
+        {"logit_softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4},
+        {"token_weights": jnp.ones(N), "class_weights": jnp.ones(V), "normalizer": 7.0},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_both_backends_return_the_same_types(hopper: None, options: dict[str, Any], backward: str) -> None:
+    def function(arrays: Any, labels: Any) -> Any:
+        hidden, weight, bias, scale = arrays
+        weight = weight.T if options.get("vocab_axis") else weight
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, logit_scale=scale, backward=backward, **options)
+
+    hidden, weight, labels = structs()
+    bias, scale = jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    frozen = (jnp.zeros(weight.shape, weight.dtype), None, 1.0)
+    has_aux = "return_metrics" in options
+    differentiated = jax.value_and_grad(function, has_aux=has_aux)
+    for rest in ((weight, bias, scale), (weight, None, scale), (weight, None, 1.0)):
+        assert left_to_lowering(differentiated, (hidden, *rest), labels)
+    only_hidden = jax.grad(lambda h, t: function((h, *frozen), t), has_aux=has_aux)
+    assert left_to_lowering(only_hidden, hidden, labels)
+    only_weight = jax.grad(lambda w, t: function((frozen[0][:N], w, None, 1.0), t), has_aux=has_aux)
+    assert left_to_lowering(only_weight, weight, labels)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, w, t: jax.vmap(loss(), (0, None, 0))(h.reshape(4, -1, H), w, t.reshape(4, -1)),
+        lambda h, w, t: jax.vmap(loss())(jnp.stack([h, h]), jnp.stack([w, w]), jnp.stack([t, t])),
+        lambda h, w, t: jax.lax.scan(lambda c, x: (c, loss()(*x)), 0, (h[None], w[None], t[None])),
+        jax.checkpoint(loss()),
+    ],
+)
+def test_under_transformations_the_platform_still_decides(hopper: None, function: Any) -> None:
+    assert kernels_for("cuda", function, *structs()) >= 1
+    assert kernels_for("cpu", function, *structs()) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (loss(), structs(jnp.float32)),
+        (lambda h, w, t: linear_log_probs(h, w, jnp.stack([t, t], 1)), structs()),
+        (lambda h, w, t: linear_log_probs(h, w, t, temperature=jnp.ones(N)), structs()),
+        (loss(scratch_bytes=6_000), structs()),
+        (lambda h, w, t: linear_top_k(h, w, 5, scratch_bytes=20_000), structs()),
+        (lambda h, w, t: cross_entropy(h[:, :100], t), structs()),
+        (lambda h, w, t: cross_entropy(h[:3], t[:3]), structs()),
+    ],
+    ids=["float32", "K labels", "row temperature", "scratch", "top-k scratch", "100 logits", "3 rows of logits"],
+)
+def test_what_the_kernels_cannot_serve_is_silently_xlas(hopper: None, function: Any, arguments: Any) -> None:
+    assert not left_to_lowering(function, *arguments)
+    assert kernels_for("cuda", function, *arguments) == 0
+
+
+@pytest.mark.parametrize(("check_vma", "served"), [(True, False), (False, True)])
+@pytest.mark.parametrize("name", ["the loss", "gradients", "top-k", "given logits"])
+def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, check_vma: bool, served: bool) -> None:
+    mesh, split, whole = h200.h200_mesh(2), PartitionSpec("gpu"), PartitionSpec()
+
+    def local(hidden: Any, weight: Any, labels: Any) -> Any:
+        axes = MeshAxes(vocabulary="gpu", grad=None if check_vma else "outside")
+        return linear_cross_entropy(hidden, weight, labels, mesh_axes=axes)
+
+    function, by_row, of_weight, out = {
+        "the loss": (local, whole, split, whole),
+        "gradients": (jax.grad(lambda h, w, t: linear_cross_entropy(h, w, t)), split, whole, split),
+        "top-k": (lambda h, w, t: linear_top_k(h, w, 5), split, whole, split),
+        "given logits": (jax.grad(lambda h, w, t: cross_entropy(h, t)), split, whole, split),
+    }[name]
+    places = (by_row, of_weight, by_row)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=places, out_specs=out, check_vma=check_vma)
+    arguments = [h200.shaped(mesh, x.shape, x.dtype, p) for x, p in zip(structs(), places, strict=True)]
+    assert (kernels(jax.jit(mapped).lower(*arguments)) >= 1) == served
+
+
+def ambient(kind: str, platform: str = "cuda") -> Any:
+    device = AbstractDevice(kind, 100, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def test_a_mesh_of_other_devices_keeps_the_kernels_out_where_the_process_has_a_hopper_gpu(hopper: None) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
+    assert not left_to_lowering(loss(), *(h200.shaped(mesh, x.shape, x.dtype) for x in structs()))
+    with ambient("NVIDIA A100-SXM4-80GB"):
+        assert not left_to_lowering(loss(), *structs())
+        assert kernels_for("cuda", loss(), *structs()) == 0
+
+
+@pytest.mark.parametrize(("n", "h", "v"), [(512, 64, 16384), (8, 4096, 16), (1, 8, 1), (4096, 256, 16384)])
+@pytest.mark.parametrize("backward", ["auto", "in_forward", "recompute"])
+def test_none_is_refused_only_what_xla_is_refused(hopper: None, n: int, h: int, v: int, backward: Any) -> None:
+    """At every budget forward and backward can be traced, by both backends or by XLA's alone."""
+    served = set()
+    for scratch_bytes in [None, *(int(10 ** (e / 4)) for e in range(12, 28, 3))]:
+        options = {"backward": backward, "scratch_bytes": scratch_bytes}
+        arguments = structs(jnp.bfloat16, n, h, v)
+        refused: Any = contextlib.nullcontext()
+        try:
+            explain(*arguments[:2], implementation="xla", **options)
+        except ValueError:
+            refused = pytest.raises(ValueError, match="cannot hold one row of this head")
+        with refused:
+            told = explain(*arguments[:2], **options)
+            assert left_to_lowering(loss(**options), *arguments) == (told.implementation == "mosaic_gpu")
+            served.add(told.implementation)
+    assert "mosaic_gpu" in served
+
+
+def test_one_mode_serves_both_platforms_and_the_kernels_choose_it(hopper: None) -> None:
+    options: dict[str, Any] = {"scratch_bytes": 4 * MIB}
+    arguments = structs(jnp.bfloat16, 4096, 256, 16384)
+    told = {name: explain(*arguments[:2], implementation=name, **options) for name in ("xla", "mosaic_gpu", None)}
+    assert told["xla"].backward == "recompute"
+    assert told["mosaic_gpu"].backward == told[None].backward == "in_forward"
+    for platform in ("cpu", "cuda"):
+        lowered = jax.jit(loss(**options)).trace(*arguments).lower(lowering_platforms=(platform,))
+        text = lowered.as_text(debug_info=True)
+        assert "pallas_ce.in_forward" in text
+        assert "pallas_ce.recompute" not in text
+
+
+def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _ = structs(n=4096, h=1024, v=32768)
+    told, named = explain(hidden, weight), explain(hidden, weight, implementation="mosaic_gpu")
+    assert told.implementation == "mosaic_gpu"
+    assert told.implementation_reason == "this process has NVIDIA H200; programs for other platforms take xla"
+    assert (told.launches, told.peak_bytes) == (named.launches, named.peak_bytes)
+    assert [launch.kernel for launch in told.launches] == ["pallas_ce_stash"]
+    words = {
+        "the compute dtype is float32": explain(hidden, weight, dtype=jnp.float32),
+        "scratch_bytes=200000 is less than the": explain(hidden, weight, scratch_bytes=200_000, backward="in_forward"),
+    }
+    with ambient("NVIDIA A100-SXM4-80GB"):
+        words["its kernels are for Hopper GPUs, and this one is NVIDIA A100"] = explain(hidden, weight)
+    for reason, told in words.items():
+        assert told.implementation == "xla"
+        assert told.launches == ()
+        assert told.implementation_reason.startswith("mosaic_gpu cannot serve this call: ")
+        assert reason in told.implementation_reason
+    monkeypatch.setattr(targets, "local_cuda", lambda: None)
+    told = explain(hidden, weight)
+    assert told.implementation == "xla"
+    assert told.implementation_reason == "it serves every platform, and this process has no CUDA device"
+
+
+@pytest.mark.parametrize(("vocab_size", "implementation"), [(V, "mosaic_gpu"), (V - 3, "xla")])
+def test_explain_reads_the_arrays_mesh_and_how_they_are_split(vocab_size: int, implementation: str) -> None:
+    mesh = h200.h200_mesh(2)
+    places = (PartitionSpec(), PartitionSpec("gpu"))
+    arrays = [h200.shaped(mesh, x.shape, x.dtype, p) for x, p in zip(structs(), places, strict=False)]
+    told = explain(*arrays, vocab_size=vocab_size)
+    assert told.implementation == implementation
+    reason = "the call is for NVIDIA H200" if vocab_size == V else "do not know shards of a padded vocabulary"
+    assert told.implementation_reason.endswith(reason)
