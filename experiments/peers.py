@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from experiments.gpu import command
 from experiments.gpu.peers import PEERS
 from experiments.gpu.points import GRID
-from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
 
 
 def versions() -> dict[str, str]:
@@ -35,19 +34,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes as it goes; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", choices=[peer.name for peer in PEERS], default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
-    parser.add_argument("--again", action="store_true", help="measure points that the file already holds")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the results")
+    command.add_options(parser)
     options = parser.parse_args(words)
-    try:
-        import torch
-    except ImportError:
-        print("peers are measured in PyTorch, which is missing: pip install 'pallas-ce[torch]'", file=sys.stderr)
+    if reason := command.without_torch(True, ", and peers are only measured on one"):
+        print(reason, file=sys.stderr)
         return 2
-    if not torch.cuda.is_available():
-        print("PyTorch finds no GPU, and peers are only measured on one", file=sys.stderr)
-        return 2
+    import torch
+
     from experiments.gpu import torch_timing
 
     chosen = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
@@ -68,22 +61,15 @@ def main(words: Sequence[str] | None = None) -> int:
         for peer, reason in record["left_out"].items():
             print(f"peers {name}: {peer} left out, {reason}", flush=True)
 
-    try:
-        results = Results(options.out / "peers.json", "python -m experiments.peers", machine, options.again)
-    except ResultError as error:
-        print(error, file=sys.stderr)
-        return 2
-    left = run_points(
+    return command.run_file(
+        "peers",
+        machine,
         GRID,
         lambda shape: f"{shape[0]}x{shape[1]}",
         lambda shape: torch_timing.measure(shape, chosen, options.rounds),
-        results,
-        Budget(None if options.minutes is None else 60 * options.minutes, time.monotonic),
         told,
+        options,
     )
-    if left:
-        print(f"time is up with {left} points left; run the same command again to go on")
-    return 0
 
 
 if __name__ == "__main__":

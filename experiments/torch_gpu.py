@@ -10,12 +10,10 @@ Three kinds of points, for each backward mode, written to `torch_gpu.json` one b
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
+from experiments.gpu import command
 
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
 _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
@@ -24,7 +22,8 @@ _MODES = ("in_forward", "recompute")
 _DRY_DIVISOR = 64
 
 # What is asked of the bridge: microseconds beyond the native call, and ratios to it.
-HOST_US, DEVICE_RATIO, MEMORY_RATIO = 150, 1.02, 1.05
+HOST_US = {"forward": 150, "forward+backward": 300}
+DEVICE_RATIO, MEMORY_RATIO = 1.02, 1.05
 
 
 class Point(NamedTuple):
@@ -57,7 +56,7 @@ def points(implementation: str, device: str, divisor: int, rounds: int, calls: i
 def told(name: str, record: dict[str, Any]) -> None:
     """Prints a point's figures beside what is asked for."""
     if overhead := record.get("overhead_us"):
-        shown = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US})" for key, us in overhead.items()]
+        shown = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US[key]})" for key, us in overhead.items()]
         shown += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
     else:
         asked = DEVICE_RATIO if name.startswith("device") else MEMORY_RATIO
@@ -71,47 +70,32 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes as it goes; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default=None, help='of the loss; "mosaic_gpu" if not given')
-    parser.add_argument("--rounds", type=int, default=5, help="times that each device time is taken")
+    command.add_options(parser, "times that each device time is taken")
     parser.add_argument("--calls", type=int, default=100, help="calls whose host time is taken")
-    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
-    parser.add_argument("--again", action="store_true", help="measure points that the file already holds")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA on the CPU, to see that it works")
     options = parser.parse_args(words)
     if options.dry_run and options.out is None:
         parser.error("--dry-run needs --out: its results are not those of a GPU")
-    try:
-        import torch
-    except ImportError:
-        print("PyTorch is missing: pip install 'pallas-ce[torch]'", file=sys.stderr)
+    if reason := command.without_torch(not options.dry_run, "; --dry-run shows on a CPU that the command works"):
+        print(reason, file=sys.stderr)
         return 2
-    if not options.dry_run and not torch.cuda.is_available():
-        print("PyTorch finds no GPU; --dry-run shows on a CPU that the command works", file=sys.stderr)
-        return 2
+    import torch
+
     import torch_bridge  # before JAX starts, which leaves the device's memory to both  # noqa: F401
     from experiments.machine import describe
 
     implementation = options.implementation or ("xla" if options.dry_run else "mosaic_gpu")
     device, divisor = ("cpu", _DRY_DIVISOR) if options.dry_run else ("cuda", 1)
     facts = {"torch": torch.__version__, "implementation": implementation}
-    machine = describe() | facts | {"rounds": options.rounds, "calls": options.calls}
-    try:
-        path = (options.out or FOLDER) / "torch_gpu.json"
-        results = Results(path, "python -m experiments.torch_gpu", machine, options.again)
-    except ResultError as error:
-        print(error, file=sys.stderr)
-        return 2
-    left = run_points(
+    return command.run_file(
+        "torch_gpu",
+        describe() | facts | {"rounds": options.rounds, "calls": options.calls},
         points(implementation, device, divisor, options.rounds, options.calls),
         lambda point: point.name,
         lambda point: point.measure(),
-        results,
-        Budget(None if options.minutes is None else 60 * options.minutes, time.monotonic),
         told,
+        options,
     )
-    if left:
-        print(f"time is up with {left} points left; run the same command again to go on")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ _DTYPES = {
     torch.float64: "float64",
 }
 
+# The widths that the operators take; others become int64, which holds them all but what lies outside any vocabulary.
+_LABELS = (torch.int32, torch.int64)
+
 
 def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> str:
     """Checks the tensors of a head and returns the compute dtype."""
@@ -41,18 +44,24 @@ def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | N
     return _DTYPES[input.dtype]
 
 
-def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> None:
-    """Checks integers, one for each row; with `several`, or K of them."""
+def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """The tensor with one axis in place of its leading ones; itself where it has only one, for autograd's sake."""
+    return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
+
+
+def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> Tensor:
+    """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`."""
     exchange.check_dense("target", target)
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         raise TypeError(
             f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
         )
-    if several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0:
-        return
-    if tuple(target.shape) != tuple(leading):
+    if target.shape != leading and not (
+        several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0
+    ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
+    return by_row(target if target.dtype in _LABELS else target.long(), leading)
 
 
 def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
@@ -79,7 +88,7 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
             f"{tuple(leading)}"
         )
     value = value.to(_wide(dtype))
-    return 1.0, value.reshape(-1) if value.ndim else value
+    return 1.0, by_row(value, leading) if value.ndim else value
 
 
 def scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Tensor | None:

@@ -1,14 +1,19 @@
 """Operations in eager PyTorch past its dispatcher, whose wrapping of a Python operator costs more than the operation.
 
 Compilation, dispatch modes and functional transforms need the operator; all others take this way, through the same
-forward, context and gradients.
+programs, saved tensors and gradients.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from torch_bridge import calls, graph
+from torch_bridge.programs import Program
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def serves(tensors: Iterable[Tensor | None]) -> bool:
@@ -17,23 +22,52 @@ def serves(tensors: Iterable[Tensor | None]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors if x is not None)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
+class Call(NamedTuple):
+    """What a differentiable call needs beside its tensors.
+
+    Attributes:
+        operation: the `torch_bridge.ops.Operation`.
+        program: what serves it.
+        static: the operator's arguments behind the tensors.
+    """
+
+    operation: Any
+    program: Program
+    static: tuple[Any, ...]
+
+
 class Eager(torch.autograd.Function):
-    """`(*arguments, operation) -> outputs`, of a `torch_bridge.ops.Operation`."""
+    """`(*tensors, call) -> outputs`, of the tensors that are there: to autograd, an argument of None costs as much."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """The operation's."""
-        *arguments, operation = inputs
-        output = operation.forward(*arguments)
-        operation.setup_context(ctx, tuple(arguments), output)
-        ctx.operation = operation
-        return tuple(output)
+        """The program's outputs; what else the backward needs is only saved."""
+        *tensors, ctx.call = inputs
+        program = ctx.call.program
+        found = calls.forward(program, tensors)
+        graph.save(ctx, program.layout, tensors, found)
+        outputs = found[: len(program.layout.outputs)]
+        ctx.mark_non_differentiable(*outputs[program.layout.differentiable :])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The operation's, and none for itself."""
-        return (*ctx.operation.differentiate(ctx, cotangents), None)
+        """Gradients of the tensors, and none for the call."""
+        call: Call = ctx.call
+        signature, layout = call.program.signature, call.program.layout
+        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
+        gradients: dict[str, Tensor | None] = {}
+        if asked := graph.asked(ctx, signature, ctx.needs_input_grad, given):
+            tensors, found = saved[:count], saved[count:]
+            # Only the operator raises where these gradients are to be differentiated in turn.
+            if serves((*saved, *given)) and not torch.is_grad_enabled():
+                computed = calls.backward(call.program, tensors, found, given, asked)
+            else:
+                named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
+                computed = call.operation.call_backward(named, call.static, found, given, asked)
+            gradients = graph.placed(ctx, asked, computed)
+        return (*[gradients.get(name) for name, _ in signature.arrays], None)

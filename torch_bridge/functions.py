@@ -89,18 +89,18 @@ def linear_cross_entropy(
     arguments.check_reduction(reduction, normalizer, backward)
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
-    checks.labels(target, leading)
+    target = checks.labels(target, leading)
     checks.shape("token_weights", token_weights, leading)
     checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
         arguments.scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else arguments.scalar(name, number)
     tensors = {
-        "input": input.reshape(-1, input.shape[-1]),
+        "input": checks.by_row(input, leading),
         "linear_weight": linear_weight,
-        "target": exchange.labels_to_int32(target.reshape(-1)),
+        "target": target,
         "linear_bias": linear_bias,
         "class_weights": class_weights,
-        "token_weights": None if token_weights is None else token_weights.reshape(-1),
+        "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
         "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
         "z_loss": checks.scalar(z_loss, 0.0, dtype),
@@ -184,8 +184,7 @@ def linear_row_statistics(
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
-        checks.labels(target, leading, several=True)
-        target = exchange.labels_to_int32(target.reshape(-1, *target.shape[len(leading) :]))
+        target = checks.labels(target, leading, several=True)
     checks.shape("row_mask", row_mask, leading)
     if row_mask is None:
         row_mask = torch.ones(leading, dtype=torch.bool, device=input.device)
@@ -195,13 +194,13 @@ def linear_row_statistics(
     arguments.scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = {
-        "input": input.reshape(-1, input.shape[-1]),
+        "input": checks.by_row(input, leading),
         "linear_weight": linear_weight,
         "target": target,
         "linear_bias": linear_bias,
         "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "logit_weights": logit_weights,
-        "row_mask": row_mask.reshape(-1),
+        "row_mask": checks.by_row(row_mask, leading),
         "temperature": temperatures,
     }
     exchange.check_one_device(**tensors)

@@ -6,20 +6,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bridge.programs import Layout, Signature
 
-def node_of(ctx: Any, tensors: Sequence[Tensor | None], position: int) -> Any | None:
-    """The autograd node that the gradient of the tensor at `position` goes to."""
-    edges = ctx.next_functions
-    return edges[sum(x is not None for x in tensors[:position])][0]
+# The weight is the second tensor of every operation.
+_WEIGHT = 1
 
 
-def is_asked(ctx: Any, tensors: Sequence[Tensor | None], position: int) -> bool:
+def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> None:
+    """Saves what the backward of a forward on `inputs` needs, of those and of what it found."""
+    # An output that is not needed is not saved: the caller may change it in place.
+    reread = [x if i in layout.reread or i >= len(layout.outputs) else None for i, x in enumerate(found)]
+    ctx.save_for_backward(*inputs, *reread)
+    ctx.set_materialize_grads(False)
+
+
+def asked(
+    ctx: Any, signature: Signature, needed: Sequence[bool], cotangents: Sequence[Tensor | None]
+) -> tuple[str, ...]:
+    """Names of the inputs whose gradients this backward pass uses; `needed` is of the signature's inputs."""
+    if all(x is None for x in cotangents):
+        return ()
+    return tuple(
+        [
+            name
+            for edge, (name, _) in enumerate(signature.arrays)
+            if needed[edge] and name in signature.differentiated and _is_asked(_node(ctx, edge))
+        ]
+    )
+
+
+def placed(ctx: Any, asked: Sequence[str], gradients: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """Gradients by name, but the weight's where a `main_grad` has taken it."""
+    found: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
+    if (gradient := found.get("linear_weight")) is not None:
+        found["linear_weight"] = _into_main_grad(_node(ctx, _WEIGHT), gradient)
+    return found
+
+
+def _node(ctx: Any, edge: int) -> Any | None:
+    """The autograd node that a gradient goes to; tensors that are missing have no edge."""
+    return ctx.next_functions[edge][0]
+
+
+def _is_asked(node: Any | None) -> bool:
     """Whether this backward pass uses the gradient: `torch.autograd.grad` and zero-bubble schedules ask for a part.
 
     `needs_input_grad` only knows what could be asked for. Whoever captures a leaf's gradient needs it; PyTorch says so
     by raising RuntimeError.
     """
-    node = node_of(ctx, tensors, position)
     if node is None or torch.compiler.is_compiling():
         return True
     try:
@@ -28,7 +62,7 @@ def is_asked(ctx: Any, tensors: Sequence[Tensor | None], position: int) -> bool:
         return True
 
 
-def into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
+def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
     """Adds to the weight's float32 `main_grad`, where it has one, in place of `.grad`.
 
     `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive.

@@ -77,13 +77,13 @@ def linear_log_probs(
     """
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
-    checks.labels(target, leading, several=True)
+    labels = checks.labels(target, leading, several=True)
     arguments.scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = {
-        "input": input.reshape(-1, input.shape[-1]),
+        "input": checks.by_row(input, leading),
         "linear_weight": linear_weight,
-        "target": exchange.labels_to_int32(target.reshape(-1, *target.shape[len(leading) :])),
+        "target": labels,
         "linear_bias": linear_bias,
         "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "temperature": temperatures,

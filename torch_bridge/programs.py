@@ -10,9 +10,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from torch_bridge.exchange import words_to_int32
 
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -36,19 +39,34 @@ class Function(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Shape and dtype of an array; an axis as long as the rows is None."""
+    """Shape and dtype of an array; an axis as long as the rows is None.
+
+    Attributes:
+        axes: sizes.
+        dtype: NumPy's or JAX's.
+        fill: what stands in rows that pad it.
+    """
 
     axes: tuple[int | None, ...]
     dtype: np.dtype
+    fill: float = 0
 
     @property
     def by_row(self) -> bool:
         """Whether the first axis is as long as the rows."""
         return bool(self.axes) and self.axes[0] is None
 
+    @property
+    def in_words(self) -> bool:
+        """Whether it is passed as 32-bit words (see `torch_bridge.exchange.share`)."""
+        return self.dtype == np.int64
+
     def struct(self, rows: int) -> jax.ShapeDtypeStruct:
-        """The same for a number of rows."""
-        return jax.ShapeDtypeStruct(tuple(rows if axis is None else axis for axis in self.axes), self.dtype)
+        """How it is passed for a number of rows."""
+        sizes = [rows if axis is None else axis for axis in self.axes]
+        if self.in_words:
+            return jax.ShapeDtypeStruct((*sizes[:-1], 2 * sizes[-1]), np.int32)
+        return jax.ShapeDtypeStruct(tuple(sizes), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,109 +75,127 @@ class Signature:
 
     Attributes:
         function: what is computed.
-        options: its static options.
+        options: its static options, a NamedTuple; 1 as `vocab_axis` says that the weight is `[H, V]`.
         arrays: name and shape of each input.
         differentiated: names of the inputs to differentiate; none of them: nothing is kept.
     """
 
     function: Function
-    options: Hashable
+    options: Any
     arrays: tuple[tuple[str, Shape], ...]
-    differentiated: frozenset[str]
+    differentiated: tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """What a forward returns, for any number of rows.
+    """What forward and backward exchange, for any number of rows.
 
     Attributes:
         outputs: the function's outputs, differentiable ones first.
         differentiable: how many of them have gradients.
         reread: indices of the outputs that the backward needs.
         kept: what it needs beside those and the inputs.
+        taken: all that a backward can take: inputs, outputs, kept, and cotangents, with names for messages.
     """
 
     outputs: tuple[Shape, ...]
     differentiable: int
     reread: frozenset[int]
     kept: tuple[Shape, ...]
+    taken: tuple[tuple[str, Shape], ...]
 
 
 class Backward(NamedTuple):
-    """The compiled backward of some gradients.
+    """The compiled backward of some gradients, for cotangents of some outputs.
 
     Attributes:
-        reads: names of the inputs that it takes; of the others it needs nothing but their shapes.
-        reads_kept: of each array kept, whether it takes it.
-        run: `(arrays, outputs, kept, cotangents) -> gradients`. What it does not take may be missing or None, as may
-            outputs that are not in `Layout.reread`; a cotangent of None is zero.
+        reads: what it takes, as positions in `Layout.taken`.
+        run: `(*what it takes) -> gradients`.
     """
 
-    reads: frozenset[str]
-    reads_kept: tuple[bool, ...]
-    run: Callable[..., dict[str, jax.Array]]
+    reads: tuple[int, ...]
+    run: Callable[..., list[jax.Array]]
 
 
 class Program:
-    """The programs of one signature and number of rows; compiled when first called."""
+    """The programs of one signature and number of rows; compiled when first called.
+
+    Attributes:
+        signature: its.
+        rows: theirs.
+        inputs: shapes of the inputs, in the signature's order.
+        outputs: shapes of the function's outputs.
+        kept: shapes of what the backward needs beside inputs and outputs.
+        differentiable: how many outputs have gradients.
+        forward: `(*inputs) -> (*outputs, *kept)`.
+    """
 
     def __init__(self, signature: Signature, rows: int) -> None:
-        self._signature = signature
+        self.signature, self.rows = signature, rows
         self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
-        self._backwards: dict[tuple[str, ...], Backward] = {}
-        self.differentiable = 0
+        self._backwards: dict[Hashable, Backward] = {}
+        self._count = self.differentiable = 0
         self.forward = jax.jit(self._forward)
-        self._structs = {name: shape.struct(rows) for name, shape in signature.arrays}
-        self.outputs, self.kept = jax.eval_shape(self.forward, self._structs)
+        self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
+        found = jax.eval_shape(self.forward, *self.inputs)
+        self.outputs, self.kept = found[: self._count], found[self._count :]
 
     @property
     def reread(self) -> frozenset[int]:
         """Indices of the outputs that the backward needs."""
         return frozenset(i for i in jax.tree.leaves(self._known) if i < len(self.outputs))
 
-    def backward(self, asked: tuple[str, ...]) -> Backward:
-        """The gradients of the inputs in `asked`; the others' work is not done."""
-        if asked not in self._backwards:
-            outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
-            given = (self._structs, outputs, self.kept, self.outputs[: self.differentiable])
-            jaxpr = jax.make_jaxpr(functools.partial(self._backward, asked))(*given).jaxpr
-            _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-            arrays, _, kept, _ = jax.tree.unflatten(jax.tree.structure(given), used)
-            reads = frozenset(name for name, is_read in arrays.items() if is_read)
-            self._backwards[asked] = Backward(reads, tuple(kept), jax.jit(functools.partial(self._backward, asked)))
-        return self._backwards[asked]
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """What forward and backward exchange."""
+        return layout(self.signature)
 
-    def _forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
-        function, differentiated = self._signature.function, self._signature.differentiated
-        problem = function.read(self._signature.options, arrays)
-        known = function.keep(problem, differentiated) if differentiated else None
+    def backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
+        """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done."""
+        if (asked, given) not in self._backwards:
+            self._backwards[asked, given] = self._make_backward(asked, given)
+        return self._backwards[asked, given]
+
+    def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
+        outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
+        cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
+        flat = (*self.inputs, *outputs, *self.kept, *cotangents)
+        traced = jax.make_jaxpr(functools.partial(self._backward, asked))(*flat)
+        jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+        there = (position for position, struct in enumerate(flat) if struct is not None)
+        reads = tuple(position for position, is_used in zip(there, used, strict=True) if is_used)
+        closed = jax.extend.core.ClosedJaxpr(jaxpr, traced.consts)
+        return Backward(reads, jax.jit(jax.extend.core.jaxpr_as_fun(closed)))
+
+    def _named(self, inputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        return {
+            name: words_to_int32(x) if shape.in_words else x
+            for (name, shape), x in zip(self.signature.arrays, inputs, strict=True)
+        }
+
+    def _forward(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        function, differentiated = self.signature.function, self.signature.differentiated
+        problem = function.read(self.signature.options, self._named(inputs))
+        known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
-        self.differentiable = len(differentiable)
-        outputs: list[jax.Array] = [*differentiable, *others]
+        self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
+        outputs = [*differentiable, *others]
         # What is an output already is not returned twice: the two would share memory.
         found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
-        kept: list[jax.Array] = []
 
         def index(x: jax.Array) -> int:
             if id(x) not in found:
-                found[id(x)] = len(outputs) + len(kept)
-                kept.append(x)
+                found[id(x)] = len(outputs)
+                outputs.append(x)
             return found[id(x)]
 
         self._known = jax.tree.map(index, known)
-        return outputs, kept
+        return tuple(outputs)
 
-    def _backward(
-        self,
-        asked: tuple[str, ...],
-        arrays: Arrays,
-        outputs: Sequence[jax.Array | None],
-        kept: Sequence[jax.Array | None],
-        cotangents: Sequence[jax.Array | None],
-    ) -> dict[str, jax.Array]:
-        function, options = self._signature.function, self._signature.options
-        arrays = {name: _or_zeros(arrays.get(name), struct) for name, struct in self._structs.items()}
-        saved = [*outputs, *map(_or_zeros, kept, self.kept)]
-        known = jax.tree.map(lambda i: saved[i], self._known)
+    def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
+        function, options = self.signature.function, self.signature.options
+        inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
+        arrays = self._named(flat[:inputs])
+        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
             return function.compute(function.read(options, {**arrays, **varied}), known)[0]
@@ -167,14 +203,10 @@ class Program:
         found, pull = jax.vjp(differentiable, {name: arrays[name] for name in asked})
         given = (
             jnp.zeros_like(x) if cotangent is None else cotangent.astype(x.dtype)
-            for x, cotangent in zip(found, cotangents, strict=True)
+            for x, cotangent in zip(found, flat[inputs + saved :], strict=True)
         )
-        return pull(tuple(given))[0]
-
-
-def _or_zeros(array: jax.Array | None, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros stand for what nothing is computed from."""
-    return jnp.zeros(struct.shape, struct.dtype) if array is None else array
+        gradients = pull(tuple(given))[0]
+        return tuple(gradients[name] for name in asked)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,4 +224,6 @@ def layout(signature: Signature) -> Layout:
         return Shape(tuple(None if n == _PROBE_ROWS else n for n in struct.shape), np.dtype(struct.dtype))
 
     outputs, kept = tuple(map(shape, probed.outputs)), tuple(map(shape, probed.kept))
-    return Layout(outputs, probed.differentiable, probed.reread, kept)
+    taken = [("what the forward kept", x) for x in outputs + kept]
+    taken += [("a cotangent", x) for x in outputs[: probed.differentiable]]
+    return Layout(outputs, probed.differentiable, probed.reread, kept, (*signature.arrays, *taken))

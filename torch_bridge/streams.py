@@ -2,9 +2,10 @@
 
 Order between the frameworks is kept by events, never by waiting on the host:
 
-* PyTorch to JAX: DLPack's consumer names its stream, PyTorch records an event on its current stream and makes that
-  stream wait. This needs the tensor's device to be current.
-* JAX to PyTorch: PyTorch names its current stream, and JAX makes it wait for the array.
+* PyTorch to JAX: JAX lends a stream, which is made to wait for an event on PyTorch's current one. All tensors of a call
+  are imported on it, and are ready behind that one event.
+* JAX to PyTorch: PyTorch names its current stream, and JAX makes it wait for the array. The host waits until JAX has
+  queued what computes the array: a stream can wait for nothing that is not queued, and memory has no address before.
 
 Memory must also not be *reused* early. Both allocators reuse memory in the order of their own streams:
 
@@ -18,28 +19,64 @@ Memory must also not be *reused* early. Both allocators reuse memory in the orde
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context in which `device` is PyTorch's current one, as exchanging its tensors needs."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+# DLPack's number for CUDA's default stream, whose handle is 0.
+_DEFAULT_STREAM = 1
 
 
-def hold(tensors: Iterable[torch.Tensor]) -> None:
-    """Keeps the memory of `tensors`, once dropped, from reuse before the work now queued on the current streams."""
-    for tensor in tensors:
-        if tensor.device.type == "cuda":
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+class _Current(torch.cuda.device):
+    """A device as PyTorch's current one; `with` names its current stream."""
+
+    def __enter__(self) -> torch.cuda.Stream:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream(self.idx)
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError while PyTorch records a CUDA graph: JAX's work would be left out of it, silently."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+_NO_STREAM = contextlib.nullcontext()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[torch.cuda.Stream | None]:
+    """A context in which `device` is PyTorch's current one, as exchanging needs, with its current stream if it has any.
+
+    Raises:
+        RuntimeError: PyTorch records a CUDA graph, which JAX's work would be left out of, silently.
+    """
+    if device.type != "cuda":
+        return _NO_STREAM
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "torch_bridge cannot be captured in a CUDA graph: JAX launches its kernels on streams of its own, which "
             "the graph would not contain. Leave the loss outside torch.cuda.graph, and compile without "
             "mode='reduce-overhead' or 'max-autotune'"
         )
+    return _Current(device)
+
+
+def handle(stream: torch.cuda.Stream) -> int:
+    """The number by which DLPack knows a stream."""
+    return stream.cuda_stream or _DEFAULT_STREAM
+
+
+def behind(stream: torch.cuda.Stream, jax_device: Any) -> int:
+    """The handle of a stream of JAX's that now waits for what is queued on `stream`, of the same device."""
+    handle: int = jax_device.get_stream_for_external_ready_events()
+    _foreign(handle, stream.device).wait_stream(stream)
+    return handle
+
+
+@functools.lru_cache
+def _foreign(handle: int, device: torch.device) -> torch.cuda.ExternalStream:
+    return torch.cuda.ExternalStream(handle, device)
+
+
+def hold(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+    """Keeps the memory of `tensors`, once dropped, from reuse before the work now queued on `stream`."""
+    if stream is not None:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)

@@ -58,7 +58,7 @@ def synchronize(result: Any) -> None:
 
 
 def bridged(setting: Setting, differentiate: bool) -> Callable[..., Any]:
-    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors."""
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors; `backward` as a training step calls it."""
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return torch_bridge.linear_cross_entropy(
@@ -70,8 +70,10 @@ def bridged(setting: Setting, differentiate: bool) -> Callable[..., Any]:
             return loss(*given)
 
     def forward_and_backward(hidden: Any, weight: Any, labels: Any) -> Any:
+        hidden.grad = weight.grad = None
         value = loss(hidden, weight, labels)
-        return value, torch.autograd.grad(value, (hidden, weight))
+        value.backward()
+        return value, (hidden.grad, weight.grad)
 
     return forward_and_backward if differentiate else forward
 

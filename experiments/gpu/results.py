@@ -105,12 +105,26 @@ def run_points[P](
     budget: Budget,
     told: Callable[[str, dict[str, Any]], None],
 ) -> int:
-    """Measures the points that `results` lacks; returns how many are left when time runs out."""
+    """Measures the points that `results` lacks; returns how many are left when time runs out.
+
+    Raises:
+        ExceptionGroup: of the points that failed, when all others are measured and written.
+    """
     missing = [point for point in points if name_of(point) not in results.points]
+    failed: list[Exception] = []
+    left = 0
     for done, point in enumerate(missing):
         if not budget.allows_another():
-            return len(missing) - done
-        record = measure(point)
+            left = len(missing) - done
+            break
+        try:
+            record = measure(point)
+        except Exception as error:
+            error.add_note(f"while {name_of(point)} was measured")
+            failed.append(error)
+            continue
         results.add(name_of(point), record)
         told(name_of(point), record)
-    return 0
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} points failed", failed)
+    return left

@@ -52,6 +52,20 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert (measured, left, list(again.points)) == (["b", "c"], 0, ["a", "b", "c"])
 
 
+def test_a_point_that_fails_is_named_after_all_others_are_on_disk(tmp_path: Path) -> None:
+    results = grid(tmp_path)
+
+    def measure(point: str) -> dict[str, Any]:
+        if point == "b":
+            raise RuntimeError("out of memory")
+        return record(1, 2)
+
+    with pytest.raises(ExceptionGroup, match="1 points failed") as raised:
+        run_points("abc", str, measure, results, Budget(None, lambda: 0.0), lambda *_: None)
+    assert raised.value.exceptions[0].__notes__ == ["while b was measured"]
+    assert list(json.loads(results.path.read_text())["points"]) == ["a", "c"]
+
+
 def test_no_point_is_begun_that_would_end_too_late(tmp_path: Path) -> None:
     clock = [0.0]
 

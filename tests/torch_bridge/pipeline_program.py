@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from torch_bridge import ops, put_head_back, returning, take_head
+from torch_bridge import calls, put_head_back, returning, take_head
 
 WIDTH, VOCABULARY, BATCH, TIME, MICROBATCHES = 16, 61, 8, 5, 4
 
@@ -22,14 +22,14 @@ asked_of_backward: collections.Counter = collections.Counter()
 
 
 def count_what_is_computed() -> None:
-    """Counts which gradients the operation's backward is asked for."""
-    original = ops.Operation.backward
+    """Counts which gradients each backward is asked for."""
+    original = calls.backward
 
-    def counting(operation, *arguments):
-        asked_of_backward[operation._names(arguments[-1])] += 1
-        return original(operation, *arguments)
+    def counting(*arguments):
+        asked_of_backward[arguments[-1]] += 1
+        return original(*arguments)
 
-    ops.Operation.backward = counting
+    calls.backward = counting
 
 
 def make_model(stages: int) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torch_bridge import linear_cross_entropy, linear_row_statistics, ops, programs
+from torch_bridge import calls, linear_cross_entropy, linear_row_statistics, ops
 
 MODES = ["in_forward", "recompute"]
 WIDTH, VOCABULARY, TOKENS = 8, 50, 20
@@ -22,15 +22,15 @@ def head():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Which gradients each call of the operator's backward computes."""
+    """Which gradients each backward computes."""
     seen = []
-    original = ops.Operation.backward
+    original = calls.backward
 
-    def counting(operation, *arguments):
-        seen.append(operation._names(arguments[-1]))
-        return original(operation, *arguments)
+    def counting(*arguments):
+        seen.append(arguments[-1])
+        return original(*arguments)
 
-    monkeypatch.setattr(ops.Operation, "backward", counting)
+    monkeypatch.setattr(calls, "backward", counting)
     return seen
 
 
@@ -238,25 +238,28 @@ def test_scalar_tensors_are_differentiated(head):
 
 
 def program_of(hidden, weight, target, mode):
-    arguments = [hidden, weight, target.int(), *[None] * 7, 3, "float32", "mean", -100]
-    arguments += [None, None, mode, None, None, False]
-    _, signature = ops.LINEAR_CROSS_ENTROPY._read(arguments)
-    return programs.program(signature, 256), {name: shape.struct(256) for name, shape in signature.arrays}
+    options = [3, "float32", "mean", -100, None, None, mode, None, None, False]
+    return ops.LINEAR_CROSS_ENTROPY.program([hidden, weight, target, *[None] * 7], options)
+
+
+def names_read(program, backward):
+    """What it takes, with the shapes of the arrays that the forward kept."""
+    shapes = (*program.inputs, *program.outputs, *program.kept)
+    taken = program.layout.taken
+    return {taken[i][0] if i < len(program.inputs) else shapes[i].shape for i in backward.reads if i < len(shapes)}
 
 
 @pytest.mark.parametrize(
-    ("mode", "reads", "kept"),
+    ("mode", "reads"),
     [
-        ("in_forward", set(), {(256, WIDTH), (VOCABULARY, WIDTH)}),
-        ("recompute", {"input", "linear_weight", "target"}, {(256,)}),
+        ("in_forward", {(256, WIDTH), (VOCABULARY, WIDTH)}),
+        ("recompute", {"input", "linear_weight", "target", (256,)}),
     ],
 )
-def test_a_backward_takes_only_what_it_computes_from(head, mode, reads, kept):
+def test_a_backward_takes_only_what_it_computes_from(head, mode, reads):
     """The rest is neither padded nor handed over."""
-    program, _ = program_of(*head, mode)
-    backward = program.backward(("input", "linear_weight"))
-    assert backward.reads == reads
-    assert {x.shape for x, read in zip(program.kept, backward.reads_kept, strict=True) if read} == kept
+    program = program_of(*head, mode)
+    assert names_read(program, program.backward(("input", "linear_weight"), (True,))) == reads
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,8 @@ def test_a_backward_takes_only_what_it_computes_from(head, mode, reads, kept):
 )
 def test_half_a_recomputing_backward_has_no_product_of_the_other_half(head, asked, products):
     """Counted in the compiled program: the logits again, and one product for each gradient asked for."""
-    program, arrays = program_of(*head, "recompute")
-    compiled = program.backward(asked).run.lower(arrays, [None], program.kept, [program.outputs[0]]).compile()
+    program = program_of(*head, "recompute")
+    backward = program.backward(asked, (True,))
+    taken = (*program.inputs, *program.outputs, *program.kept, *program.outputs)
+    compiled = backward.run.lower(*(taken[i] for i in backward.reads)).compile()
     assert len(re.findall(r"= f32\S* dot\(", compiled.as_text())) == products

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_bridge import to_jax, to_torch
-from torch_bridge.exchange import check_one_device, labels_to_int32
+from torch_bridge.exchange import check_one_device, share, words_to_int32
 from torch_bridge.functions import linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8]
@@ -89,13 +89,20 @@ def test_tensors_on_different_devices_are_refused_by_name():
     check_one_device(input=torch.ones(2, device="meta"), logit_scale=torch.tensor(2.0))
 
 
-def test_labels_become_32_bits_and_never_wrap_around_into_the_vocabulary():
+def test_labels_of_64_bits_cross_as_words_and_never_wrap_around_into_the_vocabulary():
     labels = torch.tensor([0, 7, -100, 2**32 + 3, -(2**32) + 3, 2**31 - 1, -(2**63), 2**63 - 1])
-    narrow = labels_to_int32(labels)
-    assert narrow.dtype == torch.int32
-    inside = [int(x) for x in narrow if 0 <= x < 2**31 - 1]
-    assert inside == [0, 7]
-    assert labels_to_int32(narrow) is narrow
+    (words,) = share([("target", labels)], labels.device, None)
+    assert words.unsafe_buffer_pointer() == labels.data_ptr()  # no copy
+    assert words_to_int32(words).tolist() == [0, 7, -100, -1, -1, 2**31 - 1, -1, -1]
+    assert words_to_int32(words.reshape(4, 4)).tolist() == [[0, 7], [-100, -1], [-1, 2**31 - 1], [-1, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint64])
+def test_labels_of_every_integer_dtype_pick_the_same_tokens(dtype):
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(5, 4), torch.randn(7, 4), torch.tensor([0, 6, 3, 2, 5])
+    want = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target.to(dtype)), want)
 
 
 def test_memory_that_the_other_side_still_uses_is_not_reused():

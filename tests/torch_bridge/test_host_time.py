@@ -1,0 +1,136 @@
+"""What makes a call cheap for the host, counted rather than timed: what must not happen, and what happens once."""
+
+import functools
+import os
+import sys
+import types
+
+import jax
+import pytest
+import torch
+
+from torch_bridge import exchange, linear_cross_entropy, linear_log_probs, linear_row_statistics, ops
+
+ROWS, WIDTH, VOCABULARY = 256, 16, 32
+
+FUNCTIONS = {
+    "in_forward": functools.partial(linear_cross_entropy, backward="in_forward"),
+    "recompute": functools.partial(linear_cross_entropy, backward="recompute"),
+    "log probabilities": lambda *head: linear_log_probs(*head).sum(),
+    "statistics": lambda *head: linear_row_statistics(*head).lse.sum(),
+}
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    return hidden, weight, torch.randint(0, VOCABULARY, (ROWS,))
+
+
+def without_gradients(function, head):
+    with torch.no_grad():
+        function(*head)
+
+
+def with_gradients(function, head):
+    function(*head).backward()
+
+
+WAYS = {"without gradients": without_gradients, "with gradients": with_gradients}
+
+
+def python_of_jax(call):
+    """Names of JAX's Python functions that a call enters: a compiled program and an import by DLPack need none."""
+    package = os.path.dirname(jax.__file__) + os.sep
+    entered = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_repeated_call_traces_nothing_and_runs_no_operation_of_jax_outside_the_compiled_programs(head, name, way):
+    call = functools.partial(WAYS[way], FUNCTIONS[name], head)
+    call(), call()
+    assert "from_dlpack" in python_of_jax(lambda: jax.dlpack.from_dlpack(head[2]))  # it is seen
+    assert set(python_of_jax(call)) <= {"make_single_device_sharding"}
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """What goes to JAX and what comes from there, by DLPack."""
+    seen = {"to": 0, "from": 0}
+
+    def counted(direction, function):
+        def call(*args, **kwargs):
+            seen[direction] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    ours = types.SimpleNamespace(
+        dlpack_managed_tensor_to_buffer=counted("to", exchange._jax.dlpack_managed_tensor_to_buffer),
+        buffer_to_dlpack_managed_tensor=counted("from", exchange._jax.buffer_to_dlpack_managed_tensor),
+    )
+    monkeypatch.setattr(exchange, "_jax", ours)
+    return seen
+
+
+def test_without_gradients_the_three_tensors_and_the_loss_are_exchanged_and_nothing_else(head, exchanged):
+    without_gradients(linear_cross_entropy, head)
+    assert exchanged == {"to": 3, "from": 1}
+
+
+@pytest.mark.parametrize(("mode", "read"), [("in_forward", 2), ("recompute", 4)])
+def test_a_backward_exchanges_what_it_reads_the_cotangent_and_two_gradients(head, exchanged, mode, read):
+    loss = linear_cross_entropy(*head, backward=mode)
+    exchanged.update({"to": 0, "from": 0})
+    loss.backward()
+    assert exchanged == {"to": read + 1, "from": 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_tensors_of_a_program_are_exchanged_at_one_time(head, way, monkeypatch):
+    """On a GPU each time costs an event."""
+    times = []
+    original = exchange.share
+    monkeypatch.setattr(exchange, "share", lambda *given: times.append(1) or original(*given))
+    WAYS[way](linear_cross_entropy, head)
+    assert len(times) == (1 if way == "without gradients" else 2)
+
+
+def operations_of_torch(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
+        call()
+    return {event.name for event in profiled.events() if event.name.startswith("aten::")}
+
+
+def test_rows_that_fill_their_bucket_are_neither_copied_nor_converted(head):
+    call = functools.partial(without_gradients, linear_cross_entropy, head)
+    call()
+    assert operations_of_torch(call) <= {"aten::detach", "aten::view"}
+
+
+def test_other_rows_are_padded_and_nothing_more(head):
+    hidden, weight, target = head
+    call = functools.partial(without_gradients, linear_cross_entropy, (hidden[:9], weight, target[:9]))
+    call()
+    copied = operations_of_torch(call) & {"aten::constant_pad_nd", "aten::clone", "aten::_to_copy", "aten::clamp"}
+    assert copied == {"aten::constant_pad_nd"}
+
+
+def test_a_program_is_found_again_without_describing_the_call_anew(head, monkeypatch):
+    linear_cross_entropy(*head)
+    monkeypatch.setattr(ops.Operation, "signature", lambda *_: pytest.fail("the call is described again"))
+    linear_cross_entropy(*head).backward()

@@ -1,0 +1,85 @@
+"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import Tensor
+
+from torch_bridge import bucketing, exchange, streams
+from torch_bridge.programs import Program, Shape
+
+
+def forward(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, and what the backward needs beside them and the inputs.
+
+    Args:
+        program: made for the tensors.
+        tensors: those that its signature names, dense, on one device.
+    """
+    arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
+    found = _run(program.forward, program, given, arrays, tensors[0].device)
+    if (tokens := tensors[0].shape[0]) == program.rows:
+        return found
+    return _without_padding(found, program.layout.outputs + program.layout.kept, tokens)
+
+
+def backward(
+    program: Program,
+    tensors: Sequence[Tensor],
+    saved: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """The gradients of the inputs in `asked`.
+
+    Args:
+        program: the forward's.
+        tensors: its inputs.
+        saved: what it returned; outputs that `Layout.reread` does not name may be missing.
+        cotangents: of the differentiable outputs; None is zero.
+        asked: names of inputs.
+    """
+    compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
+    taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
+    read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
+    found = _run(compiled.run, program, read, shapes, tensors[0].device)
+    if (tokens := tensors[0].shape[0]) != program.rows:
+        of = dict(program.signature.arrays)
+        found = _without_padding(found, [of[name] for name in asked], tokens)
+    if program.signature.options.vocab_axis and "linear_weight" in asked:
+        position = asked.index("linear_weight")
+        found[position] = found[position].t()
+    return found
+
+
+def _in_memory_order(program: Program, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, with the weight `[H, V]` where that is how it lies in memory."""
+    if not program.signature.options.vocab_axis:
+        return tensors
+    hidden, weight, *others = tensors
+    return hidden, weight.t(), *others
+
+
+def _run(
+    compiled: Callable[..., Sequence[jax.Array]],
+    program: Program,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[str, Shape]],
+    device: torch.device,
+) -> list[Tensor]:
+    with streams.on(device) as stream:
+        named = [
+            (name, bucketing.pad(x, program.rows, shape.fill) if shape.by_row else x)
+            for x, (name, shape) in zip(tensors, shapes, strict=True)
+        ]
+        arrays = exchange.share(named, device, stream)
+        found = exchange.adopt(compiled(*arrays), stream)
+        streams.hold(tensors, stream)
+    return found
+
+
+def _without_padding(found: Sequence[Tensor], shapes: Sequence[Shape], tokens: int) -> list[Tensor]:
+    """The first `tokens` rows of what has rows."""
+    return [x[:tokens] if shape.by_row else x for x, shape in zip(found, shapes, strict=True)]
