@@ -33,11 +33,7 @@ SHAPES = tuple((n, v, 4096) for n in (1024, 4096, 8192, 16384, 32768) for v in (
 _NAMES = frozenset({"lse"})
 _MODES: dict[Kernel, Mode | None] = {"forward": None, "stash": "in_forward", "dlogits": "recompute"}
 
-# Neighbouring candidates differ by less than the clock drifts in a second, so each is timed in turn with the rule's.
-_ROUNDS = 5
-_BURST_MILLISECONDS = 60.0
-_MOST_LAUNCHES = 100
-_KEPT_BYTES = 16 * 2**30
+_LAUNCHES = 20
 
 
 def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], vocab_axis: int) -> list[Case]:
@@ -103,8 +99,8 @@ class Loaded(NamedTuple):
 class OnDevice:
     """Times candidates with the GPU's own clock, in turn with the rule's tiles, after checking their results."""
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, launches: int) -> None:
+        self.launches = launches
         self._loaded: dict[Case, Loaded] = {}
 
     def __call__(self, case: Case, config: Config) -> Times | str:
@@ -116,14 +112,7 @@ class OnDevice:
                 return "its results differ from those of the default tiles"
         except jax.errors.JaxRuntimeError as error:
             return f"it does not run: {str(error).splitlines()[0][:200]}"
-        times: dict[str, list[float]] = {"candidate": [], "rule": []}
-        turn = [("candidate", candidate), ("rule", rule)]
-        _microseconds(rule, given)  # the first burst after a pause finds the clocks rested
-        for _ in range(self.rounds):
-            for name, compiled in turn:
-                times[name].append(_microseconds(compiled, given))
-            turn.reverse()
-        return Times(statistics.median(times["candidate"]), statistics.median(times["rule"]))
+        return _in_turn(candidate, rule, given, self.launches)
 
     def _load(self, case: Case) -> Loaded:
         if case not in self._loaded:
@@ -152,17 +141,23 @@ def _agree(a: Any, b: Any) -> jax.Array:
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(close, a, b))))
 
 
-def _microseconds(compiled: Any, arguments: tuple[jax.Array, ...]) -> float:
-    """Of one launch, in a burst of them; the later half counts, when the clocks have settled."""
+def _in_turn(candidate: Any, rule: Any, arguments: tuple[jax.Array, ...], launches: int) -> Times:
+    """Medians of launches that alternate: clocks drift by several per cent in a tenth of a second, and for both alike.
+
+    The first half of them, while the clocks settle, does not count.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
+    def run() -> Any:
+        for _ in range(2 * launches):
+            candidate(*arguments)
+            last = rule(*arguments)
+        return last
+
     measure: Any = profiler.measure
-    _, once = measure(compiled)(*arguments)
-    # The profiler keeps the results of all launches of a burst.
-    most = _KEPT_BYTES // max(1, compiled.memory_analysis().output_size_in_bytes)
-    launches = max(3, min(_MOST_LAUNCHES, most, int(_BURST_MILLISECONDS / (once or 1.0))))
-    _, milliseconds = measure(compiled, iterations=launches)(*arguments)
-    return 1e3 * statistics.median(milliseconds[launches // 2 :])
+    _, kernels = measure(run, aggregate=False)()
+    own = [1e3 * milliseconds for name, milliseconds in kernels if "pallas_ce" in name][2 * launches :]
+    return Times(statistics.median(own[::2]), statistics.median(own[1::2]))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -171,7 +166,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=_shape, action="append", metavar="N,V,H", help="tokens, vocabulary, width")
     parser.add_argument("--kernels", nargs="+", choices=get_args(Kernel), default=list(get_args(Kernel)))
     parser.add_argument("--vocab-axis", type=int, choices=(0, 1), default=0, help="1 for weights [H, V]")
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="times each candidate is measured")
+    parser.add_argument("--launches", type=int, default=_LAUNCHES, help="of each candidate that count")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long; run again to go on")
     parser.add_argument("--again", action="store_true", help="measure classes that the table already holds")
     parser.add_argument("--out", type=Path, default=None, help="the table to write; by default this user's")
@@ -219,7 +214,7 @@ def main(words: Sequence[str] | None = None) -> int:
             left = candidates.tune(
                 wanted,
                 table,
-                OnDevice(options.rounds),
+                OnDevice(options.launches),
                 functools.partial(tables.save, path),
                 tried,
                 lambda: end is None or time.monotonic() < end,

@@ -204,7 +204,7 @@ def test_when_time_is_up_only_whole_classes_are_kept() -> None:
     table, left, saved, _ = filled(measure, [case(), case(1024), case(16384)], limit=20)
     assert list(table.entries) == [CLASS]
     assert (left, saved) == (2, [1])
-    assert measure.measured == 20
+    assert measure.measured == 21  # the first class, its best once more, and what time was left for
 
 
 def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
@@ -256,7 +256,7 @@ def test_the_command_says_before_measuring_that_it_cannot_write(
 ) -> None:
     monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda rounds: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(tune, "OnDevice", lambda launches: pytest.fail("nothing is to be measured"))
 
     def full(*_: Any) -> None:
         raise OSError("disk full")
@@ -278,7 +278,7 @@ def test_an_interrupted_command_keeps_what_it_measured(
 
     monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda rounds: interrupted_at_20)
+    monkeypatch.setattr(tune, "OnDevice", lambda launches: interrupted_at_20)
     words = ["--shape", "8192,131072,4096", "--shape", "1024,131072,4096", "--kernels", "forward"]
     assert tune.main([*words, "--out", str(tmp_path / "table.json")]) == 0
     assert "table.json: 1 classes of shapes, 1 left for the next run" in capsys.readouterr().out
@@ -291,7 +291,7 @@ def test_the_command_tunes_writes_and_goes_on(
     measure = Fake()
     monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda rounds: measure)
+    monkeypatch.setattr(tune, "OnDevice", lambda launches: measure)
     words = ["--shape", "8192,131072,4096", "--kernels", "forward"]
     assert tune.main(words) == 0
     path = tmp_path / "cache/pallas_ce/nvidia_h200.json"
