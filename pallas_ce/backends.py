@@ -86,12 +86,15 @@ class Backend(Protocol):
     Attributes:
         name: as in `Implementation`.
         in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
+        counts_on_device: whether `statistics` skips the rows behind `live_rows` by itself, so that the host need not
+            wait for the device to tell how many rows count.
         padded_shards: whether it serves a device's share of a padded vocabulary, `Head.live_columns`.
         narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
     """
 
     name: str
     in_checked_regions: bool
+    counts_on_device: bool
     padded_shards: bool
     narrow_stash: bool
 
@@ -101,13 +104,10 @@ class Backend(Protocol):
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 
-    def plan(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, *, gathered: bool = False
-    ) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         """Block sizes for the plain forward (`mode=None`) or for a backward mode.
 
-        They fit within `scratch_bytes`, which is at least `minimum_scratch`; hidden states that are `gathered`, in
-        recompute, have their room there.
+        They fit within `scratch_bytes`, which is at least `minimum_scratch`.
         """
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
@@ -119,8 +119,13 @@ class Backend(Protocol):
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""
 
-    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
-        """Partial statistics over the whole vocabulary; nothing of size n·V is stored."""
+    def statistics(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> Partial:
+        """Partial statistics over the whole vocabulary; nothing of size n·V is stored.
+
+        With `live_rows []`, those of rows from there on may be anything.
+        """
 
     def recompute(
         self,
@@ -144,9 +149,6 @@ class Backend(Protocol):
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether work on blocks of the plan's size skips the rows behind a block's `live_rows` by itself."""
-
-    def gathers_in_vain(self, spec: HeadSpec, mode: Mode, plan: Plan) -> bool:
-        """Whether it pays to ask the device once a call if all rows count, and then not to gather them."""
 
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.

@@ -92,9 +92,7 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def plan(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0, *, gathered: bool = False
-    ) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
@@ -107,14 +105,14 @@ class Settings:
                 return alone
             several = max(3 * DEFAULT_SCRATCH_BYTES, DEFAULT_SCRATCH_BYTES + sum_bytes) // 2
             return self._plan(spec, tokens, mode, several)
-        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES, gathered)
+        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES)
 
-    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, gathered: bool = False) -> Plan:
+    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
         bound = budget(self.scratch_bytes, least, logits, what, default)
-        return self.backend.plan(spec, tokens, mode, bound, gathered=gathered)
+        return self.backend.plan(spec, tokens, mode, bound)
 
     def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
         """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.

@@ -16,8 +16,9 @@ from pallas_ce.statistics import finalise, struct
 
 Statistics = dict[str, jax.Array]
 
-# Rows gathered at a time where some do not count: 8 MiB of bfloat16 hidden states of width 4096.
-_GATHERED_ROWS = 1024
+# Hidden states gathered at a time where some rows may not count.
+_GATHERED_BYTES = 12 * 2**20
+_LEAST_GATHERED_ROWS = 256
 
 
 def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
@@ -50,22 +51,25 @@ def _local_statistics(
 ) -> Statistics:
     """Those of the rows that one device works on."""
     tokens = rows.batch.hidden.shape[0]
-    whole = settings.plan(head.spec, tokens, None)
+    whole, backend = settings.plan(head.spec, tokens, None), settings.backend
 
     def visit(counted: Rows, plan: Plan) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
-            partial = settings.backend.statistics(head, block_batch, names, plan)
+            partial = backend.statistics(head, block_batch, names, plan, block.live_rows)
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-        blocks = counted.blocks(tokens, plan.rows, skipped=plan.rows >= tokens)
+        blocks = counted.blocks(tokens, plan.rows, skipped=backend.counts_on_device or plan.rows >= tokens)
         return blocks.for_each(body, empty_statistics(names, rows.batch, head))
 
-    if rows.mask is None or whole.rows <= _GATHERED_ROWS:
-        return visit(Rows.counted(rows.mask), whole)
-    # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
-    # needs gathering; where not, blocks are gathered one by one.
-    parts = settings.plan(head.spec, _GATHERED_ROWS, None)
+    if rows.mask is None:
+        return visit(Rows.counted(None), whole)
+    # A backend that takes all rows at once would have all of hidden gathered.
+    row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
+    parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
+    if backend.counts_on_device or whole.rows <= parts.rows:
+        return visit(Rows.counted(rows.mask), min(whole, parts))
+    # Where the host has to ask how many rows count, it may as well ask whether all do, and gather nothing then.
     return lax.cond(
         jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
     )

@@ -7,9 +7,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
@@ -101,31 +99,24 @@ def _local_gradients(
 
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
 
-    def visit(mask: jax.Array | None) -> tuple[jax.Array | None, HeadSums]:
-        plan = settings.plan(head.spec, tokens, "recompute", gathered=mask is not None)
-
-        def products(block: RowBlock) -> TileStep:
-            block_coefficients = jax.tree.map(block.take, coefficients)
-            if block.live is not None:
-                block_coefficients = coef.select(block_coefficients, block.live)
-            block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
-            return backend.recompute(head, block_batch, block_residual, block_coefficients, wanted, plan, block)
-
-        return sweep.gradient_sums(
-            shards,
-            rows._replace(mask=mask),
-            head,
-            weight_dtype,
-            plan,
-            wanted,
-            factor,
-            products,
-            functools.partial(backend.replaced_weight, head, plan),
-            skipped=backend.skips_rows(head.spec, plan),
-        )
-
-    # Not where the sweep adds up over devices whose rows differ: they must all take the same way.
     plan = settings.plan(head.spec, tokens, "recompute")
-    if rows.mask is None or shards != Shards() or not backend.gathers_in_vain(head.spec, "recompute", plan):
-        return visit(rows.mask)
-    return lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
+
+    def products(block: RowBlock) -> TileStep:
+        block_coefficients = jax.tree.map(block.take, coefficients)
+        if block.live is not None:
+            block_coefficients = coef.select(block_coefficients, block.live)
+        block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
+        return backend.recompute(head, block_batch, block_residual, block_coefficients, wanted, plan, block)
+
+    return sweep.gradient_sums(
+        shards,
+        rows,
+        head,
+        weight_dtype,
+        plan,
+        wanted,
+        factor,
+        products,
+        functools.partial(backend.replaced_weight, head, plan),
+        skipped=backend.skips_rows(head.spec, plan),
+    )

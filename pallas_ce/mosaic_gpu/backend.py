@@ -23,9 +23,6 @@ from pallas_ce.mosaic_gpu import (
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
 
-# Gathering hidden states of this size takes less time than asking the device whether it is needed.
-_GATHERED_BYTES = 64 * 2**20
-
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 # Column numbers pass through float32.
@@ -46,6 +43,7 @@ class MosaicGpuBackend:
 
     name = "mosaic_gpu"
     in_checked_regions = False  # Pallas has no rule for kernels that write in place there
+    counts_on_device = True
     padded_shards = False
     narrow_stash = True
     config: Config | None = None
@@ -72,12 +70,10 @@ class MosaicGpuBackend:
         """Bytes for one row at a time, or for one row of a small tile."""
         return plans.minimum(spec, mode)
 
-    def plan(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, *, gathered: bool = False
-    ) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         """As large as the budget allows; blocks of rows of nearly equal size, in full tiles."""
         if mode == "recompute":
-            return plans.recompute(spec, tokens, scratch_bytes, gathered=gathered)
+            return plans.recompute(spec, tokens, scratch_bytes)
         return plans.by_rows(spec, tokens, mode, scratch_bytes)
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
@@ -94,11 +90,13 @@ class MosaicGpuBackend:
         """All of the weight where TMA cannot read it; see `operands`."""
         return plans.weight_copy_bytes(spec)
 
-    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
-        """One kernel; the tail by XLA."""
+    def statistics(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> Partial:
+        """One kernel; the tail and the targets by XLA."""
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
         config = self._config("forward", head, batch.hidden.shape[0], len(names))
-        partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes)
+        partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, live_rows)
         if (rest := operands.tail(head)) is not None:
             partial = merge(partial, products.tail_logits_and_partial(head, rest, batch.hidden, names)[1])
         return entries.with_targets(partial, head, batch, names)
@@ -130,12 +128,6 @@ class MosaicGpuBackend:
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Where every product is a kernel's."""
         return recomputation.in_place(spec, plan.rows, plan.columns)
-
-    def gathers_in_vain(self, spec: HeadSpec, mode: Mode, plan: Plan) -> bool:
-        """Where blocks are large: in_forward then takes XLA's products, recompute larger tiles in the memory saved."""
-        if mode == "in_forward":
-            return self.skips_rows(spec, plan) and plan.rows >= product_kernel.LEAST_ROWS
-        return plan.rows * spec.hidden_size * spec.dtype.itemsize > _GATHERED_BYTES
 
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """Undefined where they may be, else zeros."""

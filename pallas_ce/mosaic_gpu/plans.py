@@ -20,7 +20,7 @@ _MOST_BLOCKS = 64
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
     """Bytes for one row at a time, or for one row of a small tile."""
     columns = spec.vocab_size if mode == "in_forward" else min(spec.vocab_size, operands.LENGTH_MULTIPLE)
-    return _scratch(spec, mode, 1, columns, blocks=2, gathered=True)
+    return _scratch(spec, mode, 1, columns, blocks=2)
 
 
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
@@ -36,21 +36,21 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) 
         blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
 
 
-def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, *, gathered: bool) -> Plan:
+def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     """Of recompute: blocks of rows and tiles of the vocabulary that move the least besides the products themselves.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
-    the tile's weight `[columns, H]`, and its hidden states are gathered for each tile again, if they are at all.
+    the tile's weight `[columns, H]`, and its hidden states may be gathered for each tile again.
     """
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = _even_rows(tokens, blocks)
-        if columns := _most_columns(spec, rows, budget, blocks, gathered):
+        if columns := _most_columns(spec, rows, budget, blocks):
             tiles = -(-spec.vocab_size // columns)
             moved = 8 * tokens * tiles
             if blocks > 1:
-                moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles * gathered
+                moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles
             choices.append((moved, blocks, rows, columns))
     if choices:
         _, blocks, rows, columns = min(choices)
@@ -58,7 +58,7 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, *, gathered: bool
         blocks, columns = 2, min(spec.vocab_size, operands.LENGTH_MULTIPLE)
         fitting = (r for r in (128, 64, 32, 16, 8, 4, 2) if _scratch(spec, "recompute", r, columns) <= scratch_bytes)
         rows = min(next(fitting, 1), tokens)
-    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks, gathered=gathered))
+    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks))
 
 
 def weight_copy_bytes(spec: HeadSpec) -> int:
@@ -72,11 +72,11 @@ def _even_rows(tokens: int, blocks: int) -> int:
     return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
 
 
-def _most_columns(spec: HeadSpec, rows: int, budget: int, blocks: int, gathered: bool) -> int:
+def _most_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> int:
     """The widest tile within the budget, 0 if none is; in full tiles, and evenly where several are needed."""
 
     def scratch(columns: int) -> int:
-        return _scratch(spec, "recompute", rows, columns, blocks=blocks, gathered=gathered)
+        return _scratch(spec, "recompute", rows, columns, blocks=blocks)
 
     step = recomputation.COLUMN_STEP
     if scratch(spec.vocab_size) <= budget:
@@ -90,14 +90,13 @@ def _most_columns(spec: HeadSpec, rows: int, budget: int, blocks: int, gathered:
     return min(most * step, operands.round_up(-(-spec.vocab_size // tiles), step))
 
 
-def _scratch(
-    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, gathered: bool = True
-) -> int:
+def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2) -> int:
     """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
 
     The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
-    scaled operand and as product. Recompute: dlogits of a tile, hidden states if they are `gathered`, with several
-    blocks a sum for the tile's weight; and, unless it works in place, a slice of the weight and products.
+    scaled operand and as product. Recompute: dlogits of a tile, with several blocks hidden states and a sum for the
+    tile's weight; and, unless it works in place, a slice of the weight and products. Hidden states that are gathered
+    once lie where their gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
@@ -115,7 +114,7 @@ def _scratch(
         return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
     tile, block = columns * spec.hidden_size, rows * spec.hidden_size
     if recomputation.in_place(spec, rows, columns):
-        return stored + narrow * block * gathered + wide * tile * several
+        return stored + (narrow * block + wide * tile) * several
     return stored + (narrow + wide * (1 + several)) * tile + (narrow + wide) * block * several
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], voc
         for kernel in kernels:
             settings, mode = Settings("mosaic_gpu", None, None), _MODES[kernel]
             sums = settings.sum_bytes(spec, spec.dtype, Wanted(weight=True), Shards()) if mode == "in_forward" else 0
-            plan = settings.plan(spec, n, mode, sums, gathered=True)  # as labels that may be ignored are
+            plan = settings.plan(spec, n, mode, sums)
             case = Case(kernel, spec, plan.rows, plan.columns)
             found.setdefault(case.shape_class, case)
     return list(found.values())
@@ -87,47 +87,48 @@ def _sliced(case: Case) -> HeadSpec:
     return HeadSpec(spec.hidden_size, case.columns, case.columns, spec.vocab_axis, spec.dtype, None)
 
 
-class Loaded(NamedTuple):
-    """A case on the device: its operands, the rule's program with its results, and the first candidates' programs."""
-
-    arrays: tuple[jax.Array, ...]
-    rule: Any
-    wanted: Any
-    ready: dict[Config, concurrent.futures.Future[Any]]
-
-
 class OnDevice:
     """Times candidates with the GPU's own clock, in turn with the rule's tiles, after checking their results."""
 
     def __init__(self, launches: int) -> None:
         self.launches = launches
-        self._loaded: dict[Case, Loaded] = {}
+        self._case: Case | None = None
+        self._arrays: tuple[jax.Array, ...] = ()
+        self._ready: dict[Config, concurrent.futures.Future[Any]] = {}
 
     def __call__(self, case: Case, config: Config) -> Times | str:
         """See `candidates.Measure`."""
-        given, rule, wanted, ready = self._load(case)
+        if case != self._case:
+            self._load(case)
         try:
-            candidate = ready[config].result() if config in ready else _compiled(case, config, given)
-            if not _agree(candidate(*given), wanted):
+            ready = self._ready.get(config)
+            compiled = ready.result() if ready else _compiled(case, config, self._arrays)
+            if not compiled(*self._arrays):
                 return "its results differ from those of the default tiles"
         except jax.errors.JaxRuntimeError as error:
             return f"it does not run: {str(error).splitlines()[0][:200]}"
-        return _in_turn(candidate, rule, given, self.launches)
+        return _in_turn(compiled, self._arrays, self.launches)
 
-    def _load(self, case: Case) -> Loaded:
-        if case not in self._loaded:
-            self._loaded.clear()  # two cases may not fit at once
-            given = arrays(case)
-            configs = {case.rule, *candidates.first_candidates(case.kernel)}
-            with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes longer than measuring
-                ready = {config: pool.submit(_compiled, case, config, given) for config in configs}
-            rule = ready[case.rule].result()
-            self._loaded[case] = Loaded(given, rule, rule(*given), ready)
-        return self._loaded[case]
+    def _load(self, case: Case) -> None:
+        """Prepares the operands, and the first candidates at once: compiling takes longer than measuring."""
+        self._arrays = ()  # two cases may not fit at once
+        self._case, self._arrays = case, arrays(case)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            self._ready = {
+                config: pool.submit(_compiled, case, config, self._arrays)
+                for config in candidates.first_candidates(case.kernel)
+            }
 
 
 def _compiled(case: Case, config: Config, given: tuple[jax.Array, ...]) -> Any:
-    return jax.jit(program(case, config)).lower(*given).compile()
+    """Launches the candidate and then the rule; returns whether their results agree."""
+
+    def run(*given: jax.Array) -> jax.Array:
+        found = program(case, config)(*given)
+        found, given = jax.lax.optimization_barrier((found, given))
+        return _agree(found, program(case, case.rule)(*given))
+
+    return jax.jit(run).lower(*given).compile()
 
 
 @jax.jit
@@ -141,23 +142,18 @@ def _agree(a: Any, b: Any) -> jax.Array:
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(close, a, b))))
 
 
-def _in_turn(candidate: Any, rule: Any, arguments: tuple[jax.Array, ...], launches: int) -> Times:
+def _in_turn(compiled: Any, arguments: tuple[jax.Array, ...], launches: int) -> Times:
     """Medians of launches that alternate: clocks drift by several per cent in a tenth of a second, and for both alike.
 
     The first half of them, while the clocks settle, does not count.
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    def run() -> Any:
-        for _ in range(2 * launches):
-            candidate(*arguments)
-            last = rule(*arguments)
-        return last
-
     measure: Any = profiler.measure
-    _, kernels = measure(run, aggregate=False)()
-    own = [1e3 * milliseconds for name, milliseconds in kernels if "pallas_ce" in name][2 * launches :]
-    return Times(statistics.median(own[::2]), statistics.median(own[1::2]))
+    _, by_launch = measure(compiled, aggregate=False, iterations=2 * launches)(*arguments)
+    own = [[1e3 * ms for name, ms in kernels if "pallas_ce" in name] for kernels in by_launch[launches:]]
+    candidate, rule = map(statistics.median, zip(*own, strict=True))
+    return Times(candidate, rule)
 
 
 def main(words: Sequence[str] | None = None) -> int:

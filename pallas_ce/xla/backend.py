@@ -31,6 +31,7 @@ class XlaBackend:
 
     name = "xla"
     in_checked_regions = True
+    counts_on_device = False
     padded_shards = True
     narrow_stash = False
 
@@ -42,9 +43,7 @@ class XlaBackend:
         """The scratch of one row and one column at a time."""
         return _scratch(spec, mode, 1, 1)
 
-    def plan(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, *, gathered: bool = False
-    ) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
         """Blocks of the preferred size, halved along their longer side until they fit."""
         rows = min(tokens, ROWS)
         if mode == "in_forward":
@@ -62,7 +61,9 @@ class XlaBackend:
         """None."""
         return 0
 
-    def statistics(self, head: Head, batch: Batch, names: frozenset[str], plan: Plan) -> Partial:
+    def statistics(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, live_rows: jax.Array | None = None
+    ) -> Partial:
         """Statistics tile by tile, merged as they come."""
 
         def step(tile: Tile) -> Partial:
@@ -100,10 +101,6 @@ class XlaBackend:
 
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """XLA's operations have static sizes."""
-        return False
-
-    def gathers_in_vain(self, spec: HeadSpec, mode: Mode, plan: Plan) -> bool:
-        """Its loops are as long as there are rows that count in any case."""
         return False
 
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:

@@ -117,7 +117,7 @@ def test_recomputed_tiles_are_worked_on_in_place(
 
     spec = HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None)
     backend = pallas_ce.mosaic_gpu.BACKEND
-    plan = backend.plan(spec, n, "recompute", scratch, gathered=ignored is not None)
+    plan = backend.plan(spec, n, "recompute", scratch)
     assert backend.skips_rows(spec, plan)
     if ignored is not None:
         assert (-(-n // plan.rows), -(-v // plan.columns)) == (blocks, tiles)
@@ -142,7 +142,8 @@ def test_float16_far_from_the_likely_entries(interpreted: Callable[..., Any]) ->
 def test_rows_that_do_not_count_are_skipped_block_by_block(
     share: float, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(forward, "_GATHERED_ROWS", 32)
+    monkeypatch.setattr(forward, "_GATHERED_BYTES", 0)
+    monkeypatch.setattr(forward, "_LEAST_GATHERED_ROWS", 32)
     given = arrays(150, 64, 208)
     mask = jax.random.uniform(jax.random.key(7), (150,)) <= share
     assert bool(mask.all()) == (share == 1.0)
