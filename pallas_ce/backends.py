@@ -150,6 +150,9 @@ class Backend(Protocol):
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether work on blocks of the plan's size skips the rows behind a block's `live_rows` by itself."""
 
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Whether in_forward does better not to gather rows where every row counts."""
+
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.
 

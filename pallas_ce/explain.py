@@ -194,7 +194,9 @@ def explain(
         launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
-    accumulators = _accumulator_bytes(spec, tokens, mode, wanted)
+    rounded = mode == "in_forward" and part is None and not wanted.logit_scale
+    of_hidden = choice.settings.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
+    accumulators = _accumulator_bytes(spec, tokens, mode, wanted, of_hidden)
     if plan.rows >= tokens:
         accumulators -= sum_bytes
     by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
@@ -225,14 +227,15 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
 
 
-def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wanted) -> int:
-    """DESIGN.md §3: in_forward sums both gradients in the accumulator dtype, recompute only hidden's and bias's."""
+def _accumulator_bytes(spec: HeadSpec, tokens: int, mode: str | None, wanted: Wanted, of_hidden: np.dtype) -> int:
+    """DESIGN.md §3: in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
-    elements = tokens * spec.hidden_size * wanted.hidden_product + spec.weight_rows * wanted.bias_sum
+    elements = spec.weight_rows * wanted.bias_sum
     if mode == "in_forward":
         elements += spec.weight_rows * spec.hidden_size * wanted.weight
-    return elements * spec.accumulator.itemsize
+    hidden = tokens * spec.hidden_size * wanted.hidden_product
+    return elements * spec.accumulator.itemsize + hidden * of_hidden.itemsize
 
 
 def _launch(launch: Launch) -> str:

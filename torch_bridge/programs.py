@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from pallas_ce.settings import never_asking
 from torch_bridge.exchange import words_to_int32
 
 Arrays = Mapping[str, jax.Array]
@@ -174,7 +175,8 @@ class Program:
 
     def _forward(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         function, differentiated = self.signature.function, self.signature.differentiated
-        problem = function.read(self.signature.options, self._named(inputs))
+        with never_asking():
+            problem = function.read(self.signature.options, self._named(inputs))
         known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
         self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
@@ -198,7 +200,9 @@ class Program:
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
-            return function.compute(function.read(options, {**arrays, **varied}), known)[0]
+            with never_asking():
+                problem = function.read(options, {**arrays, **varied})
+            return function.compute(problem, known)[0]
 
         found, pull = jax.vjp(differentiable, {name: arrays[name] for name in asked})
         given = (

@@ -64,12 +64,12 @@ def _local_statistics(
 
     if rows.mask is None:
         return visit(Rows.counted(None), whole)
-    # A backend that takes all rows at once would have all of hidden gathered.
+    # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
+    # needs gathering; where not, blocks are gathered one by one.
     row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
     parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
-    if backend.counts_on_device or whole.rows <= parts.rows:
+    if whole.rows <= parts.rows or (backend.counts_on_device and not settings.asks):
         return visit(Rows.counted(rows.mask), min(whole, parts))
-    # Where the host has to ask how many rows count, it may as well ask whether all do, and gather nothing then.
     return lax.cond(
         jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
     )

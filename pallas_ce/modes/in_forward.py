@@ -200,14 +200,20 @@ def _local_statistics_and_sums(
     kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if wanted.logit_scale or shards != Shards() else kept_hidden
 
-    # A single block is worked on whether a row counts or not, rather than have the host wait to be told.
     skips = backend.skips_rows(spec, plan)
-    skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
-    blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=skipped)
-    sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and rows.mask is not None)
-    hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
-    init = (empty_statistics(call.names, rows.batch, head), hidden_sum, sums)
-    found, hidden_sum, sums = blocks.for_each(body, init)
+
+    def visit(mask: jax.Array | None) -> Any:
+        # A single block is worked on whether a row counts or not, rather than have the host wait to be told.
+        skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
+        blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=skipped)
+        sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
+        hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
+        return blocks.for_each(body, (empty_statistics(call.names, rows.batch, head), hidden_sum, sums))
+
+    if rows.mask is not None and call.settings.asks and backend.gathers_in_vain(spec, plan):
+        found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
+    else:
+        found, hidden_sum, sums = visit(rows.mask)
     hidden_sum, of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
     if hidden_sum is not None:
         hidden_sum = hidden_sum.astype(kept_hidden)

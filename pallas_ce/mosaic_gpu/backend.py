@@ -129,6 +129,10 @@ class MosaicGpuBackend:
         """Where every product is a kernel's."""
         return recomputation.in_place(spec, plan.rows, plan.columns)
 
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Where blocks are large: XLA's products, which skip no rows, are a few per cent faster than the kernels'."""
+        return self.skips_rows(spec, plan) and plan.rows >= product_kernel.LEAST_ROWS
+
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """Undefined where they may be, else zeros."""
         spec = head.spec

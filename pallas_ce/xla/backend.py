@@ -103,6 +103,10 @@ class XlaBackend:
         """XLA's operations have static sizes."""
         return False
 
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Its loops are as long as there are rows that count in any case."""
+        return False
+
     def accumulators(self, head: Head, wanted: Wanted, dtype: np.dtype, *, replaced: bool) -> Accumulators:
         """Zeros."""
         return Accumulators(
