@@ -29,7 +29,7 @@ _OPTIONS_SHAPE = (16384, 131072, 4096)
 _WINDOWS_SHAPE = (1024, 262144, 4096)
 WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
-_NAMES = frozenset({"lse", "target_logit"})
+_NAMES = frozenset({"lse"})
 
 
 class Point(NamedTuple):
@@ -106,7 +106,7 @@ def windowed(windows: int | None) -> Program:
         chosen = tuning.choose("forward", spec, hidden.shape[0], v, len(_NAMES), 0).config
         given = dataclasses.replace(chosen, windows=windows)
         head = Head(weight, None, None, None, spec)
-        return finalise(forward_kernel.statistics(head, hidden, labels, _NAMES, given), _NAMES)["lse"]
+        return finalise(forward_kernel.statistics(head, hidden, _NAMES, given), _NAMES)["lse"]
 
     return run
 
