@@ -10,8 +10,10 @@ import pytest
 
 import pallas_ce.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
+from pallas_ce.backends import Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.modes import forward
+from pallas_ce.mosaic_gpu import plans
 from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.mosaic_gpu.config import Config
 
@@ -93,15 +95,23 @@ def test_products_by_kernels_in_one_block_and_in_several(
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("ignored", [None, 0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
-    ("n", "scratch", "blocks", "tiles"), [(384, 2**20, 1, 1), (384, 2**19, 1, 3), (768, 600 * 2**10, 3, 3)]
+    ("n", "rows", "columns", "ignored"),
+    [(384, 384, 576, None), (384, 384, 256, 0.6), (640, 256, 256, None), (640, 256, 256, 0.6), (640, 256, 256, 1.0)],
 )
 def test_recomputed_tiles_are_worked_on_in_place(
-    axis: int, ignored: float | None, n: int, scratch: int, blocks: int, tiles: int, interpreted: Callable[..., Any]
+    axis: int,
+    n: int,
+    rows: int,
+    columns: int,
+    ignored: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+    interpreted: Callable[..., Any],
 ) -> None:
     """One tile or several, the last of them narrower; likewise blocks of rows. Ignored rows hold nan: none is read."""
     v = 576
+    plan = Plan(rows, columns, 2**20)
+    monkeypatch.setattr(plans, "recompute", lambda *given: plan)
     bias = jax.random.normal(jax.random.key(2), (v,))
     given = arrays(n, 256, v, axis, bias=bias, logit_scale=jnp.float32(0.7))
     labels = jnp.where(jax.random.uniform(jax.random.key(8), (n,)) < (ignored or 0), -100, labels_of(n, v))
@@ -112,15 +122,10 @@ def test_recomputed_tiles_are_worked_on_in_place(
         given = {**given, "hidden": hidden.astype(given["hidden"].dtype)}
         return linear_cross_entropy(
             **given, labels=labels, vocab_axis=axis, normalizer=n, ignore_index=None if ignored is None else -100,
-            label_smoothing=0.1, implementation=implementation, backward=backward, scratch_bytes=scratch,
+            label_smoothing=0.1, implementation=implementation, backward=backward,
         )  # fmt: skip
 
-    spec = HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None)
-    backend = pallas_ce.mosaic_gpu.BACKEND
-    plan = backend.plan(spec, n, "recompute", scratch)
-    assert backend.skips_rows(spec, plan)
-    if ignored is not None:
-        assert (-(-n // plan.rows), -(-v // plan.columns)) == (blocks, tiles)
+    assert pallas_ce.mosaic_gpu.BACKEND.skips_rows(HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None), plan)
     check(interpreted, loss, given, "recompute", TOLERANCE[jnp.bfloat16])
 
 
