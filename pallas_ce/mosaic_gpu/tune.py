@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     table.made = {
-        "command": " ".join(["python -m pallas_ce.mosaic_gpu.tune", *(sys.argv[1:] if words is None else words)]),
+        "command": _command(sys.argv[1:] if words is None else words),
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -219,6 +219,15 @@ def main(words: Sequence[str] | None = None) -> int:
             left = sum(case.shape_class not in table.entries for case in wanted)
     print(f"{path}: {len(table.entries)} classes of shapes" + (f", {left} left for the next run" if left else ""))
     return 0
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command as it may be repeated elsewhere: without the path."""
+    told = list(words)
+    while "--out" in told:
+        place = told.index("--out")
+        del told[place : place + 2]
+    return " ".join(["python -m pallas_ce.mosaic_gpu.tune", *told])
 
 
 def _shape(text: str) -> tuple[int, int, int]:
