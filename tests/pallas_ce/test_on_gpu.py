@@ -69,14 +69,16 @@ def assert_as_accurate_as_rounded_dlogits(p: Problem, backward: str) -> None:
     _, rounded = oracle.cross_entropy(p.arrays, p.labels, p.options, round_dlogits=dtype)
     for name in ("hidden", "weight", "bias", "logit_scale"):
         if name in p.arrays:
+            # The scale's gradient is one number, in which errors that all rows share add up.
             wide = name == "logit_scale"
+            floor = 3e-6 + 0.25 * unit * wide
             baseline = relative_error(rounded[name].astype(p.arrays[name].dtype), exact[name])
             error = relative_error(got[1][name], exact[name])
-            for _ in range(8 * (error > factor * baseline + 3e-6)):
+            for _ in range(8 * (error > factor * baseline + floor)):
                 _, disturbed = oracle.cross_entropy(p.arrays, p.labels, p.options, disturb=disturb)
                 result = disturbed[name] if wide else disturb(disturbed[name])
                 baseline = max(baseline, relative_error(result, exact[name]))
-            assert error <= factor * baseline + 3e-6, f"{name}: {error} against {baseline}"
+            assert error <= factor * baseline + floor, f"{name}: {error} against {baseline}"
     if "token_weights" in p.arrays:
         found, want = got[1]["token_weights"], exact["token_weights"]
         small = np.max(np.abs(np.asarray(found, np.float64) - want)) <= 1e-5

@@ -100,6 +100,7 @@ def test_every_device_of_a_process_computes_its_own():
         linear_cross_entropy(hidden, weight.to("cuda:1"), target)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # as it is, the call having been refused
 def test_capture_in_a_cuda_graph_is_refused_by_name():
     given = problem()
     linear_cross_entropy(*given)
