@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce import arguments, backends, evaluate, inputs
+from pallas_ce import arguments, evaluate, inputs
 from pallas_ce import labels as label_rule
 from pallas_ce.backends import Implementation
 from pallas_ce.head import LogitsSpec
-from pallas_ce.loops import varying
 from pallas_ce.losses import Metrics, Reduction, safe_inverse
 from pallas_ce.meshes import in_automatic_region
 from pallas_ce.modes import given as mode
@@ -173,7 +172,7 @@ def mean_squared_lse(logits: Any, labels: Any, *, ignore_index: int | None = -10
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, None, None)
     labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    function = functools.partial(_mean_squared_lse, _given(spec, None, None, logits), arguments.ignored(ignore_index))
+    function = functools.partial(_mean_squared_lse, mode.choose(spec, logits, None), arguments.ignored(ignore_index))
     return in_automatic_region(function, False, logits, logits, labels)
 
 
@@ -219,21 +218,11 @@ def _checked(
         spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    given = _given(spec, chunk, implementation, logits)
+    given = mode.choose(spec, logits, implementation, chunk=chunk)
     static = _Static(reduction, ignore_index, return_metrics, given)
     function = functools.partial(_cross_entropy, static)
     loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)
     return (loss, metrics) if return_metrics else loss
-
-
-def _given(spec: LogitsSpec, chunk: int | None, implementation: str | None, logits: jax.Array) -> mode.Given:
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"implementation={implementation!r} does not serve given logits: choose 'xla' or 'mosaic_gpu'")
-    # How many rows a device works on, under vmap and on a mesh, is known only there.
-    name, _, default = backends.choose(
-        implementation, lambda name: mode.refusal(name, spec), logits, checked=bool(varying(logits))
-    )
-    return mode.Given(spec, chunk, name, default)
 
 
 @dataclasses.dataclass(frozen=True)

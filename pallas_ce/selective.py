@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from pallas_ce import arguments, inputs
 from pallas_ce import labels as label_rule
-from pallas_ce.head import LogitsSpec
+from pallas_ce.backends import Implementation
 from pallas_ce.meshes import in_automatic_region
 from pallas_ce.modes import given as mode
 
 
-def selective_log_softmax(logits: Any, index: Any) -> jax.Array:
+def selective_log_softmax(logits: Any, index: Any, *, implementation: Implementation | None = None) -> jax.Array:
     r"""`log_softmax(logits)` in float32, at `index` only: `z_i - lse` for each row z, `lse = log Σ_v exp z_v`.
 
     It equals the log-softmax of the logits in float32 followed by a gather, also for bfloat16 logits, but takes no
@@ -24,12 +24,14 @@ def selective_log_softmax(logits: Any, index: Any) -> jax.Array:
         logits: `[..., V]` bfloat16, float16, float32 or float64.
         index: `[...]` or `[..., K]`, any integer dtype: the entries wanted of each row. One outside `[0, V)` gets 0,
             and no gradient.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, one entry of each row; see `cross_entropy`), or
+            None: that one in programs for a Hopper GPU where it can, else "xla".
 
     Returns:
         Array: the shape of `index`, float32 (float64 for float64); differentiable once, in reverse mode.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; an implementation that cannot serve the call.
         TypeError: dtypes that do not fit.
         NotImplementedError: when differentiated twice.
 
@@ -57,17 +59,19 @@ def selective_log_softmax(logits: Any, index: Any) -> jax.Array:
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    function = functools.partial(_selective_log_softmax, spec)
+    given = mode.choose(spec, logits, implementation, several=index.ndim == logits.ndim)
+    function = functools.partial(_selective_log_softmax, given)
     return in_automatic_region(function, True, logits, logits, label_rule.as_array(index))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _selective_log_softmax(spec: LogitsSpec, logits: jax.Array, index: jax.Array) -> jax.Array:
+def _selective_log_softmax(given: mode.Given, logits: jax.Array, index: jax.Array) -> jax.Array:
+    spec = given.spec
     if logits.size == 0 or index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
     tokens = inputs.tokens(logits.shape[:-1])
     ids = label_rule.canonical(index, spec.vocab_size).reshape(tokens, *index.shape[logits.ndim - 1 :])
     by_row = (ids != label_rule.NO_TARGET).reshape(tokens, -1).any(axis=1)
     log_prob = frozenset({"log_prob"})
-    found = mode.row_statistics(mode.Given(spec), log_prob, logits.reshape(tokens, -1), None, ids, by_row)
+    found = mode.row_statistics(given, log_prob, logits.reshape(tokens, -1), None, ids, by_row)
     return found["log_prob"].reshape(index.shape)

@@ -23,7 +23,7 @@ from pallas_ce.modes import differentiation as diff
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.given_blocks import Given as Given
 from pallas_ce.modes.given_blocks import block_gradient, block_statistics
-from pallas_ce.modes.given_blocks import refusal as refusal
+from pallas_ce.modes.given_blocks import choose as choose
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
 from pallas_ce.operations import by_platform, over_rows_only
 

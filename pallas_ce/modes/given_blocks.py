@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce import backends
 from pallas_ce import coefficients as coef
 from pallas_ce.backends import Default, Residual
 from pallas_ce.blocks import RowBlocks, Rows
 from pallas_ce.head import LogitsSpec
+from pallas_ce.loops import varying
 from pallas_ce.modes.forward import Statistics
 from pallas_ce.statistics import Partial, finalise, partial_of_tile
 
@@ -60,6 +62,34 @@ class Given:
     def normalises(self) -> bool:
         """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
         return self.spec.dtype == np.float16
+
+
+def choose(
+    spec: LogitsSpec, logits: jax.Array, implementation: str | None, *, chunk: int | None = None, several: bool = False
+) -> Given:
+    """How a call is carried out.
+
+    Args:
+        spec: the logits' static facts.
+        logits: they may know their device.
+        implementation: the one asked for; None to choose.
+        chunk: the most rows of a block.
+        several: whether each row has several targets.
+
+    Raises:
+        ValueError: the implementation asked for cannot serve the call.
+    """
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(f"implementation={implementation!r} does not serve given logits: choose 'xla' or 'mosaic_gpu'")
+
+    def refused(name: str) -> str | None:
+        if several and name == "mosaic_gpu":
+            return "its kernels read one index for each row, and index holds several; use 'xla'"
+        # How many rows a device works on, under vmap and on a mesh, is known only there.
+        return refusal(name, spec)
+
+    name, _, default = backends.choose(implementation, refused, logits, checked=bool(varying(logits)))
+    return Given(spec, chunk, name, default)
 
 
 def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:

@@ -24,6 +24,7 @@ from pallas_ce import (
     linear_row_statistics,
     linear_top_k,
     mean_squared_lse,
+    selective_log_softmax,
     targets,
 )
 from tests import compile_for_h200 as h200
@@ -84,6 +85,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "given logits": lambda h, w, t: jax.value_and_grad(cross_entropy)(h, t),
     "given logits, each row": jax.grad(lambda h, w, t: jnp.sum(cross_entropy(h, t, reduction="none"))),
     "lse of given logits": lambda h, w, t: mean_squared_lse(h, t),
+    "entries of given logits": jax.grad(lambda h, w, t: jnp.sum(selective_log_softmax(h, t))),
 }
 
 

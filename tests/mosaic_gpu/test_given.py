@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_ce import chunked_cross_entropy, cross_entropy
+from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
 from pallas_ce.mosaic_gpu import tile_stream
 from pallas_ce.mosaic_gpu.config import Config
 from tests import compile_for_h200 as h200
@@ -74,6 +74,34 @@ def test_float32_matches_the_oracle(options: dict[str, Any], interpreted: Callab
     labels = np.random.default_rng(1).integers(0, options.get("vocab_size", 336), 136)
     labels[::7] = -100
     assert_close(run(interpreted, logits, labels, **options), wanted(logits, labels, **options), 1e-5, floor=1e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: Callable[..., Any]) -> None:
+    """One index lies outside the vocabulary: 0, and no gradient."""
+    logits, rng = logits_of(136, 336, dtype, offset=100.0), np.random.default_rng(2)
+    index, upstream = rng.integers(0, 336, 136), rng.normal(size=136)
+    index[5] = 400
+
+    def weighted(z: jax.Array) -> Any:
+        found = selective_log_softmax(z, index, implementation="mosaic_gpu")
+        return jnp.sum(found * upstream), found
+
+    (_, found), gradient = interpreted(jax.value_and_grad(weighted, has_aux=True))(jnp.asarray(logits))
+    wide = logits.astype(np.float64)
+    log_p = wide - np.log(np.exp(wide - 100).sum(axis=1, keepdims=True)) - 100
+    inside = index < 336
+    picked = np.where(inside, log_p[np.arange(136), index % 336], 0)
+    np.testing.assert_allclose(found, picked, rtol=1e-5, atol=2e-5)
+    exact = np.where(inside, upstream, 0)[:, None] * (np.eye(336)[index % 336] - np.exp(log_p))
+    assert gradient.dtype == dtype
+    assert relative_error(np.asarray(gradient), exact) <= (1e-5 if dtype == np.float32 else 2.0**-8)
+
+
+def test_several_indices_of_a_row_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="one index for each row"):
+        selective_log_softmax(jnp.zeros((8, 32)), jnp.zeros((8, 2), jnp.int32), implementation="mosaic_gpu")
 
 
 @pytest.mark.usefixtures("small_tiles")
