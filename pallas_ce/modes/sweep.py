@@ -4,6 +4,7 @@ The vocabulary is the outer loop, so that each tile of the weight's gradient is 
 is carried is the float32 gradient of the hidden states.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -58,6 +59,7 @@ def gradient_sums(
     # the devices hold are not parts of a tile, all of it is kept in float32 and summed at the end.
     by_tile = not shards.gathered_vocabulary
     summed = by_tile and bool(shards.sums.weight + shards.gathered_width)
+    directly = only is not None and not summed
 
     def sums_of(i: jax.Array, hidden_sum: jax.Array | None) -> Products:
         """Of a tile over all blocks; hidden's in visiting order: consecutive writes, put in place once at the end."""
@@ -79,7 +81,8 @@ def gradient_sums(
         i = tiles.count - 1 - step
         hidden_sum, d_weight, bias_sum = carry
         tile = tiles.tile(i)
-        if only is not None and not summed:
+        if directly:
+            assert only is not None
             whole = None if d_weight is None else WeightSum(d_weight, tile, scale)
             hidden_sum, d_weight, tile_bias = only(i, hidden_sum, whole)
         else:
@@ -97,14 +100,10 @@ def gradient_sums(
         return hidden_sum, d_weight, bias_sum
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
-    init_weight = None
-    if wanted.weight and only is not None and not summed and replaced_weight is not None:
-        init_weight = replaced_weight(weight_dtype if by_tile else wide)
-    elif wanted.weight:
-        init_weight = jnp.zeros(weight_shape, weight_dtype if by_tile else wide)
+    start = functools.partial(jnp.zeros, weight_shape) if replaced_weight is None or not directly else replaced_weight
     init = (
         jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
-        init_weight,
+        start(weight_dtype if by_tile else wide) if wanted.weight else None,
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
