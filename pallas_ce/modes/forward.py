@@ -69,7 +69,7 @@ def _local_statistics(
     row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
     parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
     if whole.rows <= parts.rows or (backend.counts_on_device and not settings.asks):
-        return visit(Rows.counted(rows.mask), min(whole, parts))
+        return visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))
     return lax.cond(
         jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
     )

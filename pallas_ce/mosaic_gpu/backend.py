@@ -20,7 +20,7 @@ from pallas_ce.mosaic_gpu import (
     recomputation,
     tuning,
 )
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, device_refusal, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, GradientConfigs, Kernel, device_refusal, schedule
 from pallas_ce.statistics import Partial, merge
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -112,12 +112,7 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> TileStep:
         """See `recomputation`."""
-        vectors = sum(c is not None for c in entries.without(coefficients))
-        configs = recomputation.Configs(
-            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
-            self.config or product_kernel.HIDDEN_SUM,
-            self.config or product_kernel.WEIGHT,
-        )
+        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN_SUM, plan)
         return recomputation.step(head, batch, residual, coefficients, wanted, plan, block, configs)
 
     def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
@@ -163,11 +158,7 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        configs = products.Configs(
-            self._config("dlogits", head, batch.hidden.shape[0], sum(c is not None for c in coefficients)),
-            self.config or product_kernel.HIDDEN,
-            self.config or product_kernel.WEIGHT,
-        )
+        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN, plan)
         return products.products(
             head,
             batch.hidden,
@@ -180,6 +171,16 @@ class MosaicGpuBackend:
             wanted,
             configs,
             block,
+        )
+
+    def _gradient_configs(
+        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan
+    ) -> GradientConfigs:
+        vectors = sum(c is not None for c in entries.without(coefficients))
+        return GradientConfigs(
+            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
+            self.config or hidden,
+            self.config or product_kernel.WEIGHT,
         )
 
     def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:

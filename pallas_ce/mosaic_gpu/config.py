@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from pallas_ce import targets
+
 Kernel = Literal["forward", "stash", "dlogits"]
 
 COMPUTE_WARPGROUPS = 2
@@ -144,6 +146,14 @@ def with_least_padding(config: Config, rows: int) -> Config:
     return min(config, lower, key=lambda c: -rows % c.block_rows)
 
 
+class GradientConfigs(NamedTuple):
+    """Tiles of the kernels that make gradients: dlogits, and the products for hidden states and weight."""
+
+    dlogits: Config
+    hidden: Config
+    weight: Config
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is summed over, and along which axis of the operands the product's rows and columns lie.
@@ -213,15 +223,7 @@ def device_kind() -> str | None:
     """The model of the GPU lowered for, as `processors` finds it; None where neither tells."""
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         return str(device.device_kind)
-    return _local_device_kind()
-
-
-@functools.cache
-def _local_device_kind() -> str | None:
-    try:
-        return str(jax.local_devices(backend="cuda")[0].device_kind)
-    except RuntimeError:
-        return None
+    return targets.local_cuda()
 
 
 def device_refusal() -> str | None:

@@ -22,7 +22,7 @@ from pallas_ce.blocks import RowBlock
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, operands, product_kernel, stash_kernel
-from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.config import Config, GradientConfigs
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 
 # Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
@@ -69,14 +69,6 @@ class Stash(NamedTuple):
     bad_rows: jax.Array
     target_logit: jax.Array | None
     max_logit: jax.Array | None
-
-
-class Configs(NamedTuple):
-    """Tiles of the kernels behind `products`: dlogits, and the products for hidden states and weight."""
-
-    dlogits: Config
-    hidden: Config
-    weight: Config
 
 
 def make(
@@ -129,7 +121,7 @@ def products(
     stash: Stash,
     accumulators: Accumulators,
     wanted: Wanted,
-    configs: Configs,
+    configs: GradientConfigs,
     block: RowBlock,
 ) -> tuple[jax.Array | None, Accumulators]:
     """See `Backend.stash_products`."""

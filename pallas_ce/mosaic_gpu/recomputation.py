@@ -6,7 +6,6 @@ the product kernels cannot read or write where they are: a slice of the weight f
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,11 @@ from pallas_ce.blocks import RowBlock, Tile, Tiles
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec, Products, TileStep, Wanted, WeightSum
 from pallas_ce.mosaic_gpu import dlogits_kernel, entries, gemm, operands, product_kernel
-from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.config import GradientConfigs
 from pallas_ce.mosaic_gpu.operands import Part
 
 # The products' tiles divide it, so that a tile's product ends where the next one's begins.
 COLUMN_STEP = 256
-
-
-class Configs(NamedTuple):
-    """Tiles of the kernels: dlogits, and the products for hidden states and weight."""
-
-    dlogits: Config
-    hidden: Config
-    weight: Config
 
 
 def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
@@ -45,7 +36,7 @@ def step(
     wanted: Wanted,
     plan: Plan,
     block: RowBlock,
-    configs: Configs,
+    configs: GradientConfigs,
 ) -> TileStep:
     """See `Backend.recompute`."""
     exact = []
@@ -71,7 +62,7 @@ class _Work:
     wanted: Wanted
     plan: Plan
     block: RowBlock
-    configs: Configs
+    configs: GradientConfigs
 
     def put_entries(self, stored: jax.Array, start: jax.Array, first: jax.Array, count: jax.Array | int) -> jax.Array:
         """`stored`, whose columns begin at `start`, with the exact entries among `count` columns from `first` on."""

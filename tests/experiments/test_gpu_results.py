@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments import gpu_report
-from experiments.gpu import ladder, report, summary
+from experiments.gpu import ladder, report, summary, timing
 from experiments.gpu.results import Budget, ResultError, Results, run_points
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
@@ -190,3 +190,15 @@ def test_published_results_are_readable_and_the_report_is_made_from_them() -> No
     else:
         assert not steps
         assert not (folder / "gpu_report.md").exists()
+
+
+def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a millisecond each, the first of which takes six."""
+    now, launches = [0.0], []
+
+    def launch() -> None:
+        now[0] += 1e-3 if launches else 6e-3
+        launches.append(None)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    assert timing.per_launch(launch, lambda last: None) == pytest.approx(1.0)

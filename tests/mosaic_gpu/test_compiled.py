@@ -13,6 +13,7 @@ from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
+from pallas_ce.settings import never_asking
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
@@ -127,6 +128,7 @@ def test_memory_of_a_loss_whose_labels_may_be_ignored() -> None:
         ("in_forward", 8192, 131072, 131072 * 4096 * 4, 512 * MIB),
         ("recompute", 8192, 131072, 8192 * 4096 * 4, 192 * MIB),
         ("recompute", 1024, 262144, 1024 * 4096 * 4, 192 * MIB),
+        ("recompute", 16384, 131072, 16384 * 4096 * 4, 192 * MIB),
     ],
 )
 def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, accumulators: int, bound: int) -> None:
@@ -168,6 +170,20 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: 
     scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
     assert scopes == kernels
     assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
+
+
+@pytest.mark.parametrize(("n", "v"), [(8192, 131072), (32768, 32768)])
+@pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
+def test_where_nothing_may_be_asked_the_host_waits_for_nothing(loss: Any, n: int, v: int) -> None:
+    """No conditional, and no loop whose length only the device knows; elsewhere a forward asks once."""
+    function, given = jax.value_and_grad(loss, argnums=(0, 1)), arguments(n, v, 4096, 0)[:3]
+    asking = h200.compile_for_h200(function, *given)[0].as_text()
+    with never_asking():
+        silent = h200.compile_for_h200(lambda *given: function(*given), *given)[0].as_text()
+    assert len(re.findall(r" conditional\(", asking)) == 1
+    assert not re.findall(r" conditional\(", silent)
+    loops = [line for line in silent.splitlines() if re.search(r" while\(", line)]
+    assert all("known_trip_count" in line for line in loops)
 
 
 @pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
