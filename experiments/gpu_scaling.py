@@ -12,6 +12,7 @@ machine and versions, is written after each point; `--resume` goes on where a bu
 """
 
 import argparse
+import concurrent.futures
 import json
 import math
 import os
@@ -105,10 +106,13 @@ def measure(point: Point, shape: Shape, rounds: int, iterations: int, implementa
     mesh = jax.make_mesh((gpus,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:gpus])
     data = inputs(shape, layout, mesh)
     places = (NamedSharding(mesh, P()), (data[0].sharding, data[1].sharding))
-    programs = {
-        contender: jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=places).lower(*data).compile()
-        for contender, loss in contenders(implementation).items()
-    }
+
+    def compiled(loss: Callable[..., jax.Array]) -> Any:
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=places).lower(*data).compile()
+
+    losses_of = contenders(implementation)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = dict(zip(losses_of, pool.map(compiled, losses_of.values()), strict=True))
     seconds: dict[str, list[float]] = {contender: [] for contender in programs}
     losses: dict[str, float] = {}
     for repeat in range(rounds + 1):

@@ -27,6 +27,36 @@ def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
 
 
+def with_stand_ins[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
+    """`[N, ...]` leaves with the first counted row's values, as constants, in rows where `mask [N]` is False.
+
+    So nothing but what a counted row holds reaches a user's function, and no made-up value can turn into nan under it.
+    In row order, not in visiting order: where rows are split over devices, an order would take a prefix sum over all.
+    """
+    if mask is None or mask.size == 0:
+        return tree
+    is_first = jnp.arange(mask.size) == jnp.argmax(mask)
+
+    def filled(x: jax.Array) -> jax.Array:
+        counts, chosen = (flags.reshape(-1, *[1] * (x.ndim - 1)) for flags in (mask, is_first))
+        # A sum over one row, not an index: an index would have all of a split array gathered.
+        value = jnp.sum(jnp.where(chosen, x, 0), axis=0, dtype=x.dtype)
+        return jnp.where(counts, x, lax.stop_gradient(value))
+
+    return jax.tree.map(filled, tree)
+
+
+def constant_unless_any[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
+    """`tree` unchanged, but with gradients of exactly 0 where no row counts.
+
+    The stand-in is then a row that does not count, and where a loss cannot be differentiated there 0·inf would be nan.
+    """
+    if mask is None:
+        return tree
+    any_counts = jnp.any(mask)
+    return jax.tree.map(lambda x: jnp.where(any_counts, x, lax.stop_gradient(x)), tree)
+
+
 def shrink(
     rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
 ) -> tuple[int, int]:
@@ -124,24 +154,6 @@ class Rows:
         target = jnp.where(mask, place, n + ids)
         order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
         return cls(order, jnp.sum(mask, dtype=jnp.int32), mask, place)
-
-    def visit(self, x: jax.Array) -> jax.Array:
-        """`x [N, ...]` in visiting order; places behind the last counted row repeat it."""
-        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds")
-
-    def select(self, visited: jax.Array) -> jax.Array:
-        """`visited [N]` with 0 behind the last counted row."""
-        return visited if self.count is None else jnp.where(jnp.arange(visited.shape[0]) < self.count, visited, 0)
-
-    def guard[Tree](self, inputs: Tree) -> Tree:
-        """`inputs` of a row loss unchanged, but with gradients of exactly 0 where no row counts.
-
-        Row 0 then stands in for the rows visited, and where the loss cannot be differentiated 0·inf would be nan.
-        """
-        if self.count is None:
-            return inputs
-        any_counts = self.count > 0
-        return jax.tree.map(lambda x: jnp.where(any_counts, x, lax.stop_gradient(x)), inputs)
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""

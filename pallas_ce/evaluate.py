@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import reference
-from pallas_ce.blocks import Rows, flat_rows
+from pallas_ce.blocks import constant_unless_any, flat_rows, with_stand_ins
 from pallas_ce.coefficients import saved_statistics
 from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.modes import in_forward, recompute
@@ -49,8 +49,7 @@ def row_losses(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
     found = statistics(settings, names, batch, head, mask, known)
-    rows, values = visited_values(row_total, found, batch.leading, mask, inputs)
-    return rows.in_row_order(values).reshape(batch.leading), found
+    return row_values(row_total, found, batch.leading, mask, inputs).reshape(batch.leading), found
 
 
 def total_loss(
@@ -85,7 +84,7 @@ def total_loss(
         found = statistics(settings, names | extra_names, batch, head, mask, known)
         handle = jnp.zeros((), head.spec.accumulator)
     read = {name: found[name] for name in names}
-    _, values = visited_values(row_total, read, batch.leading, mask, inputs)
+    values = row_values(row_total, read, batch.leading, mask, inputs)
     return settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
 
 
@@ -114,18 +113,16 @@ def keep(
     return Known(forward_statistics(settings, names | saved_statistics(names), batch, head, mask))
 
 
-def visited_values(
+def row_values(
     row_total: RowTotal,
     found: dict[str, jax.Array],
     leading: tuple[int, ...],
     mask: jax.Array | None,
     inputs: tuple[Any, Any],
-) -> tuple[Rows, jax.Array]:
-    """`row_total` of the rows in visiting order, 0 behind the last that counts.
-
-    Only rows that count reach the loss, so that no stand-in value can turn into nan under a user's function.
-    """
-    rows = Rows.counted(flat_rows(leading, mask))
-    by_row, shared = rows.guard(inputs)
-    read, by_row = jax.tree.map(rows.visit, flat_rows(leading, (found, by_row)))
-    return rows, rows.select(row_total(read, (by_row, shared)))
+) -> jax.Array:
+    """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
+    by_row, shared = inputs
+    mask, read, by_row = flat_rows(leading, (mask, found, by_row))
+    read, by_row = with_stand_ins(mask, (read, by_row))
+    values = row_total(read, (by_row, constant_unless_any(mask, shared)))
+    return values if mask is None else jnp.where(mask, values, 0)

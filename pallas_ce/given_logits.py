@@ -253,8 +253,8 @@ def _cross_entropy(
         found = jax.tree.map(jax.lax.stop_gradient, found)
     read, each = {name: found[name] for name in loss.names}, static.reduction == "none"
     normalised = shared | unnormalised(spec.accumulator) if each else shared
-    rows, values = evaluate.visited_values(loss, read, ids.shape, mask, (by_row, normalised))
-    value = rows.in_row_order(values).reshape(labels.shape) if each else jnp.sum(values) + handle
+    values = evaluate.row_values(loss, read, ids.shape, mask, (by_row, normalised))
+    value = values.reshape(labels.shape) if each else jnp.sum(values) + handle
     return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if static.return_metrics else None
 
 

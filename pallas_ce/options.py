@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments
-from pallas_ce.blocks import Rows, flat_rows
+from pallas_ce.blocks import flat_rows, with_stand_ins
 from pallas_ce.losses import CrossEntropy, Metrics, safe_inverse
 
 # Makes a sum over the rows that a device has one over all rows that the call is about.
@@ -123,15 +123,14 @@ def call_metrics(
     """Metrics of a call, without gradient, from its statistics `[...]` and what `row_loss` returned."""
     shared = given[1]
     found, by_row, mask, ids = flat_rows(mask.shape, (found, given[0], mask, ids))
-    rows = Rows.counted(mask)
-    visited, by_row = jax.tree.map(rows.visit, (found, by_row))
-    cross_entropy, z_part = loss.parts(visited, (by_row, shared))
+    read, by_row = with_stand_ins(mask, (found, by_row))
+    cross_entropy, z_part = loss.parts(read, (by_row, shared))
     count = total(jnp.sum(mask, dtype=jnp.int32))
     wide = cross_entropy.dtype
     inverse_count = safe_inverse(count.astype(wide))
-    z_sum = jnp.zeros((), wide) if z_part is None else total(jnp.sum(rows.select(z_part)))
+    z_sum = jnp.zeros((), wide) if z_part is None else total(jnp.sum(z_part, where=mask))
     values = Metrics(
-        cross_entropy=total(jnp.sum(rows.select(cross_entropy))) * shared["inverse_normalizer"],
+        cross_entropy=total(jnp.sum(cross_entropy, where=mask)) * shared["inverse_normalizer"],
         z_loss=z_sum * shared["inverse_z_normalizer"],
         num_tokens=count,
         accuracy=total(jnp.sum(mask & (found["argmax"] == ids), dtype=wide)) * inverse_count,

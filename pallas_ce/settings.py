@@ -148,9 +148,9 @@ class Settings:
 
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, wanted: Wanted, shards: Shards) -> int:
         """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
-        summed = shards.sums.weight + shards.gathered_width + shards.gathered_vocabulary
+        scattered = shards.gathered_width + shards.gathered_vocabulary
         narrow = self.backend.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not wanted.weight or summed or not narrow:
+        if not wanted.weight or scattered or not narrow:
             return 0
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
 

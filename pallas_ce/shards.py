@@ -3,7 +3,8 @@
 A streamed operation runs on each device on its own rows and its own slice of the vocabulary. What it needs of the other
 devices is here, as methods that do nothing where nothing is split:
 
-* rows split (data parallelism): the head's gradients are summed over the row axes, in the accumulator dtype;
+* rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
+  JAX's data parallelism sums that of every other parameter;
 * vocabulary split (tensor parallelism): partial statistics merge by the rule of `statistics.merge`, and the gradient
   of the hidden states, of which each device has a share, is summed;
 * both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
@@ -169,10 +170,13 @@ class Shards:
         """The gradient `[N, H]` of the rows that came in, from each device's share of it."""
         return _scatter(psum(partial, self.sums.hidden), self.sequence, 0)
 
-    def sum_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
-        """The gradient of the weight as this device holds it, from the sum over this device's rows."""
-        total = _scatter(psum(partial, self.sums.weight), self.gathered_width, 1 - vocab_axis)
-        return _scatter(total, self.gathered_vocabulary, vocab_axis)
+    def scatter_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
+        """The part of the weight's gradient that this device holds, from the sum over this device's rows."""
+        return _scatter(_scatter(partial, self.gathered_width, 1 - vocab_axis), self.gathered_vocabulary, vocab_axis)
+
+    def sum_weight(self, part: jax.Array) -> jax.Array:
+        """That part over all rows, in the gradient's dtype: twice as fast as in float32, and whole on each device."""
+        return psum(part, self.sums.weight)
 
     def sum_bias(self, partial: jax.Array) -> jax.Array:
         """Likewise the gradient of the bias."""
@@ -183,7 +187,7 @@ class Shards:
         return psum(partial, self.sums.logit_scale)
 
     def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
-        """The shape of `sum_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
+        """The shape of `scatter_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
         width = shape[1 - vocab_axis] // axis_size(self.gathered_width)
         return (shape[0], width) if vocab_axis == 0 else (width, shape[1])
 

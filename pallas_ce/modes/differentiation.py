@@ -146,7 +146,8 @@ def sum_over_devices(
 ) -> tuple[jax.Array | None, HeadSums]:
     """`dlogits·weight` of the rows that came in, and the head's sums, from this device's share of them.
 
-    The scale's gradient is made here, from the other two: see `scale_gradient`.
+    The weight's stays as it is, for a mode knows when to round it. The scale's gradient is made here, from the other
+    two: see `scale_gradient`.
     """
     scale = None
     if wanted.logit_scale:
@@ -155,7 +156,7 @@ def sum_over_devices(
     return (
         None if hidden_sum is None or not wanted.hidden else shards.sum_hidden(hidden_sum),
         HeadSums(
-            None if sums.weight is None else shards.sum_weight(sums.weight, head.spec.vocab_axis),
+            sums.weight,
             None if sums.bias is None or not wanted.bias else shards.sum_bias(sums.bias),
             scale,
         ),
@@ -172,7 +173,8 @@ def finish(
 ) -> Gradients:
     """Gradients from their sums, times the upstream scalar (None: 1) and the logit scale, each rounded once.
 
-    Where each device has a share of a gradient, the shares are added up over `axes`.
+    Where each device has a share of a gradient, the shares are added up over `axes`; the weight's, see `Shards`, when
+    they have been rounded.
     """
     axes = axes or Sums()
     upstream = jnp.ones((), head.spec.accumulator) if upstream is None else upstream
@@ -183,7 +185,7 @@ def finish(
 
     return Gradients(
         rounded(hidden_sum, hidden, axes.hidden),
-        rounded(sums.weight, head.weight, axes.weight),
+        None if (weight := rounded(sums.weight, head.weight, ())) is None else psum(weight, axes.weight),
         rounded(sums.bias, head.bias, axes.bias),
         None if sums.logit_scale is None else psum(upstream * sums.logit_scale, axes.logit_scale),
     )

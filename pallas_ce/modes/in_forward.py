@@ -218,7 +218,8 @@ def _local_statistics_and_sums(
     if hidden_sum is not None:
         hidden_sum = hidden_sum.astype(kept_hidden)
     if of_head.weight is not None:
-        of_head = of_head._replace(weight=of_head.weight.astype(kept))
+        own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
+        of_head = of_head._replace(weight=shards.sum_weight(own))
     return (shards.own_rows(found), hidden_sum), of_head
 
 

@@ -55,11 +55,11 @@ def gradient_sums(
     only = products(blocks.block(0)) if alone else None
     tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
     scale = factor if head.logit_scale is None else factor * head.logit_scale
-    # A tile of the weight's gradient is summed over the devices in float32 and rounded at once. Where the parts that
-    # the devices hold are not parts of a tile, all of it is kept in float32 and summed at the end.
+    # A tile of the weight's gradient is scattered over the devices in float32 and rounded at once. Where the parts that
+    # the devices hold are not parts of a tile, all of it is kept in float32 and scattered at the end.
     by_tile = not shards.gathered_vocabulary
-    summed = by_tile and bool(shards.sums.weight + shards.gathered_width)
-    directly = only is not None and not summed
+    scattered = by_tile and bool(shards.gathered_width)
+    directly = only is not None and not scattered
 
     def sums_of(i: jax.Array, hidden_sum: jax.Array | None) -> Products:
         """Of a tile over all blocks; hidden's in visiting order: consecutive writes, put in place once at the end."""
@@ -90,9 +90,9 @@ def gradient_sums(
             if tile_weight is not None:
                 assert d_weight is not None
                 tile_weight = scale * tile_weight
-                if summed:
+                if scattered:
                     # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
-                    tile_weight = lax.optimization_barrier(shards.sum_weight(tile_weight, spec.vocab_axis))
+                    tile_weight = lax.optimization_barrier(shards.scatter_weight(tile_weight, spec.vocab_axis))
                 d_weight = tile.put(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
         if tile_bias is not None:
             assert bias_sum is not None
@@ -107,8 +107,9 @@ def gradient_sums(
         jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
-    if d_weight is not None and not by_tile:
-        d_weight = shards.sum_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
+    if d_weight is not None:
+        own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
+        d_weight = shards.sum_weight(own)
     if hidden_sum is not None:
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:

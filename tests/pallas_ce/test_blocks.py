@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.blocks import RowBlock, Rows, Tiles
+from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins
 
 
 @st.composite
@@ -80,35 +80,41 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
 
 
 @hypothesis.given(mask=masks())
-def test_visiting_order_and_row_order_are_inverse(mask: np.ndarray | None) -> None:
+def test_what_is_visited_is_put_back_in_row_order(mask: np.ndarray | None) -> None:
     n = 11 if mask is None else len(mask)
     counts = np.ones(n, bool) if mask is None else mask
     x = np.arange(2.0 * n).reshape(n, 2) + 1
-
-    @jax.jit
-    def there_and_back(x: jax.Array) -> Any:
-        rows = Rows.counted(None if mask is None else jnp.asarray(mask))
-        visited = rows.visit(x)
-        return visited, rows.in_row_order(visited), rows.select(visited[:, 0])
-
-    visited, by_row, selected = there_and_back(x)
-    np.testing.assert_array_equal(visited[: counts.sum()], x[counts])
-    if counts.any():
-        # Behind the last counted row stand counted rows too, so that no stand-in value can turn into nan.
-        np.testing.assert_array_equal(visited[counts.sum() :], np.broadcast_to(x[counts][-1], (n - counts.sum(), 2)))
-    np.testing.assert_array_equal(by_row, x * counts[:, None])
-    np.testing.assert_array_equal(selected, np.r_[x[counts, 0], np.zeros(n - counts.sum())])
+    rows = Rows.counted(None if mask is None else jnp.asarray(mask))
+    visited = np.concatenate([x[counts], np.full((n - counts.sum(), 2), np.nan)])
+    np.testing.assert_array_equal(rows.in_row_order(jnp.asarray(visited)), x * counts[:, None])
 
 
 def test_no_rows_at_all_are_visited_as_none() -> None:
-    rows = Rows.counted(jnp.zeros(0, bool))
-    assert rows.visit(jnp.zeros((0, 3))).shape == (0, 3)
-    assert rows.in_row_order(jnp.zeros(0)).shape == (0,)
+    assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
+
+
+@hypothesis.given(mask=masks())
+def test_a_counted_row_stands_in_for_those_that_do_not_count(mask: np.ndarray | None) -> None:
+    n = 11 if mask is None else len(mask)
+    counts = np.ones(n, bool) if mask is None else mask
+    given = {"x": np.where(counts[:, None], np.arange(2.0 * n).reshape(n, 2), np.nan), "id": np.arange(n)}
+    found = with_stand_ins(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
+    for name, value in given.items():
+        assert found[name].dtype == jnp.asarray(value).dtype
+        stand_in = value[np.argmax(counts)] if n else value
+        want = np.where(counts.reshape(-1, *[1] * (value.ndim - 1)), value, stand_in)
+        np.testing.assert_array_equal(found[name], want)
+
+
+def test_stand_ins_carry_no_gradient() -> None:
+    mask = jnp.array([False, True, False, True])
+    gradient = jax.grad(lambda x: jnp.sum(jnp.inf * with_stand_ins(mask, x)))(jnp.ones(4))
+    np.testing.assert_array_equal(gradient, [0, np.inf, 0, np.inf])
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_guard_selects_gradient_zero_where_no_row_counts(counts: bool) -> None:
-    rows = Rows.counted(jnp.full(3, counts))
-    gradient = jax.grad(lambda x: rows.guard({"x": x})["x"] * jnp.inf)(2.0)
+def test_what_rows_share_has_gradient_zero_where_no_row_counts(counts: bool) -> None:
+    mask = jnp.full(3, counts)
+    gradient = jax.grad(lambda x: constant_unless_any(mask, {"x": x})["x"] * jnp.inf)(2.0)
     assert float(gradient) == (np.inf if counts else 0.0)
-    assert float(rows.guard(jnp.float32(2.0))) == 2.0
+    assert float(constant_unless_any(mask, jnp.float32(2.0))) == 2.0

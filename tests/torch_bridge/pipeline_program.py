@@ -1,7 +1,11 @@
-"""Two processes train a small model under every schedule: losses and gradients are those of one process."""
+"""Two processes train a small model under every schedule: losses and gradients are those of one process.
+
+On CPUs; with the argument "cuda" on the GPU that each process sees.
+"""
 
 import collections
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torch_bridge import calls, put_head_back, returning, take_head
 
+DEVICE = torch.device(*(sys.argv[1:] or ["cpu"]))
 WIDTH, VOCABULARY, BATCH, TIME, MICROBATCHES = 16, 61, 8, 5, 4
 
 asked_of_backward: collections.Counter = collections.Counter()
@@ -36,7 +41,13 @@ def make_model(stages: int) -> list[nn.Module]:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
     layers[-1].add_module("lm_head", nn.Linear(WIDTH, VOCABULARY))
-    return layers
+    return [layer.to(DEVICE) for layer in layers]
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
+    return x.to(DEVICE), target.to(DEVICE)
 
 
 def loss_of_logits(logits, target):
@@ -57,10 +68,9 @@ def train(kind, rank: int) -> None:
     stages = 4 if many else 2
     mine = [rank, rank + 2] if many else [rank]
     modules = make_model(stages)
-    torch.manual_seed(1)
-    x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
+    x, target = make_batch()
     loss_fn = take_head(modules[-1], "lm_head") if stages - 1 in mine else None
-    built = [PipelineStage(modules[i], i, stages, torch.device("cpu")) for i in mine]
+    built = [PipelineStage(modules[i], i, stages, DEVICE) for i in mine]
     arguments = {"n_microbatches": MICROBATCHES, "loss_fn": loss_fn or loss_of_logits}
     schedule = kind(built, **arguments) if many else kind(built[0], **arguments)
     model, losses = want(stages, x, target)
@@ -88,19 +98,16 @@ def train(kind, rank: int) -> None:
 def evaluate(rank: int) -> None:
     """Logits without targets; the loss of hidden states within `returning`."""
     modules = make_model(2)
-    torch.manual_seed(1)
-    x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
+    x, target = make_batch()
     logits = nn.Sequential(*make_model(2))(x)
     loss_fn = take_head(modules[-1], "lm_head")
     modules[rank].eval()
-    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, torch.device("cpu")), MICROBATCHES)
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, DEVICE), MICROBATCHES)
     out = schedule.eval(*([x] if rank == 0 else []))
     if rank == 1:
         torch.testing.assert_close(out, logits)
     with returning("hidden", modules[rank]):
-        schedule = ScheduleGPipe(
-            PipelineStage(modules[rank], rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss_fn
-        )
+        schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, DEVICE), MICROBATCHES, loss_fn=loss_fn)
         found: list[torch.Tensor] = []
         schedule.eval(*([x] if rank == 0 else []), **({"target": target, "losses": found} if rank == 1 else {}))
     if rank == 1:
@@ -110,7 +117,7 @@ def evaluate(rank: int) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     rank = int(os.environ["RANK"])
     count_what_is_computed()
     for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
