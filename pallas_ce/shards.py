@@ -6,7 +6,7 @@ devices is here, as methods that do nothing where nothing is split:
 * rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
   JAX's data parallelism sums that of every other parameter;
 * vocabulary split (tensor parallelism): partial statistics merge by the rule of `statistics.merge`, and the gradient
-  of the hidden states, of which each device has a share, is summed;
+  of the hidden states, of which each device has a share, is summed in the accumulator dtype;
 * both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
   (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
   bytes;
@@ -166,9 +166,13 @@ class Shards:
 
         return jax.tree.map(own, rows)
 
-    def sum_hidden(self, partial: jax.Array) -> jax.Array:
-        """The gradient `[N, H]` of the rows that came in, from each device's share of it."""
-        return _scatter(psum(partial, self.sums.hidden), self.sequence, 0)
+    def sum_hidden(self, partial: jax.Array, dtype: np.dtype) -> jax.Array:
+        """The gradient `[N, H]` of the rows that came in, rounded to `dtype`, from each device's share of it."""
+        own, axes = _scatter(partial, self.sequence, 0), self.sums.hidden
+        narrower = np.dtype(dtype).itemsize < own.dtype.itemsize
+        if self.typed or not axes or not narrower or own.shape[0] % axis_size(axes):
+            return psum(own, axes).astype(dtype)
+        return _gather(_scatter(own, axes, 0).astype(dtype), axes, 0)  # a quarter less to move than by psum
 
     def scatter_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
         """The part of the weight's gradient that this device holds, from the sum over this device's rows."""

@@ -143,24 +143,18 @@ class HeadSums(NamedTuple):
 
 def sum_over_devices(
     shards: Shards, hidden: jax.Array, head: Head, wanted: Wanted, hidden_sum: jax.Array | None, sums: HeadSums
-) -> tuple[jax.Array | None, HeadSums]:
-    """`dlogits·weight` of the rows that came in, and the head's sums, from this device's share of them.
+) -> HeadSums:
+    """The head's small sums from this device's share of them, beside the weight's as it came.
 
-    The weight's stays as it is, for a mode knows when to round it. The scale's gradient is made here, from the other
-    two: see `scale_gradient`.
+    When those for hidden and weight are rounded and summed is a mode's affair. The scale's gradient is made here, from
+    `hidden_sum` and the bias's: see `scale_gradient`.
     """
     scale = None
     if wanted.logit_scale:
         assert hidden_sum is not None
         scale = shards.sum_scale(scale_gradient(hidden, hidden_sum, head.bias, sums.bias))
-    return (
-        None if hidden_sum is None or not wanted.hidden else shards.sum_hidden(hidden_sum),
-        HeadSums(
-            sums.weight,
-            None if sums.bias is None or not wanted.bias else shards.sum_bias(sums.bias),
-            scale,
-        ),
-    )
+    bias = None if sums.bias is None or not wanted.bias else shards.sum_bias(sums.bias)
+    return HeadSums(sums.weight, bias, scale)
 
 
 def finish(

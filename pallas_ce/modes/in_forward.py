@@ -214,9 +214,8 @@ def _local_statistics_and_sums(
         found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
     else:
         found, hidden_sum, sums = visit(rows.mask)
-    hidden_sum, of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
-    if hidden_sum is not None:
-        hidden_sum = hidden_sum.astype(kept_hidden)
+    of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
+    hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if wanted.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
         of_head = of_head._replace(weight=shards.sum_weight(own))

@@ -114,11 +114,11 @@ def gradient_sums(
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:
         bias_sum = factor * bias_sum
-    d_hidden, of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(None, bias_sum))
-    if d_hidden is not None:
-        d_hidden = d_hidden if head.logit_scale is None else head.logit_scale * d_hidden
-        d_hidden = d_hidden.astype(hidden.dtype)
-    return d_hidden, of_head._replace(weight=d_weight)
+    of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(d_weight, bias_sum))
+    if not wanted.hidden:
+        return None, of_head
+    d_hidden = hidden_sum if head.logit_scale is None else head.logit_scale * hidden_sum
+    return shards.sum_hidden(d_hidden, hidden.dtype), of_head
 
 
 def finished(hidden: jax.Array, head: Head, d_hidden: jax.Array | None, sums: HeadSums) -> Gradients:
