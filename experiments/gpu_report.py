@@ -1,7 +1,8 @@
 """Tables and plots from the GPU benchmarks' result files: `python -m experiments.gpu_report`.
 
-Reads `experiments/results/gpu_head_*.json`, `peers.json` and `ladder.json`, and writes `gpu_report.md` and plots beside
-them. With `--step "what changed"` the grid's figures are first added to the ladder of versions.
+Reads `gpu_head_*.json`, `peers.json`, `ladder.json` and `gpu_scaling.json` in `experiments/results/`, and writes
+`gpu_report.md`, `gpu_scaling.md` and plots beside them. With `--step "what changed"` the grid's figures are first added
+to the ladder of versions.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.gpu import ladder, report
+from experiments.gpu import ladder, report, scaling
 from experiments.gpu.results import FOLDER, ResultError
 
 
@@ -23,7 +24,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.step is not None:
             grid = report.load(options.folder).get("grid", {"points": {}, "machine": {}})
             ladder.add(options.folder / ladder.FILE, ladder.step_from(grid, options.step))
-        written = report.write(options.folder)
+        written = report.write(options.folder) + scaling.write(options.folder)
     except ResultError as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.gpu.results import write_atomically
 from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
@@ -177,14 +177,6 @@ def points(gpus: Sequence[int]) -> Iterator[Point]:
             yield layout, count
 
 
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file at once, so that it is whole whenever the program is ended."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(unfinished, path)
-
-
 def _counts(asked: Sequence[int] | None, parser: argparse.ArgumentParser) -> list[int]:
     there = jax.device_count()
     if asked is None:
@@ -233,9 +225,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{name} is {os.environ[name]}; these measurements are made with {name}={value}")
     gpus, shape = _counts(options.gpus, parser), Shape(*options.shape)
     _check_divides(shape, gpus, parser)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
+    made_by = {"gpus": gpus, "shape": shape, "rounds": [options.rounds], "iterations": [options.iterations]}
+    words = [f"--{name} {' '.join(map(str, values))}" for name, values in made_by.items()]
     document: dict[str, Any] = {
-        "command": f"python -m experiments.gpu_scaling {given}".strip(),
+        "command": " ".join(["python -m experiments.gpu_scaling", *words]),
         **describe(),
         "environment": {name: os.environ.get(name, "") for name in (*_NCCL, "XLA_FLAGS")},
         **shape._asdict(),
@@ -250,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(point, shape, options.rounds, options.iterations, options.implementation)
         records = with_ratios([*records, {"layout": layout, "gpus": count, "results": found}])
         left_out = [f"{name} on {number}" for name, number in waiting]
-        write(options.out, document | {"records": records, "left_out": left_out})
+        text = json.dumps(document | {"records": records, "left_out": left_out}, indent=2)
+        write_atomically(options.out, f"{text}\n")
         for contender, numbers in records[-1]["results"].items():
             shown = "  ".join(f"{name} {number:.4g}" for name, number in numbers.items() if name != "loss")
             print(f"[{time.monotonic() - start:5.0f}s] {layout} on {count}: {contender:10}  {shown}", flush=True)

@@ -236,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += measure(dtype, vocabulary, options.tokens, options.batch, device, options.repeats, options.compiled)
     print(table(rows))
     record = {
-        "command": "python -m experiments.selective_log_softmax",
+        "command": " ".join(
+            ["python -m experiments.selective_log_softmax --vocabularies", *map(str, options.vocabularies)]
+        ),
         **_describe(device),
         "batch": options.batch,
         "tokens": options.tokens,

@@ -77,8 +77,8 @@ def linear_cross_entropy(
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
             bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
             "xla"; `explain` tells which and why.
-        scratch_bytes: bound on scratch memory; 512 MiB by default, never more than float32 logits would take (but at
-            least 1 MiB).
+        scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
+            most 1 GiB, and never more than float32 logits would take (but at least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor

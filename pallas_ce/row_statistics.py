@@ -62,8 +62,8 @@ def linear_row_statistics(
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
             bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
             "xla"; `explain` tells which and why.
-        scratch_bytes: bound on the memory of tiles; 512 MiB by default, never more than the logits would take (but at
-            least 1 MiB).
+        scratch_bytes: bound on the memory of tiles; by default 4 KiB for each vocabulary entry but at least 512 MiB and
+            at most 1 GiB, and never more than the logits would take (but at least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
 

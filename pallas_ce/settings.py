@@ -15,7 +15,10 @@ from pallas_ce.backends import Backend, Backward, Default, Mode, Plan
 from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec, Wanted
 from pallas_ce.shards import Shards
 
+# What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows.
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
+_MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
+_BYTES_PER_ENTRY = 4096
 
 # What small problems may take however few their logits: otherwise their blocks would shrink to nothing.
 _SMALL_BYTES = 2**20
@@ -118,16 +121,14 @@ class Settings:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
-        block may take them by default; and several about as much as the sum's rounded copy takes in the end, which is
+        block may take them by default; and several as much as the sum's rounded copy takes in the end, which is
         made when blocks are done with: neither adds to the largest amount of memory in use.
         """
+        default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
-            alone = self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES + sum_bytes)
-            if alone.rows >= tokens:
-                return alone
-            several = max(3 * DEFAULT_SCRATCH_BYTES, DEFAULT_SCRATCH_BYTES + sum_bytes) // 2
-            return self._plan(spec, tokens, mode, several)
-        return self._plan(spec, tokens, mode, DEFAULT_SCRATCH_BYTES)
+            alone = self._plan(spec, tokens, mode, default + sum_bytes)
+            return alone if alone.rows >= tokens else self._plan(spec, tokens, mode, default + sum_bytes // 2)
+        return self._plan(spec, tokens, mode, default)
 
     def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)

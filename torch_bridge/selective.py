@@ -112,11 +112,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _from(top: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """`logits - top` in `top`'s dtype, in memory of its own."""
-    return logits.to(top.dtype, copy=True).sub_(top)
-
-
 def _chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
     if not logits.numel():
@@ -148,29 +143,27 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
         wide = _wide(logits.dtype)
         values = torch.empty(index.shape, dtype=wide, device=logits.device)
-        top, log_sum = torch.empty((2, index.shape[0], 1), dtype=wide, device=logits.device)
+        # Rows of -inf throughout have no softmax: their log-probabilities are -inf here, their gradients 0.
+        empty = torch.empty((index.shape[0], 1), dtype=torch.bool, device=logits.device)
         for part, rows in _chunks(logits):
-            largest = rows.amax(dim=1, keepdim=True)
-            top[part] = torch.where(torch.isneginf(largest), 0.0, largest)
-            # The largest entry alone contributes 1; only a row of -inf throughout has less.
-            log_sum[part] = _from(top[part], rows).exp_().sum(dim=1, keepdim=True).clamp_min_(1.0).log_()
-            # As log-softmax does: distances from the maximum are exact where it matters, at any offset of the row.
-            values[part] = _from(top[part], rows.gather(1, index[part])).sub_(log_sum[part])
-        ctx.save_for_backward(logits, index, top, log_sum)
+            empty[part] = rows.amax(dim=1, keepdim=True).isneginf()
+            # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
+            values[part] = torch.log_softmax(rows, 1, dtype=wide).gather(1, index[part])
+        ctx.save_for_backward(logits, index, empty)
         ctx.inplace_backward = inplace_backward
-        return values
+        return values.masked_fill_(empty, -torch.inf)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """`Σ_k g_k·(onehot(i_k) - p)`, rounded once."""
-        logits, index, top, log_sum = ctx.saved_tensors
+        logits, index, empty = ctx.saved_tensors
         gradient = (
             logits if ctx.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         )
         by_row = gradient.view(index.shape[0], logits.shape[-1]) if not ctx.inplace_backward else None
         for part, rows in _chunks(logits):
-            p = _from(top[part], rows).sub_(log_sum[part]).exp_()
+            p = torch.softmax(rows, 1, dtype=upstream.dtype).masked_fill_(empty[part], 0.0)
             p.mul_(-upstream[part].sum(dim=1, keepdim=True)).scatter_add_(1, index[part], upstream[part])
             (rows if by_row is None else by_row[part]).copy_(p)
         return gradient, None, None

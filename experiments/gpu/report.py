@@ -34,7 +34,8 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -46,7 +47,7 @@ def _targets(sections: summary.Sections) -> str:
         shown = "not measured" if found is None else f"{found:.3g}"
         verdict = "" if found is None else ("yes" if found <= target.bound else "no")
         rows.append([target.what, f"≤ {target.bound:g}", shown, verdict])
-    return _table(["figure", "target", "measured", "reached"], rows)
+    return table(["figure", "target", "measured", "reached"], rows)
 
 
 def _machine(document: dict[str, Any]) -> str:
@@ -62,7 +63,7 @@ def _section(points: dict[str, Any]) -> str:
         + [_cell(point["results"][name]) if name in point["results"] else "" for name in names]
         for point_name, point in points.items()
     ]
-    return _table(["point", "N", "V", "H", *names], rows)
+    return table(["point", "N", "V", "H", *names], rows)
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -97,7 +98,7 @@ def _plot_ratios(document: dict[str, Any], path: Path) -> Path:
     axes.set(ylabel="time / bare product, or / three products", title=document["machine"].get("device", ""))
     axes.tick_params(axis="x", rotation=60)
     axes.legend()
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _plot_windows(document: dict[str, Any], path: Path) -> Path:
@@ -113,10 +114,11 @@ def _plot_windows(document: dict[str, Any], path: Path) -> Path:
     title = f"N {point['n']}, V {point['v']}, {document['machine'].get('device', '')}"
     axes.set(xlabel="windows of the vocabulary", ylabel="ms", xscale="log", title=title)
     axes.legend()
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
-def _saved(figure: Any, path: Path) -> Path:
+def saved(figure: Any, path: Path) -> Path:
+    """Writes a figure, whole or not at all; returns the path."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,9 @@
 
 A launch's own cost hides behind the previous launch; what is left of it, and of synchronising at the end, cancels in
 the difference of a long and a short series. Clocks drift by several per cent over minutes, so every program of a point
-is timed once in each round, and only ratios within a point are compared.
+is timed once in each round, and only ratios within a point are compared. A GPU that has rested runs above the clocks
+that its power allows for long, and then below them: a first round, not counted, lets them settle, and rounds go through
+the programs in either direction in turn, so that none always follows the same one.
 """
 
 import concurrent.futures
@@ -40,10 +42,11 @@ def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
         wait(last)
         return time.perf_counter() - start
 
-    # The shorter of two: one in which the host was held up would make the difference too small by as much.
-    short = min(series(_LAUNCHES), series(_LAUNCHES))
+    if 1e3 * (short := series(_LAUNCHES)) < _BURST_MILLISECONDS:
+        # The shorter of two: one in which the host was held up would make the difference too small by as much.
+        short = min(short, series(_LAUNCHES))
     # Every program runs for about as long, so that none finds the GPU's clocks better rested than another.
-    more = max(2 * _LAUNCHES, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (1e3 * short / _LAUNCHES))))
+    more = max(_LAUNCHES, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (1e3 * short / _LAUNCHES))))
     long = series(_LAUNCHES + more)
     # On a host so busy that the longer series was the shorter one, the difference means nothing.
     return 1e3 * ((long - short) / more if long > short else long / (_LAUNCHES + more))
@@ -103,9 +106,11 @@ def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int,
     for name, program in ready.items():  # a first launch of each sets up what later ones find
         jax.block_until_ready(program(*arguments[name]))
     samples: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in ready.items():
-            samples[name].append(clock(program, arguments[name]))
+    for number in range(rounds + 1):
+        for name in list(ready)[:: 1 - 2 * (number % 2)]:
+            sample = clock(ready[name], arguments[name])
+            if number:
+                samples[name].append(sample)
     found: dict[str, dict[str, Any]] = {
         name: {
             "ms": statistics.median(samples[name]),

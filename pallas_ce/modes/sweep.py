@@ -117,6 +117,7 @@ def gradient_sums(
     of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(d_weight, bias_sum))
     if not wanted.hidden:
         return None, of_head
+    assert hidden_sum is not None
     d_hidden = hidden_sum if head.logit_scale is None else head.logit_scale * hidden_sum
     return shards.sum_hidden(d_hidden, hidden.dtype), of_head
 

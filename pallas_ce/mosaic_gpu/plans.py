@@ -14,6 +14,14 @@ _PARTIAL_FIELDS = 7
 # Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
 _ROW_STEP = 128
 
+# In_forward: rows that the kernels' clusters work on together; rows whose products take as long as adding a block's
+# product to the sum for the weight (8 bytes an entry at 4 TB/s, to 6 operations a row and entry at 700 TFLOP/s: 233, of
+# which the product hides about half); and operations in the 80 us that a block's small kernels take.
+_CLUSTER_ROWS = 256
+_ROWS_PER_SUM = 100
+_OPERATIONS_PER_BLOCK = 56 * 10**9
+_MORE_BLOCKS = 4
+
 _MOST_BLOCKS = 64
 
 
@@ -26,14 +34,17 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
     """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
     blocks = 1
-    while True:
-        rows = _even_rows(tokens, blocks)
-        needed = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks)
-        if needed <= scratch_bytes or rows == 1:
-            if mode is None:
-                needed += _partial_bytes(spec, rows)
-            return Plan(rows, spec.vocab_size, min(needed, scratch_bytes))
+    while (rows := _even_rows(tokens, blocks)) > 1:
+        if _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks) <= scratch_bytes:
+            break
         blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+    if mode == "in_forward" and blocks > 1:
+        blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
+        rows = _even_rows(tokens, blocks)
+    needed = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks)
+    if mode is None:
+        needed += _partial_bytes(spec, rows)
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes))
 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
@@ -64,6 +75,12 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
 def weight_copy_bytes(spec: HeadSpec) -> int:
     """All of the weight where TMA cannot read it; see `operands`."""
     return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
+
+
+def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
+    """Rows that so many blocks of in_forward amount to."""
+    fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
+    return blocks * (operands.round_up(_even_rows(tokens, blocks), _CLUSTER_ROWS) + fixed)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:

@@ -73,7 +73,7 @@ def test_every_point_is_measured_within_the_budget_or_on_resuming(tmp_path: Path
     assert [(r["layout"], r["gpus"]) for r in document["records"]] == list(points([2]))
     assert document["left_out"] == []
     assert document["environment"]["NCCL_NVLS_ENABLE"] == "0"
-    assert document["command"].startswith("python -m experiments.gpu_scaling --out")
+    assert document["command"].startswith("python -m experiments.gpu_scaling --gpus 2 --shape ")
     one, tensor, sequence, data = (record["results"] for record in document["records"])
     for results in (one, tensor, sequence, data):
         assert set(results) == {"in_forward", "recompute", "canonical"}
