@@ -213,8 +213,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.measure:
         print(*measured(options.measure, shape, device or "cpu", options.implementation))
         return
+    given = f" --implementation {options.implementation}" if options.implementation else ""
     record = {
-        "command": "python -m experiments.pipeline_memory",
+        "command": f"python -m experiments.pipeline_memory{given}",
         **describe(),
         "torch": torch.__version__,
         "implementation": options.implementation,

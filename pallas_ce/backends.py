@@ -88,18 +88,19 @@ class Backend(Protocol):
         in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         counts_on_device: whether `statistics` skips the rows behind `live_rows` by itself, so that the host need not
             wait for the device to tell how many rows count.
-        padded_shards: whether it serves a device's share of a padded vocabulary, `Head.live_columns`.
         narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
     """
 
     name: str
     in_checked_regions: bool
     counts_on_device: bool
-    padded_shards: bool
     narrow_stash: bool
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can."""
+
+    def serves_padding(self, spec: HeadSpec) -> bool:
+        """Whether it serves a device's share of a padded vocabulary, a head of `spec` with `Head.live_columns`."""
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""

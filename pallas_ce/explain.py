@@ -158,7 +158,7 @@ def explain(
         backward=backward,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
-        padded_shards=part is not None and part.padded,
+        padded_share=part.spec if part is not None and part.padded else None,
     )
     hidden_parts = weight_parts = 1
     if part is not None:

@@ -94,19 +94,20 @@ class Settings:
         if self.default is None:
             return (self,)
         chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
-        served = chosen._incapable(head.spec, head.live_columns is not None) is None
+        served = chosen._incapable(head.spec, None if head.live_columns is None else head.spec) is None
         return self.default.ways(chosen, instead, served)
 
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
 
-    def _incapable(self, spec: HeadSpec, padded: bool) -> str | None:
+    def _incapable(self, spec: HeadSpec, padded_share: HeadSpec | None) -> str | None:
         """Why the backend cannot work on a share of a call that it does not refuse as a whole; None where it can.
 
-        `padded` says whether it is a share of a padded vocabulary.
+        `padded_share` is the head that a device works on, if it is a share of a padded vocabulary.
         """
-        if padded and not self.backend.padded_shards:
-            return "its kernels do not know shards of a padded vocabulary"
+        if padded_share is not None and not self.backend.serves_padding(padded_share):
+            entries = padded_share.weight_rows
+            return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {entries}"
         least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
         if self.scratch_bytes is not None and least > self.scratch_bytes:
             mode = self.mode or "forward"
@@ -176,7 +177,7 @@ def choose(
     implementation: str | None = None,
     scratch_bytes: Any | None = None,
     shards: Shards | None = None,
-    padded_shards: bool = False,
+    padded_share: HeadSpec | None = None,
 ) -> Choice:
     """Chooses for `tokens` rows of a head.
 
@@ -195,7 +196,7 @@ def choose(
         implementation: the implementation asked for, or None.
         scratch_bytes: the caller's bound.
         shards: how the call is split inside a `shard_map`.
-        padded_shards: whether a padded vocabulary is known to be split otherwise.
+        padded_share: the head that a device works on, where a padded vocabulary is known to be split otherwise.
 
     Raises:
         ValueError: the named implementation, mode or budget cannot serve the call.
@@ -223,9 +224,9 @@ def choose(
     settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default, _ASKS.get()))
     if default is not None:
         other = default.instead
-        if why := settings._incapable(spec, padded_shards):
+        if why := settings._incapable(spec, padded_share):
             reason = f"{name} cannot serve this call: {why}"
-        elif why := settings._alone(other)._incapable(spec, padded_shards):
+        elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
             settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards, asks=settings.asks))

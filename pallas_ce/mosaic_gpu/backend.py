@@ -44,7 +44,6 @@ class MosaicGpuBackend:
     name = "mosaic_gpu"
     in_checked_regions = False  # Pallas has no rule for kernels that write in place there
     counts_on_device = True
-    padded_shards = False
     narrow_stash = True
     config: Config | None = None
 
@@ -65,6 +64,10 @@ class MosaicGpuBackend:
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
         return device_refusal()
+
+    def serves_padding(self, spec: HeadSpec) -> bool:
+        """Where no entries are left to XLA."""
+        return operands.covered(spec) == spec.vocab_size
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
@@ -185,10 +188,10 @@ class MosaicGpuBackend:
 
     def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
         """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
-        if head.live_columns is not None:
+        if head.live_columns is not None and not self.serves_padding(head.spec):
             raise NotImplementedError(
-                "implementation='mosaic_gpu' does not serve shards of a padded vocabulary: use 'xla', or a vocabulary "
-                "that divides evenly over the devices"
+                f"implementation='mosaic_gpu' works on shards of a padded vocabulary in multiples of 8 entries, not "
+                f"{head.spec.weight_rows}: pad the vocabulary further, or use 'xla'"
             )
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
         options = sum(option is not None for option in given)

@@ -1,8 +1,9 @@
 """dlogits of a slice of the vocabulary, recomputed: the formula of `pallas_ce.coefficients` on a tile in registers.
 
-    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax],   times 1 - (z_j/c)² under a soft cap
+    dz_j = p_j·(A + B·log p_j + C·p_j) + E·u_j,   times 1 - (z_j/c)² under a soft cap
 
-Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries.
+Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries. The
+terms of single entries, D·1[j = t] and F·1[j = argmax], are XLA's (`entries`).
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class DlogitsEpilogue:
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
         """Vectors by row that the whole window needs."""
-        names = (*sorted(self.present), "lse", "labels", "argmax_column")
+        names = (*sorted(self.present), "lse")
         return {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
@@ -108,7 +109,7 @@ class DlogitsEpilogue:
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
             if self.logits.ragged:
-                gradient = jnp.where(self.logits.live(column, z.shape), gradient, 0.0)
+                gradient = jnp.where(self.logits.live(refs, column, z.shape), gradient, 0.0)
             if "zeros_before" in refs:
                 before = layouts.column_ids(z.shape) < refs["zeros_before"][0] - column
                 gradient = jnp.where(before, 0.0, gradient)
@@ -140,11 +141,6 @@ class DlogitsEpilogue:
             if "prob_sq" in self.present:
                 inner = inner + row("prob_sq") * p
             terms.append(p * inner)
-        ids = layouts.column_ids(shape)
-        for name, where in (("target", "labels"), ("argmax", "argmax_column")):
-            if name in self.present:
-                hit = ids == layouts.along_columns(by_row[where] - column, shape)
-                terms.append(jnp.where(hit, row(name), 0.0))
         if "logit_weights" in self.present:
             if "u" in refs:
                 u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
@@ -152,7 +148,7 @@ class DlogitsEpilogue:
             else:
                 terms.append(layouts.along_columns(by_row["logit_weights"] * self.logits.uniform_weight, shape))
         if not terms:  # single entries only
-            return jnp.where(ids < 0, z, 0.0)
+            return jnp.where(layouts.column_ids(shape) < 0, z, 0.0)
         total = sum(terms[1:], terms[0])
         if self.logits.softcap is not None:
             ratio = z * (1.0 / self.logits.softcap)

@@ -28,6 +28,7 @@ class LogitSpec:
     Attributes:
         columns: how many there are; those of a tile that lie beyond are not live.
         ragged: whether some tile has columns that are not live.
+        counted: whether how many are live is known at run time only, as the input "live" `[1]` int32.
         bias: whether there is one, as the input "bias" `[padded V]` float32.
         scale: whether there is one, as the input "scale" `[1]` float32.
         softcap: the cap, or None.
@@ -36,6 +37,7 @@ class LogitSpec:
 
     columns: int
     ragged: bool
+    counted: bool
     bias: bool
     scale: bool
     softcap: float | None
@@ -52,15 +54,16 @@ class LogitSpec:
             z = self.softcap * tanh(z * (1.0 / self.softcap))
         return z
 
-    def live(self, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def live(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`shape` bool: which entries belong to the vocabulary."""
-        return layouts.column_ids(shape) < self.columns - column
+        count = refs["live"][0] if self.counted else self.columns
+        return layouts.column_ids(shape) < count - column
 
-    def mask(self, column: jax.Array, z: jax.Array) -> jax.Array:
+    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
         """Logits with -inf where not live."""
         if not self.ragged:
             return z
-        return jnp.where(self.live(column, z.shape), z, -jnp.inf)
+        return jnp.where(self.live(refs, column, z.shape), z, -jnp.inf)
 
 
 def tanh(x: jax.Array) -> jax.Array:
@@ -115,7 +118,7 @@ def piece_partial(
             u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
             found["weighted_sum"] = jnp.where(u != 0, u * z, 0.0).sum(axis=1)
         else:
-            counted = jnp.where(spec.live(column, shape), z, 0.0) if spec.ragged else z
+            counted = jnp.where(spec.live(refs, column, shape), z, 0.0) if spec.ragged else z
             found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
     if "max" in fields:
         found["max"] = z.max(axis=1)

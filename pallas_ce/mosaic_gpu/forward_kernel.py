@@ -68,7 +68,7 @@ class StatisticsEpilogue:
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Measures the tile from its own maximum, and merges it into the window."""
         column = place.column
-        z = self.logits.mask(column, self.logits.logits(refs, column, product))
+        z = self.logits.mask(refs, column, self.logits.logits(refs, column, product))
         top = z.max(axis=1) if "max" in self.fields else None
         reference = None if top is None else epilogues.finite_or_zero(top)
         # A piece's own maximum only matters for finding its place.

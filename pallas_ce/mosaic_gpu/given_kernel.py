@@ -144,6 +144,7 @@ def _prepare(spec: LogitsSpec, logits: jax.Array, config: Config, bytes_per_row:
     return plan, LogitSpec(
         columns=spec.vocab_size,
         ragged=plan.column_blocks * config.columns > spec.vocab_size,
+        counted=False,
         bias=False,
         scale=False,
         softcap=spec.softcap,

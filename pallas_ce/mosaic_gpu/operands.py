@@ -40,6 +40,7 @@ def tail(head: Head) -> Head | None:
     """The head of the entries that the kernels leave to XLA, or None."""
     spec = head.spec
     first = covered(spec)
+    assert head.live_columns is None or first == spec.vocab_size, "a shard of a padded vocabulary has no tail"
     if first == spec.vocab_size:
         return None
     ids = slice(first, spec.vocab_size)
@@ -101,7 +102,7 @@ class Operands:
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
-        inputs: vectors by name: "bias" and "u" by column, "scale" `[1]`.
+        inputs: vectors by name: "bias" and "u" by column, "scale" and "live" `[1]`.
         rows: N.
     """
 
@@ -164,7 +165,8 @@ def operands(
     padded = round_up(columns, config.block_columns)
     logits = LogitSpec(
         columns=columns,
-        ragged=padded > columns,
+        ragged=padded > columns or head.live_columns is not None,
+        counted=head.live_columns is not None,
         bias=head.bias is not None,
         scale=head.logit_scale is not None,
         softcap=spec.softcap,
@@ -177,6 +179,8 @@ def operands(
         inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
     if head.logit_scale is not None:
         inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
+    if head.live_columns is not None:
+        inputs["live"] = head.live_columns.astype(jnp.int32).reshape(1)
     if weighted_mean and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     length = round_up(spec.hidden_size, LENGTH_MULTIPLE)

@@ -99,6 +99,8 @@ def make(
 
     lse = finalise(partial, frozenset({"lse"}))["lse"]
     fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
+    if head.live_columns is not None:  # a shard of padding only has nothing to be measured
+        fits |= head.live_columns == 0
     # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
     bad_rows = _all_rows_unless(fits, live_rows)
     again = forward_kernel.statistics(head, hidden, names | {"lse"}, forward_config, live_rows=bad_rows)
@@ -184,6 +186,8 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
     weight = lax.slice_in_dim(head.weight, 0, stop, stride, spec.vocab_axis)
     bias = None if head.bias is None else head.bias[:stop:stride]
     logits = head.logits(hidden, weight, bias)
+    if head.live_columns is not None:
+        logits = jnp.where(jnp.arange(0, stop, stride) < head.live_columns, logits, -jnp.inf)
     # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that
     # lies so far above it that float32 would overflow makes the guess a bad one, as it would most likely be anyway.
     first = jnp.where(jnp.isfinite(logits[:, :1]), logits[:, :1], 0.0)
@@ -224,7 +228,8 @@ def _form(head: Head, residual: Residual, coefficients: Coefficients, stash: Sta
         logits = jnp.clip(logits, -spec.softcap, spec.softcap)  # what rounding E may have carried beyond
     u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
-    formed = coef.dlogits(coefficients, logits, residual.lse, columns, None, None, None, u, spec.softcap)
+    live = None if head.live_columns is None else columns < head.live_columns
+    formed = coef.dlogits(coefficients, logits, residual.lse, columns, live, None, None, u, spec.softcap)
     return operands.pad(formed.astype(spec.dtype), exponentials.shape)
 
 

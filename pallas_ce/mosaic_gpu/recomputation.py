@@ -146,10 +146,12 @@ class _BySlices(_Work):
         aligned = operands.round_up(tile.size, operands.LENGTH_MULTIPLE)
         shape = (aligned, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, aligned)
         u = None if self.coefficients.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
+        live = head.live_columns
         return dataclasses.replace(
             head,
             weight=operands.pad(weight, shape),
             bias=None if head.bias is None else operands.pad(tile.take(head.bias), (aligned,)),
             logit_weights=u,
             spec=dataclasses.replace(spec, weight_rows=aligned, vocab_size=tile.size),
+            live_columns=None if live is None else jnp.clip(live - tile.start, 0, tile.size),
         )

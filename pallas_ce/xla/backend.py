@@ -32,12 +32,15 @@ class XlaBackend:
     name = "xla"
     in_checked_regions = True
     counts_on_device = False
-    padded_shards = True
     narrow_stash = False
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
         """Never: plain JAX serves every head and all rows."""
         return None
+
+    def serves_padding(self, spec: HeadSpec) -> bool:
+        """Any."""
+        return True
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""

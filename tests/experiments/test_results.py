@@ -25,3 +25,10 @@ def test_the_readme_quotes_the_grid_of_the_gpu() -> None:
     assert "at most 13 MiB for the loss alone" in readme
     peers = json.loads((ROOT / "experiments/results/peers.json").read_text())["points"]
     assert "it is the fastest at {} of {} shapes".format(*wins(points, peers)) in readme
+
+
+def test_the_readme_quotes_the_pipelines_memory() -> None:
+    measured = json.loads((ROOT / "experiments/results/pipeline_memory.json").read_text())["measured"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ours, stored = (measured[name]["head_bytes"] / 1e9 for name in ("fused", "logits"))
+    assert f"needs {ours:.1f} GB in place of {stored:.1f} GB" in readme

@@ -1,5 +1,6 @@
 """Losses and gradients through the backend, in both backward modes, under the GPU interpreter."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import pallas_ce.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
 from pallas_ce.backends import Plan
-from pallas_ce.head import HeadSpec
+from pallas_ce.blocks import Rows
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes import forward
 from pallas_ce.mosaic_gpu import plans
 from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.shards import Shards
 
 MODES = ["recompute", "in_forward"]
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.2e-3}
@@ -127,6 +130,65 @@ def test_recomputed_tiles_are_worked_on_in_place(
 
     assert pallas_ce.mosaic_gpu.BACKEND.skips_rows(HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None), plan)
     check(interpreted, loss, given, "recompute", TOLERANCE[jnp.bfloat16])
+
+
+@pytest.fixture
+def as_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding of the vocabulary is known at run time only, as it is to the shards of a padded one."""
+    original = Shards.enter
+
+    def enter(self: Shards, rows: Any, head: Head) -> Any:
+        rows, head = original(self, rows, head)
+        spec, u = head.spec, head.logit_weights
+        local = dataclasses.replace(spec, vocab_size=spec.weight_rows, whole_vocab_size=spec.vocab_size)
+        u = None if u is None else jnp.pad(u, (0, spec.weight_rows - spec.vocab_size))
+        return rows, dataclasses.replace(head, spec=local, logit_weights=u, live_columns=jnp.int32(spec.vocab_size))
+
+    monkeypatch.setattr(Shards, "enter", enter)
+
+
+@pytest.mark.usefixtures("as_shard")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("options", ["plain", "all", "weights"])
+def test_shards_of_a_padded_vocabulary(
+    mode: str, axis: int, options: str, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
+) -> None:
+    """Padding begins inside a tile, and the last tiles hold nothing else; in recompute, of three tiles in place."""
+    n, h, v, rows = (320, 256, 290, 576) if options == "plain" else (70, 64, 100, 208)
+    monkeypatch.setattr(plans, "recompute", lambda spec, tokens, _: Plan(tokens, min(256, spec.vocab_size), 2**20))
+    more = {} if options == "plain" else {"bias": jax.random.normal(jax.random.key(2), (rows,))}
+    given = arrays(n, h, rows, axis, **more)
+    weights = {"class_weights": jnp.linspace(0.5, 2, v)} if options == "weights" else {}
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        others = {} if options == "plain" else {"label_smoothing": 0.2, "z_loss": 1e-2, "logit_softcap": 8.0}
+        return linear_cross_entropy(
+            **given, labels=labels_of(n, v), vocab_axis=axis, vocab_size=v, implementation=implementation,
+            backward=backward, **weights, **others,
+        )  # fmt: skip
+
+    check(interpreted, loss, given, mode, TOLERANCE[jnp.bfloat16])
+
+
+def test_a_shard_of_padding_only_leaves_nothing(interpreted: Callable[..., Any]) -> None:
+    backend, given = pallas_ce.mosaic_gpu.BACKEND, arrays(64, 64, 208)
+    spec = HeadSpec(64, 208, 208, 0, np.dtype(jnp.bfloat16), None, whole_vocab_size=500)
+    names, plan = frozenset({"lse", "target_logit", "max_logit"}), Plan(64, 208, 2**20)
+
+    def run(hidden: jax.Array, weight: jax.Array) -> Any:
+        head = Head(weight, None, None, None, spec, jnp.int32(0))
+        batch = Batch(hidden, jnp.full(64, -1, jnp.int32))
+        block = Rows.counted(None).blocks(64, 64).block(0)
+        found = backend.statistics(head, batch, names, plan), backend.stash(head, batch, names, plan, block)
+        return found[0], *found[1]
+
+    forward, partial, stash = interpreted(run)(given["hidden"], given["weight"])
+    for found in (forward, partial):
+        assert np.all(np.isneginf(found.max))
+        assert not np.any(found.sum_exp)
+    assert int(stash.bad_rows) == 0
+    assert not np.any(stash.exponentials[:, :208])
 
 
 def test_float16_far_from_the_likely_entries(interpreted: Callable[..., Any]) -> None:

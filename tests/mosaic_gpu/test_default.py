@@ -279,12 +279,15 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
     assert told.implementation_reason == "it serves every platform, and this process has no CUDA device"
 
 
-@pytest.mark.parametrize(("vocab_size", "implementation"), [(V, "mosaic_gpu"), (V - 3, "xla")])
-def test_explain_reads_the_arrays_mesh_and_how_they_are_split(vocab_size: int, implementation: str) -> None:
+@pytest.mark.parametrize(("rows", "vocab_size", "served"), [(V, V, True), (V, V - 3, True), (V + 8, V, False)])
+def test_explain_reads_the_arrays_mesh_and_how_they_are_split(rows: int, vocab_size: int, served: bool) -> None:
     mesh = h200.h200_mesh(2)
-    places = (PartitionSpec(), PartitionSpec("gpu"))
-    arrays = [h200.shaped(mesh, x.shape, x.dtype, p) for x, p in zip(structs(), places, strict=False)]
+    hidden, weight, *_ = structs()
+    arrays = [
+        h200.shaped(mesh, hidden.shape, hidden.dtype, PartitionSpec()),
+        h200.shaped(mesh, (rows, H), weight.dtype, PartitionSpec("gpu")),
+    ]
     told = explain(*arrays, vocab_size=vocab_size)
-    assert told.implementation == implementation
-    reason = "the call is for NVIDIA H200" if vocab_size == V else "do not know shards of a padded vocabulary"
+    assert told.implementation == ("mosaic_gpu" if served else "xla")
+    reason = "the call is for NVIDIA H200" if served else "of a padded vocabulary in multiples of 8 entries, not 260"
     assert told.implementation_reason.endswith(reason)

@@ -32,7 +32,14 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
 
 
 def program(
-    n: int, mode: str | None, gpus: int, hidden: P, weight: P, implementation: Any = "xla", vocab_size: int = V
+    n: int,
+    mode: str | None,
+    gpus: int,
+    hidden: P,
+    weight: P,
+    implementation: Any = "xla",
+    vocab_size: int = V,
+    rows: int = V,
 ) -> Any:
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return linear_cross_entropy(
@@ -48,7 +55,7 @@ def program(
     function = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
     arguments = (
         h200.shaped(mesh, (n, H), jnp.bfloat16, hidden),
-        h200.shaped(mesh, (V, H), jnp.bfloat16, weight),
+        h200.shaped(mesh, (rows, H), jnp.bfloat16, weight),
         h200.shaped(mesh, (n,), jnp.int32, hidden),
     )
     return h200.compile_for_h200(function, *arguments)[0]
@@ -130,11 +137,11 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "served"), [("TP", False), ("DP", True)])
-def test_shards_of_a_padded_vocabulary_are_xlas_by_default(layout: str, served: bool) -> None:
-    """A device learns its share in the partitioner; a padded vocabulary that is not split is no matter."""
+@pytest.mark.parametrize(("layout", "rows", "served"), [("TP", V, True), ("TP", V + 8, False), ("DP", V + 8, True)])
+def test_shards_of_a_padded_vocabulary(layout: str, rows: int, served: bool) -> None:
+    """A device learns its share in the partitioner: kernels work on multiples of 8 entries, XLA on any."""
     hidden, weight, n = LAYOUTS[layout]
-    text = program(n, "in_forward", 2, hidden, weight, None, V - 100).as_text()
+    text = program(n, "in_forward", 2, hidden, weight, None, V - 100, rows).as_text()
     assert ("mosaic_gpu_v2" in text) == served
     kept = sorted(c[:2] for c in collectives(text) if c[2] > 4 * n)
     assert kept == sorted(c[:2] for c in expected(layout, "in_forward", n, 2))
