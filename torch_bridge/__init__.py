@@ -1,6 +1,7 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `LinearCrossEntropyLoss` the
+`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `cross_entropy` that of stored
+logits, `LinearCrossEntropyLoss` the
 module, `PipelineFusedLoss` the loss of a pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split
 over a process group, `patch_causal_lm` the one line for a Hugging Face model.
 `to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch_bridge.exchange import to_torch as to_torch
     from torch_bridge.functions import linear_cross_entropy as linear_cross_entropy
     from torch_bridge.functions import linear_row_statistics as linear_row_statistics
+    from torch_bridge.given_logits import cross_entropy as cross_entropy
     from torch_bridge.huggingface import patch_causal_lm as patch_causal_lm
     from torch_bridge.huggingface import unpatch_causal_lm as unpatch_causal_lm
     from torch_bridge.log_probs import linear_log_probs as linear_log_probs
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LinearCrossEntropyLoss": "modules",
     "PipelineFusedLoss": "pipeline",
+    "cross_entropy": "given_logits",
     "linear_cross_entropy": "functions",
     "linear_log_probs": "log_probs",
     "linear_row_statistics": "functions",

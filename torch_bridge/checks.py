@@ -23,9 +23,7 @@ def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | N
     """Checks the tensors of a head and returns the compute dtype."""
     for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
         if tensor is not None:
-            exchange.check_dense(name, tensor)
-            if tensor.dtype not in _DTYPES:
-                raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
+            floating(name, tensor)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
     if weight.ndim != 2:
@@ -42,6 +40,14 @@ def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | N
     if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return _DTYPES[torch.get_autocast_dtype(kind)]
     return _DTYPES[input.dtype]
+
+
+def floating(name: str, tensor: Tensor) -> str:
+    """Checks a dense tensor of a dtype that there are losses for, and returns that."""
+    exchange.check_dense(name, tensor)
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
+    return _DTYPES[tensor.dtype]
 
 
 def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:

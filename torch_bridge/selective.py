@@ -4,16 +4,12 @@ Plain PyTorch, on any device. Rows are taken in chunks, of which a float32 copy 
 gradient the same way, straight in the logits' dtype.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-# Elements of a chunk, by device: 64 MiB of float32 keep a GPU busy; 4 MiB stay in a CPU's cache.
-_CHUNK_ELEMENTS = {"cpu": 2**20}
-_CHUNK_ELEMENTS_ELSEWHERE = 2**24
+from torch_bridge.chunks import check_inplace, chunks, gradient_chunks, wide
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
@@ -60,8 +56,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_
             f"index has shape {tuple(index.shape)}; logits' leading shape {tuple(leading)} is needed, or that and an "
             "axis of K entries"
         )
-    if inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward=True on logits that are a leaf would overwrite a parameter; pass False")
+    check_inplace(logits, inplace_backward)
     if index.numel() and not logits.shape[-1]:
         raise ValueError(f"index asks for entries of logits of shape {tuple(logits.shape)}, which have none")
     picked = index.reshape(leading.numel(), index.shape[len(leading) :].numel()).long()
@@ -108,47 +103,18 @@ def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor, temperatur
     return selective_log_softmax(logits if temperature == 1.0 else logits / temperature, labels)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
-    if not logits.numel():
-        return
-    if not _flattens(logits):
-        each = logits.shape[1:-1].numel()
-        for number, part in enumerate(logits.unbind(0)):
-            yield from _chunks(part, start + number * each)
-        return
-    rows = logits.view(-1, logits.shape[-1])
-    size = max(1, _CHUNK_ELEMENTS.get(rows.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // rows.shape[1])
-    for first in range(0, rows.shape[0], size):
-        part = rows[first : first + size]
-        yield slice(start + first, start + first + part.shape[0]), part
-
-
-def _flattens(logits: torch.Tensor) -> bool:
-    """Whether the leading axes are one axis in memory."""
-    axes = [axis for axis in range(logits.ndim - 1) if logits.shape[axis] > 1]
-    return all(
-        logits.stride(outer) == logits.stride(inner) * logits.shape[inner] for outer, inner in itertools.pairwise(axes)
-    )
-
-
 class _SelectiveLogSoftmax(torch.autograd.Function):
     """`(logits [..., V], index [N, K]) -> [N, K]`."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
-        wide = _wide(logits.dtype)
-        values = torch.empty(index.shape, dtype=wide, device=logits.device)
+        values = torch.empty(index.shape, dtype=wide(logits.dtype), device=logits.device)
         # Rows of -inf throughout have no softmax: their log-probabilities are -inf here, their gradients 0.
         empty = torch.empty((index.shape[0], 1), dtype=torch.bool, device=logits.device)
-        for part, rows in _chunks(logits):
+        for part, rows in chunks(logits):
             empty[part] = rows.amax(dim=1, keepdim=True).isneginf()
             # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
-            values[part] = torch.log_softmax(rows, 1, dtype=wide).gather(1, index[part])
+            values[part] = torch.log_softmax(rows, 1, dtype=values.dtype).gather(1, index[part])
         ctx.save_for_backward(logits, index, empty)
         ctx.inplace_backward = inplace_backward
         return values.masked_fill_(empty, -torch.inf)
@@ -158,12 +124,9 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """`Σ_k g_k·(onehot(i_k) - p)`, rounded once."""
         logits, index, empty = ctx.saved_tensors
-        gradient = (
-            logits if ctx.inplace_backward else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        )
-        by_row = gradient.view(index.shape[0], logits.shape[-1]) if not ctx.inplace_backward else None
-        for part, rows in _chunks(logits):
+        gradient, filled = gradient_chunks(logits, ctx.inplace_backward)
+        for part, rows, of_rows in filled:
             p = torch.softmax(rows, 1, dtype=upstream.dtype).masked_fill_(empty[part], 0.0)
             p.mul_(-upstream[part].sum(dim=1, keepdim=True)).scatter_add_(1, index[part], upstream[part])
-            (rows if by_row is None else by_row[part]).copy_(p)
+            of_rows.copy_(p)
         return gradient, None, None

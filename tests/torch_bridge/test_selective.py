@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_bridge import selective  # noqa: E402
+from torch_bridge import chunks  # noqa: E402
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax  # noqa: E402
 
 
@@ -17,7 +17,7 @@ def _exact(logits: Any, index: Any) -> Any:
 
 @pytest.fixture(params=[2**24, 37], ids=["one chunk", "many chunks"])
 def _chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(chunks.ELEMENTS, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("_chunked")
@@ -57,10 +57,10 @@ def test_bfloat16_is_exact_where_the_logsumexp_trick_is_off_by_a_sixteenth() -> 
 
 def test_a_slice_of_the_logits_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What trainers pass: all positions but the last."""
-    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", 64)
+    monkeypatch.setitem(chunks.ELEMENTS, "cpu", 64)
     whole = torch.randn(3, 5, 11, requires_grad=True)
     index = torch.randint(0, 11, (3, 4))
-    for _, rows in selective._chunks(whole.detach()[:, :-1]):
+    for _, rows in chunks.chunks(whole.detach()[:, :-1]):
         assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     value = selective_log_softmax(whole[:, :-1], index)
     torch.testing.assert_close(value, _exact(whole[:, :-1], index)[..., 0].float())
@@ -88,7 +88,7 @@ def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_back
                     self.made += x.untyped_storage().nbytes() // 2 >= logits.numel()
             return out
 
-    monkeypatch.setitem(selective._CHUNK_ELEMENTS, "cpu", 256)
+    monkeypatch.setitem(chunks.ELEMENTS, "cpu", 256)
     logits = torch.randn(2, 8, 256).bfloat16().requires_grad_()
     with Largest() as forward:
         value = selective_log_softmax(logits, torch.zeros(2, 8, dtype=torch.long)).sum()

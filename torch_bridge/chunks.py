@@ -1,0 +1,60 @@
+"""Rows of stored logits a few at a time, as views, for functions that widen no more than a chunk of them."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+# Elements of a chunk, by device: 64 MiB of float32 keep a GPU busy; 4 MiB stay in a CPU's cache.
+ELEMENTS = {"cpu": 2**20}
+_ELEMENTS_ELSEWHERE = 2**24
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of `dtype` are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
+    if not logits.numel():
+        return
+    if not _flattens(logits):
+        each = logits.shape[1:-1].numel()
+        for number, part in enumerate(logits.unbind(0)):
+            yield from chunks(part, start + number * each)
+        return
+    rows = logits.view(-1, logits.shape[-1])
+    size = max(1, ELEMENTS.get(rows.device.type, _ELEMENTS_ELSEWHERE) // rows.shape[1])
+    for first in range(0, rows.shape[0], size):
+        part = rows[first : first + size]
+        yield slice(start + first, start + first + part.shape[0]), part
+
+
+def _flattens(logits: torch.Tensor) -> bool:
+    """Whether the leading axes are one axis in memory."""
+    axes = [axis for axis in range(logits.ndim - 1) if logits.shape[axis] > 1]
+    return all(
+        logits.stride(outer) == logits.stride(inner) * logits.shape[inner] for outer, inner in itertools.pairwise(axes)
+    )
+
+
+def gradient_chunks(
+    logits: torch.Tensor, inplace: bool
+) -> tuple[torch.Tensor, Iterator[tuple[slice, torch.Tensor, torch.Tensor]]]:
+    """The logits' gradient, in memory of its own or in theirs; `(row numbers, rows, their gradient)` to fill it by."""
+    if inplace:
+        return logits, ((part, rows, rows) for part, rows in chunks(logits))
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    by_row = gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
+    return gradient, ((part, rows, by_row[part]) for part, rows in chunks(logits))
+
+
+def check_inplace(logits: torch.Tensor, inplace_backward: bool) -> None:
+    """Refuses to overwrite a leaf.
+
+    Raises:
+        ValueError: the logits are one.
+    """
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward=True on logits that are a leaf would overwrite a parameter; pass False")

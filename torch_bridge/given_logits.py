@@ -1,0 +1,179 @@
+"""`cross_entropy` of logits that are there already, with every option of `pallas_ce.cross_entropy`, in plain PyTorch.
+
+Rows are taken in chunks, of which one wide copy exists at a time. The statistics of a row are differentiable; the loss
+is written on top of them in PyTorch's own operators, which differentiate everything else.
+"""
+
+from typing import Any, Literal
+
+import jax
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pallas_ce import arguments
+from torch_bridge import checks
+from torch_bridge.chunks import check_inplace, chunks, gradient_chunks, wide
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = -100,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    normalizer: float | Tensor | None = None,
+    vocab_size: int | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors of any device.
+
+    `torch.nn.functional.cross_entropy(logits.float(), target, …)` without a float32 copy of narrower logits, and with
+    z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a chunk of rows and a few
+    numbers a row.
+
+    Args:
+        logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
+        target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
+        label_smoothing: in [0, 1]; differentiable, as a tensor.
+        z_loss: factor β of `β·lse²`; likewise.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
+        ignore_index: tokens with this target have loss 0 and gradient 0.
+        class_weights: `[V]`, PyTorch's `weight`; a constant.
+        token_weights: `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
+        vocab_size: V; columns from there on are padding. Default V'.
+        inplace_backward: write the gradient over the logits' memory. They must not be needed after this function, by
+            anything: the values there are lost.
+
+    Returns:
+        Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no token counts; differentiable once.
+
+    Raises:
+        ValueError: shapes or values that do not fit, `inplace_backward` on a leaf.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import cross_entropy
+        >>> logits = torch.zeros(2, 3, 4, requires_grad=True)
+        >>> target = torch.tensor([[0, 1, 2], [3, -100, -100]])
+        >>> loss = cross_entropy(logits, target)
+        >>> loss.backward()
+        >>> print(f"{loss.item():.4f}", logits.grad[1, 0])
+        1.3863 tensor([ 0.0625,  0.0625,  0.0625, -0.1875])
+
+    References:
+        See `pallas_ce.cross_entropy`.
+    """
+    arguments.check_reduction(reduction, normalizer, "auto")
+    kind = checks.floating("logits", logits)
+    spec = arguments.logits_spec(jax.ShapeDtypeStruct(logits.shape, kind), vocab_size, logit_softcap)
+    leading, size = logits.shape[:-1], spec.vocab_size
+    ids = checks.labels(target, leading).long()
+    checks.shape("token_weights", token_weights, leading)
+    checks.shape("class_weights", class_weights, (size,))
+    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    arguments.scalar("z_loss", z_loss)
+    check_inplace(logits, inplace_backward)
+    dtype, smooth = wide(logits.dtype), isinstance(label_smoothing, Tensor) or label_smoothing != 0
+    counts = (ids >= 0) & (ids < size)
+    if ignore_index is not None:
+        counts &= ids != ignore_index
+    ids = ids.where(counts, 0)
+    classes = None if class_weights is None else class_weights.detach().to(dtype)
+    function: Any = _RowStatistics
+    uniform = None if classes is None else classes / size
+    lse, chosen, mean = function.apply(logits, ids, counts, uniform, spec.softcap, size, smooth, inplace_backward)
+
+    weight = torch.ones_like(lse) if token_weights is None else checks.by_row(token_weights, leading).to(dtype)
+    of_class = torch.ones_like(lse) if classes is None else classes[ids] if size else torch.zeros_like(lse)
+    loss = _times(of_class, lse - chosen)
+    if smooth:
+        mean_class = torch.ones((), dtype=dtype, device=lse.device) if classes is None else classes.mean()
+        loss = _times(1 - label_smoothing, loss) + _times(label_smoothing, _times(mean_class, lse) - mean)
+    z_part = _times(z_loss, lse * lse) if isinstance(z_loss, Tensor) or z_loss != 0 else torch.zeros_like(lse)
+    loss, z_part = (torch.where(counts, _times(weight, part), 0.0) for part in (loss, z_part))
+    if reduction == "none":
+        return (loss + z_part).reshape(leading)
+    if reduction == "sum":
+        return (loss + z_part).sum()
+    if normalizer is not None:
+        return _over((loss + z_part).sum(), torch.as_tensor(normalizer, dtype=dtype, device=lse.device))
+    weight = torch.where(counts, weight, 0.0)
+    return _over(loss.sum(), (weight * of_class).sum()) + _over(z_part.sum(), weight.sum())
+
+
+def _times(factor: float | Tensor, value: Tensor) -> Tensor:
+    """`factor·value`, and 0 where the factor is 0 and the value infinite."""
+    factor = torch.as_tensor(factor, dtype=value.dtype, device=value.device)
+    return factor * torch.where((factor == 0) & ~value.isfinite(), 0.0, value)
+
+
+def _over(total: Tensor, divisor: Tensor) -> Tensor:
+    """`total / divisor`, and 0 with derivative 0 where that is 0: a mean over nothing."""
+    nothing = divisor == 0
+    return torch.where(nothing, 0.0, total / torch.where(nothing, 1.0, divisor))
+
+
+def _capped(rows: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """Logits in `dtype`; the rows themselves where nothing is to be done."""
+    z = rows.to(dtype)
+    return z if softcap is None else (z / softcap).tanh_().mul_(softcap)
+
+
+class _RowStatistics(torch.autograd.Function):
+    """`(logits [..., V'], ids [N], counts [N], u [V] or None, …) -> lse, logit of the id, Σ u·logits`, `[N]` each.
+
+    0 in rows that do not count, and so are their gradients. Without u it is 1/V.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        u: Tensor | None,
+        softcap: float | None,
+        size: int,
+        smooth: bool,
+        inplace_backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = wide(logits.dtype)
+        lse, chosen, mean = torch.zeros((3, ids.shape[0]), dtype=dtype, device=logits.device)
+        for part, rows in chunks(logits):
+            z = _capped(rows[:, :size], softcap, dtype)
+            lse[part] = z.logsumexp(1)
+            chosen[part] = z.gather(1, ids[part, None])[:, 0]
+            if smooth:
+                mean[part] = z.mean(1) if u is None else torch.where(u == 0, 0.0, z).mv(u)
+        found = [x.masked_fill(~counts, 0.0) for x in (lse, chosen, mean)]
+        ctx.save_for_backward(logits, ids, ~counts | lse.isneginf(), u)
+        ctx.static = softcap, size, smooth, inplace_backward
+        return found[0], found[1], found[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, for_lse: Tensor, for_chosen: Tensor, for_mean: Tensor) -> tuple[Tensor | None, ...]:
+        """`p·g + onehot·g' + u·g''`, rounded once; a row of -inf throughout has no p, and gradient 0."""
+        logits, ids, left_out, u = ctx.saved_tensors
+        softcap, size, smooth, inplace = ctx.static
+        gradient, filled = gradient_chunks(logits, inplace)
+        for part, rows, of_rows in filled:
+            z = _capped(rows[:, :size], softcap, for_lse.dtype)
+            found = torch.softmax(z, 1).mul_(for_lse[part, None])
+            found.scatter_add_(1, ids[part, None], for_chosen[part, None])
+            if smooth:
+                found.add_(for_mean[part, None] * (1.0 / size if u is None else u))
+            if softcap is not None:
+                found.mul_(1 - (z / softcap) ** 2)
+            of_rows[:, :size] = found.masked_fill_(left_out[part, None], 0.0)
+            of_rows[:, size:] = 0.0
+        return gradient, *[None] * 7
