@@ -1,9 +1,9 @@
 """dlogits of a slice of the vocabulary, recomputed: the formula of `pallas_ce.coefficients` on a tile in registers.
 
-    dz_j = p_j·(A + B·log p_j + C·p_j) + E·u_j,   times 1 - (z_j/c)² under a soft cap
+    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax],   times 1 - (z_j/c)² under a soft cap
 
-Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries. The
-terms of single entries, D·1[j = t] and F·1[j = argmax], are XLA's (`entries`).
+Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries. Those
+of single entries are here for given logits, whose kernels memory bounds; a head's are XLA's (`entries`).
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ class DlogitsEpilogue:
 
     def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
         """Vectors by row that the whole window needs."""
-        names = (*sorted(self.present), "lse")
+        names = (*sorted(self.present), "lse", "labels", "argmax_column")
         return {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
@@ -141,6 +141,11 @@ class DlogitsEpilogue:
             if "prob_sq" in self.present:
                 inner = inner + row("prob_sq") * p
             terms.append(p * inner)
+        ids = layouts.column_ids(shape)
+        for name, where in (("target", "labels"), ("argmax", "argmax_column")):
+            if name in self.present:
+                hit = ids == layouts.along_columns(by_row[where] - column, shape)
+                terms.append(jnp.where(hit, row(name), 0.0))
         if "logit_weights" in self.present:
             if "u" in refs:
                 u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
@@ -148,7 +153,7 @@ class DlogitsEpilogue:
             else:
                 terms.append(layouts.along_columns(by_row["logit_weights"] * self.logits.uniform_weight, shape))
         if not terms:  # single entries only
-            return jnp.where(layouts.column_ids(shape) < 0, z, 0.0)
+            return jnp.where(ids < 0, z, 0.0)
         total = sum(terms[1:], terms[0])
         if self.logits.softcap is not None:
             ratio = z * (1.0 / self.logits.softcap)
