@@ -27,11 +27,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.gpu.results import write_atomically
+from experiments.gpu.results import FOLDER, write_atomically
+from experiments.gpu.scaling import FILE
 from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
-RESULTS = Path(__file__).parent / "results" / "gpu_scaling.json"
+RESULTS = FOLDER / FILE
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 _NCCL = {"NCCL_NVLS_ENABLE": "0"}
 

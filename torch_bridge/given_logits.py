@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pallas_ce import arguments
-from torch_bridge import checks
+from torch_bridge import checks, losses
 from torch_bridge.chunks import check_inplace, chunks, gradient_chunks, wide
 
 
@@ -89,37 +89,21 @@ def cross_entropy(
     ids = ids.where(counts, 0)
     classes = None if class_weights is None else class_weights.detach().to(dtype)
     function: Any = _RowStatistics
-    uniform = None if classes is None else classes / size
-    lse, chosen, mean = function.apply(logits, ids, counts, uniform, spec.softcap, size, smooth, inplace_backward)
+    u = None if classes is None else classes / size
+    lse, chosen, mean = function.apply(logits, ids, counts, u, spec.softcap, size, smooth, inplace_backward)
 
-    weight = torch.ones_like(lse) if token_weights is None else checks.by_row(token_weights, leading).to(dtype)
-    of_class = torch.ones_like(lse) if classes is None else classes[ids] if size else torch.zeros_like(lse)
-    loss = _times(of_class, lse - chosen)
-    if smooth:
-        mean_class = torch.ones((), dtype=dtype, device=lse.device) if classes is None else classes.mean()
-        loss = _times(1 - label_smoothing, loss) + _times(label_smoothing, _times(mean_class, lse) - mean)
-    z_part = _times(z_loss, lse * lse) if isinstance(z_loss, Tensor) or z_loss != 0 else torch.zeros_like(lse)
-    loss, z_part = (torch.where(counts, _times(weight, part), 0.0) for part in (loss, z_part))
-    if reduction == "none":
-        return (loss + z_part).reshape(leading)
-    if reduction == "sum":
-        return (loss + z_part).sum()
-    if normalizer is not None:
-        return _over((loss + z_part).sum(), torch.as_tensor(normalizer, dtype=dtype, device=lse.device))
-    weight = torch.where(counts, weight, 0.0)
-    return _over(loss.sum(), (weight * of_class).sum()) + _over(z_part.sum(), weight.sum())
-
-
-def _times(factor: float | Tensor, value: Tensor) -> Tensor:
-    """`factor·value`, and 0 where the factor is 0 and the value infinite."""
-    factor = torch.as_tensor(factor, dtype=value.dtype, device=value.device)
-    return factor * torch.where((factor == 0) & ~value.isfinite(), 0.0, value)
-
-
-def _over(total: Tensor, divisor: Tensor) -> Tensor:
-    """`total / divisor`, and 0 with derivative 0 where that is 0: a mean over nothing."""
-    nothing = divisor == 0
-    return torch.where(nothing, 0.0, total / torch.where(nothing, 1.0, divisor))
+    return losses.cross_entropy(
+        lse,
+        chosen,
+        mean if smooth else None,
+        counts,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        token_weights=None if token_weights is None else checks.by_row(token_weights, leading),
+        reduction=reduction,
+        normalizer=normalizer,
+        class_weights=None if classes is None or not size else (classes[ids], classes.mean()),
+    ).reshape(leading if reduction == "none" else ())
 
 
 def _capped(rows: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:

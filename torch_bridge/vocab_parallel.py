@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bridge import losses
 from torch_bridge.functions import Reduction, linear_row_statistics
 
 
@@ -102,19 +103,17 @@ def vocab_parallel_cross_entropy(
     if here.mean_logit is not None:
         parts.append(here.mean_logit * (linear_weight.shape[0] / vocab_size))
     target_logit, *mean_logit = _apply(_Sum, torch.stack(parts), group)
-    loss = lse - target_logit
-    if mean_logit:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - mean_logit[0])
-    if z_loss:
-        loss = loss + z_loss * lse**2
-    weights = counted.to(loss.dtype) if token_weights is None else torch.where(counted, token_weights, 0)
-    loss = torch.where(counted, weights * loss, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    divisor = weights.sum() if normalizer is None else torch.as_tensor(normalizer, device=loss.device)
-    return torch.where(divisor == 0, 0, loss.sum() / torch.where(divisor == 0, 1, divisor))
+    return losses.cross_entropy(
+        lse,
+        target_logit,
+        mean_logit[0] if mean_logit else None,
+        counted,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+    )
 
 
 def _apply(function: type[torch.autograd.Function], x: Any, group: dist.ProcessGroup | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments import gpu_report
-from experiments.gpu import ladder, report, summary, timing
+from experiments.gpu import ladder, report, scaling, summary, timing
 from experiments.gpu.results import Budget, ResultError, Results, run_points
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
@@ -190,6 +190,24 @@ def test_published_results_are_readable_and_the_report_is_made_from_them() -> No
     else:
         assert not steps
         assert not (folder / "gpu_report.md").exists()
+
+
+def test_the_published_scaling_is_made_from_its_result_file() -> None:
+    folder = Path(report.__file__).parents[1] / "results"
+    document = json.loads((folder / scaling.FILE).read_text())
+    assert (folder / "gpu_scaling.md").read_text() == scaling.markdown(document)
+
+
+def test_a_figure_that_misses_its_bound_is_said_to(tmp_path: Path) -> None:
+    document = json.loads((Path(report.__file__).parents[1] / "results" / scaling.FILE).read_text())
+    tensor, sequence = (next(r for r in document["records"] if r["layout"] == name) for name in ("tensor", "sequence"))
+    for value, said in ((0.96, "no"), (0.98, "yes")):
+        tensor["results"]["in_forward"]["efficiency"] = value
+        assert f"| tensor on 2, in_forward: efficiency | ≥ 0.97 | {value:.3f} | {said} |" in scaling.markdown(document)
+    sequence["results"]["in_forward"]["to_tensor"] = 1.05
+    assert "to_tensor | ≤ 1.04 | 1.050 | no |" in scaling.markdown(document)
+    (tmp_path / scaling.FILE).write_text(json.dumps(document))
+    assert [path.name for path in scaling.write(tmp_path)] == ["gpu_scaling.md", "gpu_scaling.png"]
 
 
 def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

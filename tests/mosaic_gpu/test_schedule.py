@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import BACKEND, operands
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, busiest, choose_windows, schedule
+from pallas_ce.settings import Settings
+from pallas_ce.shards import Shards
 
 SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
 SIZES = list(itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144)))
@@ -96,3 +98,20 @@ def test_other_gpus_are_refused_with_the_alternative(
     if reason is not None:
         assert capability in reason
         assert "'xla'" in reason
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "h", "rows"),
+    [
+        (8192, 131072, 4096, 8192),  # one block in the memory that a wide sum for the weight would take
+        (8192, 201088, 2880, 4096),  # two, of 2816 rows three: fewer sums
+        (8192, 151936, 2048, 2048),  # four, of 2816 rows three, which overlap: no row twice
+        (16384, 32768, 4096, 4096),  # likewise in place of three of 5504
+    ],
+)
+def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, rows: int) -> None:
+    spec, settings = HeadSpec(h, v, v, 0, np.dtype(jnp.bfloat16), None), Settings("mosaic_gpu", None, None)
+    sums = settings.sum_bytes(spec, spec.dtype, Wanted(weight=True), Shards())
+    plan = settings.plan(spec, n, "in_forward", sums)
+    assert plan.rows == rows
+    assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else sums // 2)
