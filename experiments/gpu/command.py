@@ -44,7 +44,7 @@ class Section(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser, rounds: str = "times each program of a point is timed") -> None:
     """The options that every command has; `rounds` says what is repeated."""
-    parser.add_argument("--rounds", type=int, default=5, help=rounds)
+    parser.add_argument("--rounds", type=int, default=7, help=rounds)
     parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")

@@ -1,13 +1,14 @@
 """Timing on the device: programs compiled beforehand, launched back to back, in turn with the bare products.
 
-A launch's own cost hides behind the previous launch; what is left of it, and of synchronising at the end, cancels in
-the difference of a long and a short series. Clocks drift by several per cent over minutes, so every program of a point
-is timed once in each round, and only ratios within a point are compared. A GPU that has rested runs above the clocks
-that its power allows for long, and then below them: a first round, not counted, lets them settle, and rounds go through
-the programs in either direction in turn, so that none always follows the same one.
+A launch's own cost hides behind the previous launch; the first one's, and that of synchronising at the end, are one or
+two thousandths of a series. The clocks that a GPU's power allows drift by several per cent within seconds, more than
+most differences that matter, so many short rounds go through all programs of a point, in either direction in turn: each
+meets the clocks that the others meet. Only ratios within a point are compared. A first round, not counted, warms a GPU
+that has rested.
 """
 
 import concurrent.futures
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from experiments.gpu.programs import BARE, THREE, Program, bare, for_hidden, for
 # Programs whose compilation is timed differ by so many rows.
 _COMPILED_STEP = 8
 
-# Launches of the short series, and the most that the long one has beside them.
-_LAUNCHES = 3
-_MOST_LAUNCHES = 400
+# Each program is launched for about so long in a round, by so many launches at most.
+_BURST_MILLISECONDS = 100.0
+_MOST_LAUNCHES = 250
 
-# Each clock launches every program for about as long.
-_BURST_MILLISECONDS = 150.0
+# The profiler's clock launches for longer: nothing is measured of its first half.
+_PROFILED_MILLISECONDS = 150.0
 _KEPT_BYTES = 16 * 2**30
 
 Clock = Callable[[Any, tuple[Any, ...]], float]
@@ -40,16 +41,14 @@ def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
         for _ in range(launches):
             last = run()
         wait(last)
-        return time.perf_counter() - start
+        return 1e3 * (time.perf_counter() - start)
 
-    if 1e3 * (short := series(_LAUNCHES)) < _BURST_MILLISECONDS:
-        # The shorter of two: one in which the host was held up would make the difference too small by as much.
-        short = min(short, series(_LAUNCHES))
-    # Every program runs for about as long, so that none finds the GPU's clocks better rested than another.
-    more = max(_LAUNCHES, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (1e3 * short / _LAUNCHES))))
-    long = series(_LAUNCHES + more)
-    # On a host so busy that the longer series was the shorter one, the difference means nothing.
-    return 1e3 * ((long - short) / more if long > short else long / (_LAUNCHES + more))
+    once = series(1)
+    if once >= _BURST_MILLISECONDS:
+        return once
+    # The shorter of two, unless the host was held up in both.
+    launches = min(_MOST_LAUNCHES, math.ceil(_BURST_MILLISECONDS / min(once, series(1))))
+    return series(launches) / launches
 
 
 def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
@@ -69,7 +68,7 @@ def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
 
     measure: Any = profiler.measure
     _, once = measure(program)(*arguments)
-    launches = max(3, min(_MOST_LAUNCHES, int(_BURST_MILLISECONDS / (once or 1.0))))
+    launches = max(3, min(_MOST_LAUNCHES, int(_PROFILED_MILLISECONDS / (once or 1.0))))
     # The profiler keeps the results of all launches of a series.
     series = max(3, min(launches, _KEPT_BYTES // max(1, program.memory_analysis().output_size_in_bytes)))
     several: list[float] = []

