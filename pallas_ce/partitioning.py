@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.shards import Axes, RowArrays, Shards, lay_out
+from pallas_ce.shards import Axes, RowArrays, Shards, lay_out, without
 
 Operation = Callable[..., tuple[Any, Any]]
 
@@ -60,8 +60,13 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
             given_rows, given_head, *_ = jax.tree.unflatten(structure, specs)
             weight = None if given_head is None else given_head.weight
             axes, shards = split(mesh, given_rows.batch.hidden, weight, rows, head)
+            taken = axes
+            if head is not None and head.weight.dtype.itemsize <= head.spec.dtype.itemsize:
+                # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
+                shards = dataclasses.replace(shards, handed_whole=True)
+                taken = axes | {dim: without(axes[dim], shards.gathered) for dim in _weight_names(head)}
 
-            def place(dims: Names) -> NamedSharding:
+            def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
             def local(*operands: jax.Array) -> list[jax.Array]:
@@ -70,7 +75,7 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
                 with jax.sharding.use_abstract_mesh(alone):
                     return jax.tree.leaves(flat(shards, operands[:count]))
 
-            return mesh, local, [place(dims) for dims in out_names], tuple(place(dims) for dims in names)
+            return mesh, local, [place(d, axes) for d in out_names], tuple(place(d, taken) for d in names)
 
         rule = SdyShardingRule(
             tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
@@ -159,7 +164,7 @@ def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
     def devices(axes: Axes) -> int:
         return _devices(meshes[0], axes)
 
-    over_vocabulary, gathered = devices(shards.vocabulary), shards.gathered_vocabulary + shards.gathered_width
+    over_vocabulary, gathered = devices(shards.vocabulary), shards.gathered
     columns = spec.weight_rows // over_vocabulary
     alone = tuple(axis for axis in shards.rows if axis not in shards.common)
     tensor = tuple(axis for axis in shards.vocabulary if axis not in shards.sequence)
@@ -167,7 +172,7 @@ def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
         (alone, "rows over {}"),
         (tensor, "vocabulary over {}, statistics merged"),
         (shards.sequence, "rows and vocabulary over {}: hidden gathered (sequence parallelism)"),
-        (gathered, "rows and weight over {}: weight gathered in each pass (FSDP)"),
+        (gathered, "rows and weight over {}: weight gathered (FSDP)"),
     ]
     return Share(
         hidden.size // hidden.shape[-1] // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),

@@ -150,7 +150,7 @@ class Settings:
 
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, wanted: Wanted, shards: Shards) -> int:
         """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
-        scattered = shards.gathered_width + shards.gathered_vocabulary
+        scattered = shards.gathered
         narrow = self.backend.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
         if not wanted.weight or scattered or not narrow:
             return 0

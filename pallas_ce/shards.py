@@ -71,6 +71,7 @@ class Shards:
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
         cotangents_of_total: likewise that of a loss summed over rows.
         typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
+        handed_whole: whether the weight and the bias come in gathered already.
     """
 
     rows: Axes = ()
@@ -82,11 +83,17 @@ class Shards:
     cotangents_by_row: Axes = ()
     cotangents_of_total: Axes = ()
     typed: bool = False
+    handed_whole: bool = False
+
+    @property
+    def gathered(self) -> Axes:
+        """The axes over which the weight is gathered."""
+        return self.gathered_width + self.gathered_vocabulary
 
     @property
     def common(self) -> Axes:
         """The axes that split both rows and weight: a sum over rows is one over all rows of such a group."""
-        weight = self.vocabulary + self.gathered_vocabulary + self.gathered_width
+        weight = self.vocabulary + self.gathered
         return tuple(axis for axis in self.rows if axis in weight)
 
     def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
@@ -108,7 +115,7 @@ class Shards:
         """The columns that this device streams, after gathering what is gathered."""
         spec = head.spec
         weight, bias = head.weight, head.bias
-        if self.gathered_vocabulary or self.gathered_width:
+        if self.gathered and not self.handed_whole:
             if jnp.dtype(spec.dtype).itemsize < weight.dtype.itemsize:
                 weight = weight.astype(spec.dtype)  # what is computed with is what is moved
             weight = _gather(weight, self.gathered_width, 1 - spec.vocab_axis)
@@ -225,7 +232,7 @@ def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight
         weight_bytes: what a device holds of the weight once its width is gathered.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
-    others = _without(vocabulary, common)
+    others = without(vocabulary, common)
     # One side is gathered over the axes that split both. A device's part of the gathered weight is one run of columns
     # only where these are the last of the vocabulary's axes.
     sequence: Axes = common
@@ -233,15 +240,16 @@ def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight
     if common and weight_bytes < hidden_bytes and vocabulary == others + common:
         vocabulary, sequence, gathered = others, (), common
     sums = Sums(
-        hidden=_without(vocabulary, sequence),
-        weight=_without(rows, sequence + gathered + width),
-        bias=_without(rows, sequence + gathered),
+        hidden=without(vocabulary, sequence),
+        weight=without(rows, sequence + gathered + width),
+        bias=without(rows, sequence + gathered),
         logit_scale=tuple(dict.fromkeys(rows + vocabulary)),
     )
     return Shards(rows, vocabulary, sequence, gathered, width, sums)
 
 
-def _without(axes: Axes, others: Axes) -> Axes:
+def without(axes: Axes, others: Axes) -> Axes:
+    """`axes` but those among `others`."""
     return tuple(axis for axis in axes if axis not in others)
 
 

@@ -86,7 +86,8 @@ def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str
         "FSDP over V": [("reduce-scatter", "f32", weight // gpus)],
         "FSDP over H": [("reduce-scatter", "f32", tile // gpus)],
     }[layout]
-    return gathered * (2 if mode == "recompute" else 1) + summed
+    # A weight is gathered once for both passes; hidden states, which would have to be kept for the backward, in each.
+    return gathered * (2 if mode == "recompute" and layout == "SP" else 1) + summed
 
 
 LAYOUTS = {
