@@ -1,6 +1,7 @@
 """What `torch_bridge` adds to the library's own call in JAX: time on the host, time on the device, memory.
 
-Both callers compute loss and gradients of the same bfloat16 head, by the same implementation and backward mode.
+All callers compute loss and gradients of the same bfloat16 head, by the same implementation and backward mode. Beside
+bridge and native call stand, where they can, the bridge told that every row counts, and kernels launched by themselves.
 """
 
 import functools
@@ -18,14 +19,12 @@ import jax.numpy as jnp
 import torch
 
 import torch_bridge
-from experiments.gpu import timing, torch_timing
+from experiments.gpu import direct, timing, torch_timing
 from experiments.gpu.programs import Program, both, ours
 from experiments.gpu.used import allocated_peak_bytes, used_bytes
 
-Caller = Literal["bridge", "native"]
+Caller = Literal["bridge", "native", "unmasked", "direct"]
 Shape = tuple[int, int, int]
-
-CALLERS: tuple[Caller, ...] = ("bridge", "native")
 
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
 _QUEUED_CYCLES = 25_000_000
@@ -57,12 +56,27 @@ def synchronize(result: Any) -> None:
         torch.cuda.synchronize()
 
 
-def bridged(setting: Setting, differentiate: bool) -> Callable[..., Any]:
+def callers(setting: Setting) -> tuple[Caller, ...]:
+    """Those that the setting has."""
+    alone = setting.device == "cuda" and setting.mode == "in_forward" and setting.implementation == "mosaic_gpu"
+    return ("bridge", "native", "unmasked", "direct") if alone else ("bridge", "native")
+
+
+def made(caller: Caller, setting: Setting, differentiate: bool) -> Callable[..., Any]:
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of that caller."""
+    if caller == "native":
+        return native(setting, differentiate)
+    if caller == "direct":
+        return direct.called(differentiate)
+    return bridged(setting, differentiate, **{} if caller == "bridge" else {"ignore_index": None})
+
+
+def bridged(setting: Setting, differentiate: bool, **options: Any) -> Callable[..., Any]:
     """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors; `backward` as a training step calls it."""
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return torch_bridge.linear_cross_entropy(
-            hidden, weight, labels, backward=cast(Any, setting.mode), implementation=setting.implementation
+            hidden, weight, labels, backward=cast(Any, setting.mode), implementation=setting.implementation, **options
         )
 
     def forward(*given: Any) -> Any:
@@ -99,9 +113,9 @@ def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
     n, v, h = shape
     tensors = torch_timing.inputs(shape, setting.device)
     runs = {
-        f"{caller} {name}": make(setting, differentiate)
+        f"{caller} {name}": made(caller, setting, differentiate)
         for name, differentiate in _CALLS.items()
-        for caller, make in (("bridge", bridged), ("native", native))
+        for caller in callers(setting)
     }
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_WARM_CALLS + calls):
@@ -134,23 +148,26 @@ def _median_us(run: Callable[[], Any], calls: int) -> float:
 
 
 def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
-    """Milliseconds of forward and backward, launched back to back, bridge and native call in turn.
+    """Milliseconds of forward and backward, launched back to back, the callers in turn.
 
     Returns:
         `{"n", "v", "h", "results", "ratio"}`: medians `ms` and `samples` of each; the bridge's median over the native.
     """
     n, v, h = shape
     tensors = torch_timing.inputs(shape, setting.device)
-    runs: dict[Caller, Callable[[], Any]] = {
-        "bridge": functools.partial(bridged(setting, True), *tensors),
-        "native": functools.partial(native(setting, True), *as_arrays(*tensors)),
+    arrays = as_arrays(*tensors)
+    runs = {
+        caller: functools.partial(made(caller, setting, True), *(arrays if caller == "native" else tensors))
+        for caller in callers(setting)
     }
     for run in runs.values():
         synchronize(run())
     samples: dict[Caller, list[float]] = {caller: [] for caller in runs}
-    for _ in range(rounds):
-        for caller, run in runs.items():
-            samples[caller].append(timing.per_launch(run, synchronize))
+    for number in range(rounds + 1):
+        for caller, run in list(runs.items())[:: 1 - 2 * (number % 2)]:
+            sample = timing.per_launch(run, synchronize)
+            if number:  # pools grow in the first round
+                samples[caller].append(sample)
     medians = {caller: statistics.median(taken) for caller, taken in samples.items()}
     found = {caller: {"ms": medians[caller], "samples": taken} for caller, taken in samples.items()}
     return {"n": n, "v": v, "h": h, "results": found, "ratio": medians["bridge"] / medians["native"]}
@@ -165,7 +182,7 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
     """
     n, v, h = shape
     found: dict[str, dict[str, float]] = {}
-    for caller in CALLERS:
+    for caller in callers(setting):
         before = used_bytes(setting.device)
         order = json.dumps({"caller": caller, "shape": shape, "setting": setting})
         # Neither may take its memory beforehand, or nothing could be told from the driver's count.
@@ -184,14 +201,13 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
 def peak_of(caller: Caller, shape: Shape, setting: Setting) -> tuple[int, int]:
     """`used_bytes` and `allocated_peak_bytes` after a few calls; in a fresh process."""
     n, v, h = shape
-    if caller == "bridge":
+    if caller != "native":
         hidden = torch.zeros(n, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.zeros(v, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
         given: tuple[Any, ...] = (hidden, weight, torch.zeros(n, device=setting.device, dtype=torch.int64))
-        run = bridged(setting, True)
     else:
         given = (jnp.zeros((n, h), jnp.bfloat16), jnp.zeros((v, h), jnp.bfloat16), jnp.zeros(n, jnp.int32))
-        run = native(setting, True)
+    run = made(caller, setting, True)
     for _ in range(_CALLS_FOR_MEMORY):
         synchronize(run(*given))
     return used_bytes(setting.device), allocated_peak_bytes(setting.device)

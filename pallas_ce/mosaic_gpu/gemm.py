@@ -95,7 +95,7 @@ def run(
             last two are multiples of `STEP`.
     """
     numbers = numbers or {}
-    program = _program(
+    given = kernel_function(
         name,
         launch,
         epilogue,
@@ -104,10 +104,10 @@ def run(
         tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items()),
     )
     with jax.named_scope(name):
-        given = [x if isinstance(x, jax.Ref) else at_run_time(x) for x in inputs.values()]
+        others = [x if isinstance(x, jax.Ref) else at_run_time(x) for x in inputs.values()]
         if numbers:
-            given.append(at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers.values()])))
-        results = program(left, right, *given)
+            others.append(at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers.values()])))
+        results = given(left, right, *others)
     return dict(zip(outputs, results, strict=True))
 
 
@@ -117,7 +117,7 @@ def at_run_time(x: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(
+def kernel_function(
     name: str,
     launch: Launch,
     epilogue: Epilogue,
@@ -125,7 +125,7 @@ def _program(
     numbers: tuple[str, ...],
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
 ) -> Any:
-    """The kernel as a jitted function: one for each set of static facts.
+    """The kernel as a jitted function `(left, right, *inputs, numbers) -> outputs`: one for each set of static facts.
 
     So a kernel that a program uses twice is traced, lowered and assembled once. One function must not serve several
     sets, either: JAX 0.11 confuses the grids of a kernel function that is used with several.

@@ -73,7 +73,7 @@ def _program(
     input_names: tuple[str, ...],
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
 ) -> Any:
-    """The kernel as a jitted function, one for each set of static facts; see `gemm._program`."""
+    """The kernel as a jitted function, one for each set of static facts; see `gemm.kernel_function`."""
     names = input_names + tuple(output for output, _, _ in outputs)
 
     def body(matrix_gmem: Any, *others: Any) -> None:

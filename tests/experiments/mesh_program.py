@@ -1,4 +1,4 @@
-"""Run by `test_mesh.py`, in processes of their own with eight CPU devices; prints the checks that passed."""
+"""Run by `test_mesh.py`, in processes of their own with eight CPU devices, or all GPUs; prints what passed."""
 
 import dataclasses
 import sys
@@ -93,6 +93,30 @@ def command() -> Iterator[str]:
     yield "resumed on another mesh"
 
 
+def gpus() -> Iterator[str]:
+    """Every mesh of this machine's GPUs gives the curve of one GPU, in bfloat16 on the Hopper kernels."""
+    count, steps = len(jax.devices()), 30
+    rows = np.random.default_rng(0).integers(0, 4096, (4, 8, 257)).astype(np.int32)
+    sizes = {"vocab_size": 4096, "width": 256, "attention_heads": 4, "mlp_width": 512, "sequence_length": 256}
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", implementation="mosaic_gpu", learning_rate=0.003, **sizes)
+
+    def losses(mesh: str) -> list[float]:
+        program = build(dataclasses.replace(config, mesh=mesh), "fused", 0)
+        state, found = program.initial_state(0), []
+        for i in range(steps):
+            state, step = program.train(state, rows[i % len(rows)])
+            found.append(float(step.loss))
+        return found
+
+    one = losses("")
+    assert one[-1] < 0.97 * one[0], one
+    for mesh in (f"data={count}", f"tensor={count}", f"tensor={count},sequence", f"fsdp={count}"):
+        got = losses(mesh)
+        apart = np.max(np.abs(np.subtract(got, one)) / one)
+        assert apart < 2e-3, (mesh, got, one)
+        yield f"{mesh}: {steps} losses from {got[0]:.4f} to {got[-1]:.4f}, at most {apart:.1e} from those of one GPU"
+
+
 if __name__ == "__main__":
-    for passed in {"curves": curves, "command": command}[sys.argv[1]]():
+    for passed in {"curves": curves, "command": command, "gpus": gpus}[sys.argv[1]]():
         print(f"passed: {passed}", flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from experiments.lm.config import TrainConfig
@@ -54,12 +55,16 @@ def test_a_run_goes_on_only_where_its_arrays_keep_their_shapes() -> None:
         refuse_other_padding(stored, TrainConfig(vocab_size=301, mesh="tensor=2"))
 
 
-def _run(section: str, *arguments: str) -> str:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+_CPUS = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def _run(section: str, *arguments: str, devices: dict[str, str] = _CPUS) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tests.experiments.mesh_program", section, *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=os.environ | devices | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -77,3 +82,13 @@ def test_a_run_begun_on_one_mesh_goes_on_on_another(text: Path, tmp_path: Path) 
     assert "passed" in out
     assert "mesh: data=2, tensor=2, sequence; 4 of 8 devices" in out
     assert "mesh: data=2, fsdp=2, tensor=2\n" in out
+
+
+@pytest.mark.gpu
+def test_every_mesh_of_gpus_gives_the_curve_of_one() -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    # Neither this process nor that one may take the GPUs' memory beforehand.
+    out = _run("gpus", devices={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"})
+    print(out)
+    assert out.count("passed") == 4

@@ -1,0 +1,65 @@
+"""Several GPUs of one host through NCCL: each layout gives what one GPU gives, on the Hopper kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_ce import linear_cross_entropy
+
+pytestmark = pytest.mark.gpu
+
+N, V, H = 2048, 8192, 512
+LAYOUTS = {
+    "data": (P("gpu"), P()),
+    "tensor": (P(), P("gpu")),
+    "sequence": (P("gpu"), P("gpu")),
+    "FSDP over H": (P("gpu"), P(None, "gpu")),
+}
+
+
+def results(mesh: Any, layout: tuple[P, P], vocab_size: int, backward: Any) -> list[np.ndarray]:
+    """Loss and gradients; a fifth of the labels is ignored."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (N, H), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (V, H), jnp.bfloat16) * jnp.bfloat16(H**-0.5)
+    labels = jnp.where(jnp.arange(N) % 5 == 0, -100, jax.random.randint(keys[2], (N,), 0, vocab_size))
+    specs = layout[0], layout[1], P(*layout[0][:1])
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((hidden, weight, labels), specs, strict=True)
+    ]
+
+    def loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(
+            hidden, weight, labels, vocab_size=vocab_size, backward=backward, implementation="mosaic_gpu"
+        )
+
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
+    assert "mosaic_gpu_v2" in compiled.as_text()
+    value, (d_hidden, d_weight) = compiled(*arrays)
+    return [np.asarray(x, np.float32) for x in (value, d_hidden, d_weight)]
+
+
+@pytest.mark.parametrize("vocab_size", [V, V - 100, V // 2 - 50])
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_what_one_gpu_gives(layout: str, backward: str, vocab_size: int) -> None:
+    """Also of a padded vocabulary, whose last device has some padding, or nothing else."""
+    gpus = jax.devices()
+    if len(gpus) < 2:
+        pytest.skip("one GPU")
+
+    def mesh(devices: Any) -> Any:
+        return jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
+
+    one = results(mesh(gpus[:1]), LAYOUTS[layout], vocab_size, backward)
+    several = results(mesh(gpus), LAYOUTS[layout], vocab_size, backward)
+    np.testing.assert_allclose(several[0], one[0], rtol=1e-6)
+    for got, want in zip(several[1:], one[1:], strict=True):
+        # Sums are rounded to bfloat16 in other places, by at most 2^-8 of the largest of the few numbers added.
+        assert np.linalg.norm(got - want) <= 2**-8 * np.linalg.norm(want)
+    assert not several[2][vocab_size:].any()
