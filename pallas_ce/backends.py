@@ -105,10 +105,11 @@ class Backend(Protocol):
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """Block sizes for the plain forward (`mode=None`) or for a backward mode.
 
-        They fit within `scratch_bytes`, which is at least `minimum_scratch`.
+        They fit within `scratch_bytes`, which is at least `minimum_scratch`. Where there are several blocks, an array
+        of up to `spare_bytes` costs nothing beside: it lies where the gradient will, once all blocks are done.
         """
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:

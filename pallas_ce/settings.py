@@ -122,21 +122,21 @@ class Settings:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
-        block may take them by default; and several as much as the sum's rounded copy takes in the end, which is
-        made when blocks are done with: neither adds to the largest amount of memory in use.
+        block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
+        free: neither adds to the largest amount in use.
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
             alone = self._plan(spec, tokens, mode, default + sum_bytes)
-            return alone if alone.rows >= tokens else self._plan(spec, tokens, mode, default + sum_bytes // 2)
+            return alone if alone.rows >= tokens else self._plan(spec, tokens, mode, default, sum_bytes // 2)
         return self._plan(spec, tokens, mode, default)
 
-    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int) -> Plan:
+    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
         bound = budget(self.scratch_bytes, least, logits, what, default)
-        return self.backend.plan(spec, tokens, mode, bound)
+        return self.backend.plan(spec, tokens, mode, bound, spare_bytes)
 
     def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
         """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.

@@ -73,11 +73,11 @@ class MosaicGpuBackend:
         """Bytes for one row at a time, or for one row of a small tile."""
         return plans.minimum(spec, mode)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """As large as the budget allows; blocks of rows of nearly equal size, in full tiles."""
         if mode == "recompute":
             return plans.recompute(spec, tokens, scratch_bytes)
-        return plans.by_rows(spec, tokens, mode, scratch_bytes)
+        return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
         """One; those that only run where exponentials do not fit 16 bits are left out."""

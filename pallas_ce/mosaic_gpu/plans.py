@@ -31,17 +31,22 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
     return _scratch(spec, mode, 1, columns, blocks=2)
 
 
-def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
     """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
+
+    def bytes_beside(rows: int, blocks: int) -> int:
+        total, stash = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks), _stash(spec, rows, spec.vocab_size)
+        return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
+
     blocks = 1
     while (rows := _even_rows(tokens, blocks)) > 1:
-        if _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks) <= scratch_bytes:
+        if bytes_beside(rows, blocks) <= scratch_bytes:
             break
         blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
     if mode == "in_forward" and blocks > 1:
         blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
         rows = _even_rows(tokens, blocks)
-    needed = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks)
+    needed = bytes_beside(rows, blocks)
     if mode is None:
         needed += _partial_bytes(spec, rows)
     return Plan(rows, spec.vocab_size, min(needed, scratch_bytes))
@@ -117,13 +122,14 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, bloc
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
-    stored_columns = operands.round_up(columns, operands.LENGTH_MULTIPLE)
     copied, several = weight_copy_bytes(spec), blocks > 1
     partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
     if mode is None:
         return copied + partial + (narrow * rows * spec.hidden_size if several else 0)
     # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
-    stored = narrow * stored_rows * (stored_columns + (columns if columns % operands.LENGTH_MULTIPLE else 0))
+    stored = _stash(spec, rows, columns)
+    if columns % operands.LENGTH_MULTIPLE:
+        stored += narrow * stored_rows * columns
     if mode == "in_forward":
         windows = 1
         if product_kernel.serves(spec, rows):
@@ -133,6 +139,12 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, bloc
     if recomputation.in_place(spec, rows, columns):
         return stored + (narrow * block + wide * tile) * several
     return stored + (narrow + wide * (1 + several)) * tile + (narrow + wide) * block * several
+
+
+def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
+    """Bytes of a 16-bit number for each logit."""
+    stored_rows, stored_columns = operands.stored_shape(rows, columns)
+    return spec.dtype.itemsize * stored_rows * stored_columns
 
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:

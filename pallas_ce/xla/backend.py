@@ -46,7 +46,7 @@ class XlaBackend:
         """The scratch of one row and one column at a time."""
         return _scratch(spec, mode, 1, 1)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int) -> Plan:
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """Blocks of the preferred size, halved along their longer side until they fit."""
         rows = min(tokens, ROWS)
         if mode == "in_forward":

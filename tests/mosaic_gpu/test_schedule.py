@@ -104,9 +104,10 @@ def test_other_gpus_are_refused_with_the_alternative(
     ("n", "v", "h", "rows"),
     [
         (8192, 131072, 4096, 8192),  # one block in the memory that a wide sum for the weight would take
-        (8192, 201088, 2880, 4096),  # two, of 2816 rows three: fewer sums
-        (8192, 151936, 2048, 2048),  # four, of 2816 rows three, which overlap: no row twice
-        (16384, 32768, 4096, 4096),  # likewise in place of three of 5504
+        (8192, 201088, 2880, 2048),  # a stash of more than H rows does not fit where the gradient will lie
+        (8192, 262144, 2560, 2048),
+        (8192, 50257, 768, 2048),  # unless scratch memory holds it
+        (16384, 32768, 4096, 4096),  # four, of 5504 rows three, which overlap: no row twice
     ],
 )
 def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, rows: int) -> None:
@@ -114,4 +115,4 @@ def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, 
     sums = settings.sum_bytes(spec, spec.dtype, Wanted(weight=True), Shards())
     plan = settings.plan(spec, n, "in_forward", sums)
     assert plan.rows == rows
-    assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else sums // 2)
+    assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else 0)
