@@ -187,13 +187,22 @@ class RowBlocks:
     tiles: Tiles
     skipped: bool
 
-    def for_each[Carry](self, body: Callable[["RowBlock", Carry], Carry], init: Carry) -> Carry:
-        """`init` carried through `body(block, carry)` over all blocks."""
+    def for_each[Carry](
+        self, body: Callable[["RowBlock", Carry], Carry], init: Carry, *, first_apart: bool = False
+    ) -> Carry:
+        """`init` carried through `body(block, carry)` over all blocks.
+
+        With `first_apart` the first of a known number of blocks comes before the loop over the others, so that XLA
+        can see that what is added to in it is zero, and neither writes zeros nor reads them.
+        """
         count = None if self.skipped else self.rows.count
         trips = self.tiles.count if count is None else -(-count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
             return body(self.block(0), init)
-        return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
+        start = 0
+        if first_apart and isinstance(trips, int):
+            start, init = 1, body(self.block(jnp.int32(0)), init)
+        return fori_loop(start, trips, lambda i, carry: body(self.block(i), carry), init)
 
     def block(self, index: jax.Array | int) -> "RowBlock":
         """The block of that index; the index may be traced."""

@@ -208,7 +208,8 @@ def _local_statistics_and_sums(
         blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=skipped)
         sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
         hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
-        return blocks.for_each(body, (empty_statistics(call.names, rows.batch, head), hidden_sum, sums))
+        init = empty_statistics(call.names, rows.batch, head), hidden_sum, sums
+        return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)
 
     if rows.mask is not None and call.settings.asks and backend.gathers_in_vain(spec, plan):
         found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))

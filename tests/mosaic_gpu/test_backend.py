@@ -73,14 +73,16 @@ def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., An
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("blocks", "ignored"), [(1, 0.0), (3, 0.0), (3, 0.6), (3, 1.0)])
+@pytest.mark.parametrize(("blocks", "ignored"), [(1, 0.0), (3, -1), (3, 0.0), (3, 0.6), (3, 1.0)])
 def test_products_by_kernels_in_one_block_and_in_several(
     axis: int, dtype: Any, blocks: int, ignored: float, interpreted: Callable[..., Any]
 ) -> None:
-    """Ignored rows hold nan: none is read, not even where whole blocks are ignored."""
+    """Ignored rows hold nan: none is read, not even where whole blocks are ignored. A row is ignored but for -1."""
     n = 384
     given = arrays(n, 256, 272, axis, dtype)
     labels = jnp.where(jax.random.uniform(jax.random.key(8), (n,)) < ignored, -100, labels_of(n, 272))
+    if ignored < 0:
+        labels = jnp.maximum(labels, 0)
     scratch = 2**23 if blocks == 1 else 3 * 2**19
 
     def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:

@@ -58,7 +58,7 @@ def test_a_tile_of_impossible_size_is_refused(size: int) -> None:
 @hypothesis.given(mask=masks(), data=st.data())
 def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray | None, data: Any) -> None:
     n = 11 if mask is None else len(mask)
-    size = data.draw(st.integers(1, n))
+    size, first_apart = data.draw(st.integers(1, n)), data.draw(st.booleans())
     counts = np.ones(n, bool) if mask is None else mask
     x = np.arange(1.0, n + 1)
 
@@ -71,7 +71,7 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
             return visits, block.put(copy, block.take(x)), trips + 1
 
         blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
-        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)))
+        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
 
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
