@@ -100,7 +100,7 @@ class Shards:
         """What this device works on: gathered rows, the head's own columns, labels counted from the first of them."""
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
-        head = self._local_head(head)
+        head = self._local_head(self.gather(head))
         batch = rows.batch._replace(labels=self.columns(rows.batch.labels, head))
         return rows._replace(batch=batch, argmax=self.columns(rows.argmax, head)), head
 
@@ -111,21 +111,25 @@ class Shards:
         columns = ids - self._start(local)
         return jnp.where((columns >= 0) & (columns < local.spec.weight_rows), columns, NO_TARGET)
 
+    def gather(self, head: Head) -> Head:
+        """`head` with the whole weight and bias over the axes that split them in memory only."""
+        if not self.gathered or self.handed_whole:
+            return head
+        weight, bias, axis = head.weight, head.bias, head.spec.vocab_axis
+        if jnp.dtype(head.spec.dtype).itemsize < weight.dtype.itemsize:
+            weight = weight.astype(head.spec.dtype)  # what is computed with is what is moved
+        weight = _gather(_gather(weight, self.gathered_width, 1 - axis), self.gathered_vocabulary, axis)
+        bias = None if bias is None else _gather(bias, self.gathered_vocabulary, 0)
+        return dataclasses.replace(head, weight=weight, bias=bias)
+
     def _local_head(self, head: Head) -> Head:
-        """The columns that this device streams, after gathering what is gathered."""
+        """The columns that this device streams."""
         spec = head.spec
-        weight, bias = head.weight, head.bias
-        if self.gathered and not self.handed_whole:
-            if jnp.dtype(spec.dtype).itemsize < weight.dtype.itemsize:
-                weight = weight.astype(spec.dtype)  # what is computed with is what is moved
-            weight = _gather(weight, self.gathered_width, 1 - spec.vocab_axis)
-            weight = _gather(weight, self.gathered_vocabulary, spec.vocab_axis)
-            bias = None if bias is None else _gather(bias, self.gathered_vocabulary, 0)
         if not self.vocabulary:
-            return dataclasses.replace(head, weight=weight, bias=bias)
-        size = weight.shape[spec.vocab_axis]
+            return head
+        size = head.weight.shape[spec.vocab_axis]
         local = dataclasses.replace(spec, weight_rows=size, vocab_size=size, whole_vocab_size=spec.vocab_size)
-        head = dataclasses.replace(head, weight=weight, bias=bias, spec=local)
+        head = dataclasses.replace(head, spec=local)
         start = self._start(head)
         u = head.logit_weights
         if u is not None:

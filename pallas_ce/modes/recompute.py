@@ -3,8 +3,9 @@
 Four products in all (8·N·H·V operations). It takes any cotangents of the row statistics, as often as asked.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +34,20 @@ from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards, psum
 
 
+class _Kept(NamedTuple):
+    """What the backward finds of the forward.
+
+    Attributes:
+        statistics: those that coefficients are made of.
+        weight: the weight gathered inside a `shard_map`, once for both passes; else None.
+        bias: likewise the bias.
+    """
+
+    statistics: Statistics
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
     settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None, known: Known | None
@@ -47,11 +62,17 @@ def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[
     values: Inputs = values_of(primals[:3])
     known: Known | None = values_of(primals[3])
     saved_names = coef.saved_statistics(names)
+    batch, head, mask = first_order_only(values)
+    kept_head: tuple[Any, ...] = ()
+    if _gathers(settings):
+        assert settings.shards is not None
+        head = settings.shards.gather(head)
+        settings, kept_head = _told_it_is_whole(settings), (head.weight, head.bias)
     if known is not None:
         found = first_order_only(known.statistics)
     else:
-        found = forward_statistics(settings, names | saved_names, *first_order_only(values))
-    kept = {name: found[name] for name in saved_names}
+        found = forward_statistics(settings, names | saved_names, batch, head, mask)
+    kept = _Kept({name: found[name] for name in saved_names}, *kept_head)
     saved = Saved(*values, kept, flags_of(wanted_inputs(primals[0].hidden, primals[1])))
     return {name: found[name] for name in names}, saved
 
@@ -65,10 +86,14 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
         if settings.shards is not None:
             given = {name: psum(g, settings.shards.cotangents_by_row) for name, g in given.items()}
         with jax.named_scope("pallas_ce.recompute"):
-            operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted))
-            kept = dict(used.kept)
+            head, weight_dtype = used.head, used.head.weight.dtype
+            if _gathers(settings):
+                settings = _told_it_is_whole(settings)
+                head = dataclasses.replace(head, weight=used.kept.weight, bias=used.kept.bias)
+            operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted, weight_dtype))
+            kept = dict(used.kept.statistics)
             rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
-            d_hidden, of_head = operation(rows, used.head)
+            d_hidden, of_head = operation(rows, head)
         gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
     return *input_cotangents(saved, gradients), None
 
@@ -76,10 +101,20 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def _gathers(settings: Settings) -> bool:
+    """Whether a weight is gathered inside a `shard_map`; under `jit` the partitioner sees to it."""
+    return settings.shards is not None and bool(settings.shards.gathered)
+
+
+def _told_it_is_whole(settings: Settings) -> Settings:
+    assert settings.shards is not None
+    return dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, handed_whole=True))
+
+
 def _gradients(
-    settings: Settings, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head
+    settings: Settings, wanted: Wanted, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
-    operation = functools.partial(_local_gradients, wanted, shards, head.weight.dtype)
+    operation = functools.partial(_local_gradients, wanted, shards, weight_dtype)
     rows, head = shards.enter(rows, head)
     return by_platform(settings.ways(head), operation, rows, head)
 

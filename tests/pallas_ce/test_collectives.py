@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import linear_cross_entropy, targets
+from pallas_ce import MeshAxes, linear_cross_entropy, targets
 from tests import compile_for_h200 as h200
 
 H, V = 256, 8192
@@ -119,6 +119,24 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
     assert [c[:2] for c in large] == [c[:2] for c in want]
     for (*_, size), (*_, least) in zip(large, want, strict=True):
         assert least <= size <= least + few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "axes"), [(P("gpu"), {"vocabulary": "gpu"}), (P(None, "gpu"), {"width": "gpu"})])
+def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, axes: dict[str, str]) -> None:
+    n, mesh, split = 16384, h200.h200_mesh(2), P("gpu")
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(
+            hidden, weight, labels, backward="recompute", implementation="xla", mesh_axes=MeshAxes(rows="gpu", **axes)
+        )
+
+    function = jax.shard_map(
+        jax.value_and_grad(loss, (0, 1)), mesh=mesh, in_specs=(split, weight, split), out_specs=(P(), (split, weight))
+    )
+    shapes = (((n, H), jnp.bfloat16, split), ((V, H), jnp.bfloat16, weight), ((n,), jnp.int32, split))
+    text = h200.compile_for_h200(function, *[h200.shaped(mesh, *shape) for shape in shapes])[0].as_text()
+    assert [c for c in collectives(text) if c[0] == "all-gather" and c[2] > 4 * n] == [("all-gather", "bf16", V * H)]
 
 
 @pytest.mark.slow
