@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -66,8 +67,9 @@ def cross_entropy(
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
         implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, where the number of rows is a multiple of 8 and
-            V' one of 16: a kernel reads all rows at once, so that a chunk size does not matter, and logits that are not
-            donated are not copied), or None: that one in programs for a Hopper GPU where it can, else "xla".
+            V' one of 16: a kernel takes all rows at once, so that a chunk size does not matter), or None: that one in
+            programs for a Hopper GPU where it can, else "xla". Logits that are not donated are copied once, which
+            takes about as long as the loss and its gradient.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
             `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.
@@ -142,10 +144,19 @@ def chunked_cross_entropy(logits: Any, labels: Any, chunk_size: int = 0, **optio
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
+    if unknown := sorted(set(options) - set(inspect.signature(cross_entropy).parameters)):
+        raise TypeError(f"chunked_cross_entropy() got an unexpected keyword argument {unknown[0]!r}")
     return _checked(logits, labels, arguments.chunk("chunk_size", chunk_size, _DEFAULT_CHUNK), **options)
 
 
-def mean_squared_lse(logits: Any, labels: Any, *, ignore_index: int | None = -100) -> jax.Array:
+def mean_squared_lse(
+    logits: Any,
+    labels: Any,
+    *,
+    ignore_index: int | None = -100,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+) -> jax.Array:
     """The z-loss's regulariser by itself, `Σ lse² / count` over the tokens that count; 0.0 when none does.
 
     For losses that have no `z_loss` of their own; those that have one need no second pass over the logits.
@@ -154,6 +165,8 @@ def mean_squared_lse(logits: Any, labels: Any, *, ignore_index: int | None = -10
         logits: `[..., V]` bfloat16, float16, float32 or float64.
         labels: `[...]` integers; they only say which tokens count.
         ignore_index: tokens with this label do not count, nor do those whose label lies outside `[0, V)`.
+        logit_softcap: see `cross_entropy`.
+        vocab_size: V, where the logits are padded.
 
     Returns:
         Array: `[]`, float32 (float64 for float64); differentiable once.
@@ -170,7 +183,7 @@ def mean_squared_lse(logits: Any, labels: Any, *, ignore_index: int | None = -10
         1.0
     """
     logits = arguments.array("logits", logits)
-    spec = arguments.logits_spec(logits, None, None)
+    spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
     labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
     function = functools.partial(_mean_squared_lse, mode.choose(spec, logits, None), arguments.ignored(ignore_index))
     return in_automatic_region(function, False, logits, logits, labels)

@@ -79,6 +79,8 @@ def multi_task_cross_entropy(hidden: Any, tasks: Mapping[str, Task], *, dtype: A
         >>> int(metrics["tags"].num_tokens)
         5
     """
+    if not isinstance(tasks, Mapping):
+        raise TypeError(f"tasks is a {type(tasks).__name__}; it must be a mapping of names to Tasks")
     if not tasks:
         raise ValueError("tasks is empty; give at least one Task by name")
     hidden = arguments.array("hidden", hidden)
@@ -88,6 +90,8 @@ def multi_task_cross_entropy(hidden: Any, tasks: Mapping[str, Task], *, dtype: A
     losses, metrics = {}, {}
     for name, task in tasks.items():
         try:
+            if "return_metrics" in task.options:
+                raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
             if task.options.get("reduction", "mean") == "none":
                 raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
             compute = dtype or jnp.promote_types(hidden.dtype, arguments.array("weight", task.weight).dtype)

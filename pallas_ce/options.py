@@ -89,6 +89,8 @@ def row_loss(
     normalizer = z_normalizer
     if options.class_weights is not None:
         class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
+        if not class_weights.size:  # nothing counts in an empty vocabulary
+            class_weights = jnp.zeros(1, wide)
         by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
         shared["mean_class_weight"] = jnp.mean(class_weights)
         normalizer = total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))

@@ -7,6 +7,7 @@ auxiliary loss, such as a mixture of experts' load balance, is the model's own a
 import dataclasses
 import functools
 import math
+import numbers
 import tomllib
 import typing
 from collections.abc import Callable, Mapping
@@ -42,9 +43,12 @@ class LossConfig:
     z_loss_weight: float = 0.0
     label_smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_types(dataclasses.asdict(self), "LossConfig")
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> "LossConfig":
-        """From the keys and values of a `[train]` section.
+        """From the keys and values of a `[train]` section, or of a document that has one.
 
         Args:
             values: names of fields to values.
@@ -54,14 +58,12 @@ class LossConfig:
             ValueError: an unknown key, naming the known ones.
             TypeError: a value of the wrong type.
         """
-        types = typing.get_type_hints(cls)
-        unknown = sorted(set(values) - set(types))
-        if unknown:
-            raise ValueError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(types)}")
-        for name, value in values.items():
-            wanted = (int, float) if types[name] is float else types[name]
-            if not isinstance(value, wanted) or isinstance(value, bool):
-                raise TypeError(f"{source} sets {name} to {value!r}, which must be of type {types[name].__name__}")
+        if isinstance(section := values.get("train"), Mapping):
+            values = section
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            raise ValueError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
+        _check_types(values, source)
         return cls(**values)
 
     @classmethod
@@ -79,6 +81,14 @@ class LossConfig:
         return cls.from_mapping(values, f"[train] of {path}")
 
 
+def _check_types(values: Mapping[str, Any], source: str) -> None:
+    types = typing.get_type_hints(LossConfig)
+    kinds = {int: numbers.Integral, float: numbers.Real}
+    for name, value in values.items():
+        if not isinstance(value, kinds.get(types[name], types[name])) or isinstance(value, bool):
+            raise TypeError(f"{source} sets {name} to {value!r}, which must be of type {types[name].__name__}")
+
+
 @dataclasses.dataclass(frozen=True)
 class LossEntry:
     """A registered loss.
@@ -86,12 +96,12 @@ class LossEntry:
     Attributes:
         build: makes the loss from a configuration.
         takes: "logits" where it is called `(logits, labels)`, "hidden" where `(hidden, weight, labels)`.
-        adds_z_loss: whether what `build` makes has the z-loss in it already.
+        reads_options: whether what `build` makes has label smoothing and z-loss in it.
     """
 
     build: Callable[[LossConfig], LossFn]
     takes: Takes
-    adds_z_loss: bool = False
+    reads_options: bool = False
 
 
 def _options(config: LossConfig) -> dict[str, Any]:
@@ -100,15 +110,15 @@ def _options(config: LossConfig) -> dict[str, Any]:
 
 _REGISTRY: dict[str, LossEntry] = {
     "cross_entropy": LossEntry(
-        lambda config: functools.partial(cross_entropy, **_options(config)), "logits", adds_z_loss=True
+        lambda config: functools.partial(cross_entropy, **_options(config)), "logits", reads_options=True
     ),
     "chunked_cross_entropy": LossEntry(
         lambda config: functools.partial(chunked_cross_entropy, chunk_size=config.ce_chunk_size, **_options(config)),
         "logits",
-        adds_z_loss=True,
+        reads_options=True,
     ),
     "fused_linear_cross_entropy": LossEntry(
-        lambda config: functools.partial(linear_cross_entropy, **_options(config)), "hidden", adds_z_loss=True
+        lambda config: functools.partial(linear_cross_entropy, **_options(config)), "hidden", reads_options=True
     ),
 }
 
@@ -173,7 +183,8 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     `fused_linear_cross_entropy`, called `(hidden, weight, labels)`, which is `linear_cross_entropy`. Further options of
     those functions may be given at the call (`vocab_axis=1`, say). Each returns the mean over the labels that count,
     which those of -100 do not, and 0.0 where none does. A z-loss is a term of these; to a loss of the user's own,
-    `z_loss_weight·mean(lse²)` is added, in one more pass over its logits.
+    `z_loss_weight·mean(lse²)` is added, in one more pass over its logits: over the same labels of the same head, by the
+    options that say which (`ignore_index`, `vocab_size`, `bias`, …); options that weigh tokens are refused.
 
     Args:
         config: a `LossConfig`, a mapping with (some of) its fields, or the path of a TOML file with a `[train]`
@@ -183,7 +194,8 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
         The loss function.
 
     Raises:
-        ValueError: an unknown loss or key, naming the known ones; a value out of range.
+        ValueError: an unknown loss or key, naming the known ones; a value out of range; label smoothing for a loss
+            that does not read it.
         TypeError: a value of the wrong type.
         OSError: the file cannot be read.
 
@@ -196,14 +208,21 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     """
     if isinstance(config, str | Path):
         config = LossConfig.from_toml(config)
-    elif not isinstance(config, LossConfig):
+    elif isinstance(config, Mapping):
         config = LossConfig.from_mapping(config)
+    elif not isinstance(config, LossConfig):
+        raise TypeError(f"config={config!r} must be a LossConfig, a mapping or the path of a TOML file")
     entry = loss_entry(config.loss_fn)
     _check(config)
     loss_fn = entry.build(config)
-    if entry.adds_z_loss or config.z_loss_weight == 0.0:
+    if entry.reads_options:
         return loss_fn
-    return _with_z_loss(loss_fn, entry.takes, config.z_loss_weight)
+    if config.label_smoothing:
+        raise ValueError(
+            f"label_smoothing={config.label_smoothing} is not read by loss_fn={config.loss_fn!r}, a loss of your own: "
+            "smooth in it, and leave the option at 0.0"
+        )
+    return _with_z_loss(loss_fn, entry.takes, config.z_loss_weight) if config.z_loss_weight else loss_fn
 
 
 def _check(config: LossConfig) -> None:
@@ -213,15 +232,34 @@ def _check(config: LossConfig) -> None:
         raise ValueError(f"z_loss_weight={config.z_loss_weight!r} must be a finite number, at least 0")
 
 
-def _with_z_loss(loss_fn: LossFn, takes: Takes, weight: float) -> LossFn:
-    """`loss_fn` with `weight·mean(lse²)` added, the mean over the labels that count."""
+# Options of a call that say which logits and labels there are, by what a loss takes, and those that weigh tokens.
+_WHICH: dict[Takes, frozenset[str]] = {
+    "logits": frozenset({"ignore_index", "logit_softcap", "vocab_size"}),
+    "hidden": frozenset(
+        {"ignore_index", "row_mask", "bias", "vocab_axis", "vocab_size", "logit_softcap", "logit_scale", "temperature"}
+        | {"dtype", "implementation", "scratch_bytes", "mesh_axes"}
+    ),
+}
+_WEIGHING = ("token_weights", "class_weights", "normalizer", "reduction")
+
+
+def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
+    """`loss_fn` with `z_weight·mean(lse²)` added, the mean over the labels that count."""
+
+    def of_z(options: dict[str, Any]) -> dict[str, Any]:
+        if weighing := [name for name in _WEIGHING if name in options]:
+            raise ValueError(
+                f"{weighing[0]} at a call of a registered loss with z_loss_weight={z_weight}: the z-loss that is added "
+                "is a plain mean; make it part of the loss, and leave z_loss_weight at 0.0"
+            )
+        return {name: value for name, value in options.items() if name in _WHICH[takes]}
 
     def from_logits(logits: Any, labels: Any, **options: Any) -> jax.Array:
-        return loss_fn(logits, labels, **options) + weight * mean_squared_lse(logits, labels)
+        return loss_fn(logits, labels, **options) + z_weight * mean_squared_lse(logits, labels, **of_z(options))
 
-    def from_hidden(hidden: Any, kernel: Any, labels: Any, **options: Any) -> jax.Array:
-        z_part = linear_loss(_squared_lse, hidden, kernel, labels, vocab_axis=options.get("vocab_axis", 0))
-        return loss_fn(hidden, kernel, labels, **options) + weight * z_part
+    def from_hidden(hidden: Any, weight: Any, labels: Any, **options: Any) -> jax.Array:
+        z_part = linear_loss(_squared_lse, hidden, weight, labels, **of_z(options))
+        return loss_fn(hidden, weight, labels, **options) + z_weight * z_part
 
     return functools.wraps(loss_fn)(from_logits if takes == "logits" else from_hidden)
 

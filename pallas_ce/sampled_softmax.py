@@ -61,7 +61,7 @@ def sampled_softmax_cross_entropy(
         num_samples: S, from 1 to V.
         sampler: "log_uniform" (Zipf's law; ids in descending order of frequency) or "uniform", both without
             replacement; or a function `(key, num_samples, vocab_size) -> ClassSample`, a static argument: pass the same
-            object each time.
+            object each time. Its ids must be different, and lie in `[0, V)`: the loss is nan where they are not.
         log_expected_correction: subtract log Q; without it the sampled logits are used as they are.
         ignore_index: tokens with this label do not count.
         token_weights: w `[...]`, differentiable.
@@ -153,7 +153,14 @@ def _sampled_softmax(
     mask = label_rule.counted(ids, static.ignore_index)
     targets = jnp.where(mask, ids, 0)
     drawn = class_samplers.draw(static.sampler, key, count, spec.vocab_size)
-    places = jnp.full(spec.vocab_size, label_rule.NO_TARGET, jnp.int32).at[drawn.ids].set(jnp.arange(count))[targets]
+    order = jnp.arange(count, dtype=jnp.int32)
+    # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
+    place_of = (
+        jnp.full(spec.vocab_size, count, jnp.int32).at[drawn.ids].min(order, mode="drop", wrap_negative_indices=False)
+    )
+    found_again = place_of.at[drawn.ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    different = jnp.all(found_again == order)
+    places = jnp.where(place_of == count, label_rule.NO_TARGET, place_of)[targets]
 
     # One gather, so that the weight's gradient is one scatter: the sampled classes first, then each row's label.
     gathered = jnp.concatenate([drawn.ids, targets])
@@ -192,6 +199,7 @@ def _sampled_softmax(
     assert target_in_sum is not None
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
+    values = jnp.where(different, values, jnp.nan)
     weights = None if token_weights is None else token_weights.reshape(-1)
     loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
     return loss.reshape(leading) if static.reduction == "none" else loss

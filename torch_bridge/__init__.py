@@ -1,9 +1,9 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `cross_entropy` that of stored
-logits, `LinearCrossEntropyLoss` the
-module, `PipelineFusedLoss` the loss of a pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split
-over a process group, `patch_causal_lm` the one line for a Hugging Face model.
+`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `cross_entropy` and
+`selective_log_softmax` those of stored logits, `LinearCrossEntropyLoss` the module, `PipelineFusedLoss` the loss of a
+pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split over a process group, `patch_causal_lm`
+the one line for a Hugging Face model.
 `to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps JAX, where that has not started yet,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch_bridge.pipeline import put_head_back as put_head_back
     from torch_bridge.pipeline import returning as returning
     from torch_bridge.pipeline import take_head as take_head
+    from torch_bridge.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "patch_causal_lm": "huggingface",
     "put_head_back": "pipeline",
     "returning": "pipeline",
+    "selective_log_softmax": "selective",
     "take_head": "pipeline",
     "to_jax": "exchange",
     "to_torch": "exchange",

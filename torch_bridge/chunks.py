@@ -5,9 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
-# Elements of a chunk, by device: 64 MiB of float32 keep a GPU busy; 4 MiB stay in a CPU's cache.
+# Elements of a chunk, by device: 64 MiB of float32 keep a GPU busy; 4 MiB stay in a CPU's cache. Where there are few
+# logits a chunk is a share of them, but not so small that launches take longer than the work.
 ELEMENTS = {"cpu": 2**20}
 _ELEMENTS_ELSEWHERE = 2**24
+_SHARE = 16
+_LEAST_ELEMENTS = 2**18
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -17,15 +20,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
+    most = ELEMENTS.get(logits.device.type, _ELEMENTS_ELSEWHERE)
+    yield from _of(logits, start, min(most, max(_LEAST_ELEMENTS, logits.numel() // _SHARE)))
+
+
+def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
     if not logits.numel():
         return
     if not _flattens(logits):
         each = logits.shape[1:-1].numel()
         for number, part in enumerate(logits.unbind(0)):
-            yield from chunks(part, start + number * each)
+            yield from _of(part, start + number * each, elements)
         return
     rows = logits.view(-1, logits.shape[-1])
-    size = max(1, ELEMENTS.get(rows.device.type, _ELEMENTS_ELSEWHERE) // rows.shape[1])
+    size = max(1, elements // rows.shape[1])
     for first in range(0, rows.shape[0], size):
         part = rows[first : first + size]
         yield slice(start + first, start + first + part.shape[0]), part

@@ -73,6 +73,7 @@ def cross_entropy(
         See `pallas_ce.cross_entropy`.
     """
     arguments.check_reduction(reduction, normalizer, "auto")
+    ignore_index = arguments.ignored(ignore_index)
     kind = checks.floating("logits", logits)
     spec = arguments.logits_spec(jax.ShapeDtypeStruct(logits.shape, kind), vocab_size, logit_softcap)
     leading, size = logits.shape[:-1], spec.vocab_size

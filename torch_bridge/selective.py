@@ -1,7 +1,7 @@
 """`selective_log_softmax` in PyTorch: what reinforcement learning libraries import under that name, in O(rows) memory.
 
-Plain PyTorch, on any device. Rows are taken in chunks, of which a float32 copy exists at a time; the backward makes the
-gradient the same way, straight in the logits' dtype.
+Plain PyTorch, on any device. Rows are taken in chunks (64 MiB in float32 at most, and a sixteenth of the logits), of
+which a float32 copy exists at a time; the backward makes the gradient the same way, straight in the logits' dtype.
 """
 
 from typing import Any
@@ -46,6 +46,10 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_
     References:
         "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
     """
+    return _picked(logits, index, 1.0, inplace_backward)
+
+
+def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inplace_backward: bool) -> torch.Tensor:
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
@@ -61,7 +65,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_
         raise ValueError(f"index asks for entries of logits of shape {tuple(logits.shape)}, which have none")
     picked = index.reshape(leading.numel(), index.shape[len(leading) :].numel()).long()
     function: Any = _SelectiveLogSoftmax
-    values: torch.Tensor = function.apply(logits, picked, inplace_backward)
+    values: torch.Tensor = function.apply(logits, picked, temperature, inplace_backward)
     return values.reshape(index.shape)
 
 
@@ -84,8 +88,7 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_bac
 def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """`selective_log_softmax(logits / temperature, labels)`, under OpenRLHF's name and with its arguments.
 
-    The logits are left as they are; at a temperature other than 1 a divided copy is made, where OpenRLHF divides in
-    place.
+    The logits are left as they are, where OpenRLHF divides them in place: a chunk at a time is divided, in float32.
 
     Args:
         logits: `[..., V]`.
@@ -100,33 +103,44 @@ def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor, temperatur
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be above 0")
-    return selective_log_softmax(logits if temperature == 1.0 else logits / temperature, labels)
+    return _picked(logits, labels, temperature, inplace_backward=False)
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
     """`(logits [..., V], index [N, K]) -> [N, K]`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, index: torch.Tensor, temperature: float, inplace_backward: bool
+    ) -> torch.Tensor:
         values = torch.empty(index.shape, dtype=wide(logits.dtype), device=logits.device)
         # Rows of -inf throughout have no softmax: their log-probabilities are -inf here, their gradients 0.
         empty = torch.empty((index.shape[0], 1), dtype=torch.bool, device=logits.device)
         for part, rows in chunks(logits):
             empty[part] = rows.amax(dim=1, keepdim=True).isneginf()
             # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
+            rows = _tempered(rows, temperature, values.dtype)
             values[part] = torch.log_softmax(rows, 1, dtype=values.dtype).gather(1, index[part])
         ctx.save_for_backward(logits, index, empty)
-        ctx.inplace_backward = inplace_backward
+        ctx.static = temperature, inplace_backward
         return values.masked_fill_(empty, -torch.inf)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """`Σ_k g_k·(onehot(i_k) - p)`, rounded once."""
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """`Σ_k g_k·(onehot(i_k) - p) / temperature`, rounded once."""
         logits, index, empty = ctx.saved_tensors
-        gradient, filled = gradient_chunks(logits, ctx.inplace_backward)
+        temperature, inplace_backward = ctx.static
+        upstream = upstream / temperature
+        gradient, filled = gradient_chunks(logits, inplace_backward)
         for part, rows, of_rows in filled:
+            rows = _tempered(rows, temperature, upstream.dtype)
             p = torch.softmax(rows, 1, dtype=upstream.dtype).masked_fill_(empty[part], 0.0)
             p.mul_(-upstream[part].sum(dim=1, keepdim=True)).scatter_add_(1, index[part], upstream[part])
             of_rows.copy_(p)
-        return gradient, None, None
+        return gradient, None, None, None
+
+
+def _tempered(rows: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """`rows / temperature` in `dtype`; the rows themselves at 1."""
+    return rows if temperature == 1.0 else rows.to(dtype) / temperature

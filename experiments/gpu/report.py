@@ -8,12 +8,14 @@ from experiments.gpu import ladder, summary
 from experiments.gpu.results import read, write_atomically
 
 SECTIONS = ("grid", "heads", "options", "windows", "compile")
+LOSSES = ("log_probs", "top_k", "given")
 _PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The documents found in the folder, by section; "peers" among them."""
-    files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS} | {"peers": folder / "peers.json"}
+    """The documents found in the folder, by section; those of further losses and "peers" among them."""
+    files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
+    files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES} | {"peers": folder / "peers.json"}
     return {name: read(path) for name, path in files.items() if path.exists()}
 
 
@@ -26,7 +28,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
         won, counted = summary.wins(sections["grid"], sections["peers"])
         parts.append(f"in_forward is the fastest of all that were measured at {won} of {counted} points.")
     for name, document in documents.items():
-        parts += [f"## {name.capitalize()}", _machine(document), _section(document["points"])]
+        parts += [f"## {name.replace('_', ' ').capitalize()}", _machine(document), _section(document["points"])]
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
     if steps:
@@ -45,8 +47,8 @@ def _targets(sections: summary.Sections) -> str:
     for target in summary.TARGETS:
         found = target.found(sections)
         shown = "not measured" if found is None else f"{found:.3g}"
-        verdict = "" if found is None else ("yes" if found <= target.bound else "no")
-        rows.append([target.what, f"≤ {target.bound:g}", shown, verdict])
+        verdict = "" if found is None else ("yes" if target.reached(found) else "no")
+        rows.append([target.what, f"{'≥' if target.at_least else '≤'} {target.bound:g}", shown, verdict])
     return table(["figure", "target", "measured", "reached"], rows)
 
 
@@ -59,7 +61,7 @@ def _section(points: dict[str, Any]) -> str:
     """A row a point: milliseconds, the ratio in brackets, temporary memory."""
     names = list(dict.fromkeys(name for point in points.values() for name in point["results"]))
     rows = [
-        [point_name, f"{point['n']}", f"{point['v']}", f"{point['h']}"]
+        [point_name, f"{point['n']}", f"{point['v']}", f"{point.get('h', '')}"]
         + [_cell(point["results"][name]) if name in point["results"] else "" for name in names]
         for point_name, point in points.items()
     ]
@@ -70,6 +72,8 @@ def _cell(result: dict[str, Any]) -> str:
     if "compile_seconds" in result:
         return f"{result['compile_seconds']:.2f} s"
     ratio = f" ({result['ratio']:.3f})" if "ratio" in result else ""
+    if "share" in result:
+        ratio = f" ({result['share']:.2f} of a copy's rate)"
     memory = result.get("temporary_mib", result.get("peak_mib", 0.0))
     return f"{result['ms']:.3f} ms{ratio}, {memory:.0f} MiB"
 

@@ -57,11 +57,17 @@ class Target(NamedTuple):
         what: in words.
         bound: the largest value that reaches it.
         found: the value in the results; None where they lack it.
+        at_least: whether `bound` is the smallest instead.
     """
 
     what: str
     bound: float
     found: Callable[[Sections], float | None]
+    at_least: bool = False
+
+    def reached(self, value: float) -> bool:
+        """Whether the value is as asked."""
+        return value >= self.bound if self.at_least else value <= self.bound
 
 
 def _over(section: str, program: str, of: Callable[[list[float]], float]) -> Callable[[Sections], float | None]:
@@ -104,6 +110,18 @@ def _windows(sections: Sections) -> float | None:
     return None
 
 
+def _at(section: str, program: str, number: str) -> Callable[[Sections], float | None]:
+    """A number of the program at the section's one point."""
+
+    def found(sections: Sections) -> float | None:
+        for point in sections.get(section, {}).values():
+            if program in point["results"]:
+                return float(point["results"][program][number])
+        return None
+
+    return found
+
+
 def _compile(sections: Sections) -> float | None:
     for point in sections.get("compile", {}).values():
         return max(r["compile_seconds"] for name, r in point["results"].items() if CANONICAL not in name)
@@ -137,4 +155,15 @@ TARGETS = (
     ),
     Target("chosen windows / best of the sweep", 1.02, _windows),
     Target("seconds to compile a call, worst", 3.0, _compile),
+    Target("log-probability and entropy, forward / bare product", 1.03, _at("log_probs", FORWARD, "ratio")),
+    Target("log-probability and entropy, with gradients / three products", 1.40, _at("log_probs", "both", "ratio")),
+    Target("the same, MiB beside dH", 192, _at("log_probs", "both", "beside_accumulator_mib")),
+    Target("64 largest logits / bare product", 1.25, _at("top_k", FORWARD, "ratio")),
+    Target(
+        "loss and gradient of donated logits, share of a copy's rate",
+        0.80,
+        _at("given", "donated mosaic_gpu", "share"),
+        at_least=True,
+    ),
+    Target("the same of logits that are kept", 0.80, _at("given", "kept mosaic_gpu", "share"), at_least=True),
 )

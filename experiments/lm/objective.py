@@ -29,6 +29,8 @@ def canonical(model: LanguageModel, rows: jax.Array) -> jax.Array:
     """
     inputs, labels = inputs_and_labels(rows, model.body.end_of_text)
     logits = _logits(model, inputs)
+    if logits.shape[-1] > model.head.vocab_size:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < model.head.vocab_size, logits, -jnp.inf)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     counted = labels != IGNORE_INDEX
     picked = jnp.take_along_axis(log_probs, jnp.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
@@ -36,14 +38,14 @@ def canonical(model: LanguageModel, rows: jax.Array) -> jax.Array:
 
 
 def on_logits(config: TrainConfig) -> Objective:
-    """The configured loss of stored logits `[B, T, V]` in the compute dtype; its gradient takes their place."""
+    """The configured loss of stored logits `[B, T, V']` in the compute dtype; its gradient takes their place."""
     loss_fn = build_loss_fn(
         LossConfig(config.loss_fn, config.ce_chunk_size, config.z_loss_weight, config.label_smoothing)
     )
 
     def objective(model: LanguageModel, rows: jax.Array) -> jax.Array:
         inputs, labels = inputs_and_labels(rows, model.body.end_of_text)
-        return loss_fn(_logits(model, inputs), labels)
+        return loss_fn(_logits(model, inputs), labels, vocab_size=model.head.vocab_size)
 
     return objective
 
@@ -55,10 +57,7 @@ def objective(config: TrainConfig, head: str) -> Objective:
 
 def _logits(model: LanguageModel, inputs: jax.Array) -> jax.Array:
     hidden = model.body(inputs)
-    logits = hidden @ _kernel(model).astype(hidden.dtype)
-    if logits.shape[-1] > model.head.vocab_size:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < model.head.vocab_size, logits, -jnp.inf)
-    return logits
+    return hidden @ _kernel(model).astype(hidden.dtype)
 
 
 def _kernel(model: LanguageModel) -> jax.Array:

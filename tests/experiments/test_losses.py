@@ -4,13 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.lm import config as configs
 from experiments.lm.config import TrainConfig, check, field_types, merge, read_toml, to_toml
 from experiments.lm.errors import UsageError
 from experiments.lm.metrics import curve, read_records
+from experiments.lm.model import LanguageModel
+from experiments.lm.objective import fused, objective
 from pallas_ce import LossConfig, loss_names
 
 Train = Callable[..., Any]
@@ -42,6 +46,19 @@ def test_every_loss_trains_alike_and_validates_without_its_regularisers(train: T
     np.testing.assert_allclose(fused, logits, atol=1e-4)
     np.testing.assert_allclose(fused_validation, logits_validation, atol=1e-4)
     assert fused_validation[-1] < fused[-1] - 0.1  # at a log-sum-exp of 5 or more the z part alone is 0.25
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "chunked_cross_entropy"])
+def test_the_padding_of_a_split_vocabulary_has_no_part_in_a_smoothed_loss(name: str) -> None:
+    config = TrainConfig(
+        vocab_size=257, width=16, layers=1, attention_heads=2, mlp_width=32, mesh="tensor=3", label_smoothing=0.1,
+        z_loss_weight=1e-2, loss_fn=name,
+    )  # fmt: skip
+    model = LanguageModel(config, 0, rngs=nnx.Rngs(0))
+    rows = jax.random.randint(jax.random.key(1), (2, 9), 1, 257)
+    assert model.head.kernel is not None
+    assert model.head.kernel.shape == (16, 258)
+    np.testing.assert_allclose(objective(config, "logits")(model, rows), fused(model, rows), rtol=1e-5)
 
 
 def test_the_choices_of_the_command_are_the_losses_that_the_library_has_registered() -> None:

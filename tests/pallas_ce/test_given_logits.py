@@ -150,7 +150,7 @@ def test_labels_outside_the_vocabulary_count_as_ignored_whatever_their_dtype() -
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_tokens_and_no_vocabulary_give_zero(n: int, v: int, reduction: Any) -> None:
     logits, labels = jnp.zeros((n, v)), jnp.zeros(n, int)
-    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1, "class_weights": jnp.ones(v)}
     loss, metrics = cross_entropy(logits, labels, return_metrics=True, **options)
     assert not np.any(loss)
     assert loss.shape == ((n,) if reduction == "none" else ())

@@ -147,3 +147,36 @@ def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
         register_loss("three", 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes='both' must be 'logits'"):
         register_loss("three", jnp.mean, takes="both")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"bias": jnp.arange(11.0) / 3}, {"vocab_size": 5}, {"ignore_index": 5}, {}])
+def test_the_z_loss_of_a_users_loss_is_of_the_labels_and_the_head_of_the_call(options: Any) -> None:
+    register_loss("nothing", lambda hidden, weight, labels, **options: jnp.zeros(()), takes="hidden")
+    register_loss("no_logits", lambda logits, labels, **options: jnp.zeros(()))
+    logits = HIDDEN @ WEIGHT.T + options.get("bias", 0)
+    logits = logits[..., : options.get("vocab_size")]
+    counts = (LABELS >= 0) & (logits.shape[-1] > LABELS) & (options.get("ignore_index", -100) != LABELS)
+    want = 0.5 * jnp.where(counts, jax.nn.logsumexp(logits, -1) ** 2, 0).sum() / counts.sum()
+    config = {"loss_fn": "nothing", "z_loss_weight": 0.5}
+    np.testing.assert_allclose(build_loss_fn(config)(HIDDEN, weight=WEIGHT, labels=LABELS, **options), want, rtol=1e-5)
+    if "bias" not in options:
+        of_logits = build_loss_fn({**config, "loss_fn": "no_logits"})
+        np.testing.assert_allclose(of_logits(HIDDEN @ WEIGHT.T, LABELS, **options), want, rtol=1e-5)
+
+
+def test_what_the_z_loss_or_a_users_loss_would_not_honour_is_refused() -> None:
+    register_loss("mine", lambda logits, labels, **options: jnp.mean(logits))
+    loss_fn = build_loss_fn({"loss_fn": "mine", "z_loss_weight": 0.5})
+    with pytest.raises(ValueError, match=r"token_weights at a call of a registered loss with z_loss_weight=0\.5"):
+        loss_fn(HIDDEN, LABELS, token_weights=1.0)
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.1 is not read by loss_fn='mine'"):
+        build_loss_fn({"loss_fn": "mine", "label_smoothing": 0.1})
+
+
+def test_a_document_with_a_train_section_is_a_configuration_and_types_are_checked_wherever_they_come_from() -> None:
+    document = {"steps": 3, "train": {"loss_fn": "chunked_cross_entropy", "z_loss_weight": np.float32(0.5)}}
+    assert LossConfig.from_mapping(document) == LossConfig("chunked_cross_entropy", z_loss_weight=np.float32(0.5))
+    with pytest.raises(TypeError, match="LossConfig sets z_loss_weight to '1', which must be of type float"):
+        LossConfig(z_loss_weight="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config=None must be a LossConfig, a mapping or the path"):
+        build_loss_fn(None)  # type: ignore[arg-type]
