@@ -4,8 +4,9 @@ Group-relative policy optimisation: sample a group of answers to each prompt, re
 a prompt p with tokens whose id is p modulo the number of prompts; the reward is the share of an answer's places that
 do. An untrained model earns about one in as many as there are prompts.
 
-Writes rewards and the update's temporary memory, with log-probabilities streamed (`linear_log_probs`) and from stored
-logits, to `experiments/results/grpo.json`, and draws `grpo.png` beside it from that file. `--plot-only` just draws.
+Writes rewards, and the temporary memory of an update and of sampling, with the head streamed (`linear_log_probs`,
+`linear_sample`) and with stored logits, to `experiments/results/grpo.json`, and draws `grpo.png` beside it from that
+file. `--plot-only` just draws.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure
 from experiments.lm.config import TrainConfig
 from experiments.lm.model import LanguageModel
 from experiments.machine import describe
-from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, policy_loss
+from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, linear_sample, policy_loss
 
 RESULTS = Path(__file__).parent / "results" / "grpo.json"
 VOCABULARIES = [2048, 8192, 32768, 131072]
@@ -85,13 +86,27 @@ class Rollout(NamedTuple):
     ref_log_probs: jax.Array
 
 
-def streamed(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
-    """Log-probabilities and entropies without logits."""
+class Head(NamedTuple):
+    """A way from hidden states to tokens and their probabilities, at a temperature.
+
+    Attributes:
+        log_probs: of labels, with entropies: `(hidden, kernel, labels, temperature)`.
+        sample: a token for each row: `(key, hidden, kernel, temperature)`.
+    """
+
+    log_probs: Callable[[jax.Array, jax.Array, jax.Array, float], LogProbs]
+    sample: Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array]
+
+
+def _streamed_log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
     return linear_log_probs(hidden, kernel, labels, vocab_axis=1, temperature=temperature, return_entropy=True)
 
 
-def stored(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
-    """The same from stored logits."""
+def _streamed_sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
+    return linear_sample(key, hidden, kernel, vocab_axis=1, temperature=temperature).ids
+
+
+def _stored_log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
     log_p = jax.nn.log_softmax(hidden @ kernel / temperature)
     counts = labels >= 0
     chosen = jnp.take_along_axis(log_p, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
@@ -99,7 +114,11 @@ def stored(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature:
     return LogProbs(jnp.where(counts, chosen, 0.0), jnp.where(counts, entropy, 0.0))
 
 
-HEADS: dict[str, Callable[..., LogProbs]] = {"streamed": streamed, "stored": stored}
+def _stored_sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
+    return jax.random.categorical(key, hidden @ kernel / temperature)
+
+
+HEADS = {"streamed": Head(_streamed_log_probs, _streamed_sample), "stored": Head(_stored_log_probs, _stored_sample)}
 
 
 class State(NamedTuple):
@@ -110,7 +129,7 @@ class State(NamedTuple):
 
 
 class Loop:
-    """The three parts of an iteration, for one way of making log-probabilities."""
+    """The parts of an iteration, for one kind of head."""
 
     def __init__(self, config: Config, head: str) -> None:
         self.config = config
@@ -135,22 +154,28 @@ class Loop:
         model: LanguageModel = nnx.merge(self.graph, params)
         labels = jnp.where(mask, tokens[:, 1:], -100)
         assert model.head.kernel is not None
-        return self.head(model.body(tokens[:, :-1]), model.head.kernel[...], labels, self.config.temperature)
+        return self.head.log_probs(model.body(tokens[:, :-1]), model.head.kernel[...], labels, self.config.temperature)
 
-    def sample(self, params: Params, initial: Params, key: jax.Array) -> Rollout:
-        """Draws and rewards answers; of the logits only one place's are made at a time."""
+    def sample(self, params: Params, key: jax.Array) -> jax.Array:
+        """Prompts and sampled answers `[B, 1 + length]`, place by place."""
         config = self.config
         model: LanguageModel = nnx.merge(self.graph, params)
+        assert model.head.kernel is not None
+        kernel = model.head.kernel[...]
         prompts = jnp.repeat(jnp.arange(config.prompts), config.group)
         blank = jnp.zeros((prompts.size, 1 + config.length), jnp.int32).at[:, 0].set(prompts)
 
         def extend(place: jax.Array, tokens: jax.Array) -> jax.Array:
-            logits = model.head.logits(model.body(tokens[:, :-1])[:, place]) / config.temperature
-            drawn = jax.random.categorical(jax.random.fold_in(key, place), logits)
+            hidden = model.body(tokens[:, :-1])[:, place]
+            drawn = self.head.sample(jax.random.fold_in(key, place), hidden, kernel, config.temperature)
             return tokens.at[:, place + 1].set(drawn)
 
-        tokens = jax.lax.fori_loop(0, config.length, extend, blank)
-        answers = tokens[:, 1:]
+        return jax.lax.fori_loop(0, config.length, extend, blank)
+
+    def judge(self, params: Params, initial: Params, tokens: jax.Array) -> Rollout:
+        """Rewards what `params` sampled, and finds its log-probabilities."""
+        config = self.config
+        prompts, answers = tokens[:, 0], tokens[:, 1:]
         ends = (answers == END).astype(jnp.int32)
         mask = jnp.cumsum(ends, axis=1) - ends == 0
         right = mask & (answers % config.prompts == prompts[:, None]) & (answers != END)
@@ -187,10 +212,11 @@ def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, li
     loop = Loop(config, head)
     state = loop.initial_state(seed)
     initial = state.params
-    sample, update = jax.jit(loop.sample), jax.jit(loop.update)
+    sample, judge, update = jax.jit(loop.sample), jax.jit(loop.judge), jax.jit(loop.update)
     history: dict[str, list[float]] = {"reward": [], "kl": [], "entropy": [], "clipped": []}
     for iteration in range(config.iterations):
-        rollout = sample(state.params, initial, jax.random.fold_in(jax.random.key(seed), iteration))
+        tokens = sample(state.params, jax.random.fold_in(jax.random.key(seed), iteration))
+        rollout = judge(state.params, initial, tokens)
         for _ in range(config.epochs):
             state, metrics = update(state, rollout)
         history["reward"].append(float(jnp.mean(rollout.rewards)))
@@ -202,22 +228,33 @@ def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, li
     return history
 
 
-def update_bytes(config: Config, head: str) -> int:
-    """The update's memory beside its inputs and outputs, as the compiler planned it."""
+def temporary_bytes(config: Config, head: str) -> dict[str, int]:
+    """Memory of an update and of sampling beside their inputs and outputs, as the compiler planned it."""
     loop = Loop(config, head)
+    key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(loop.initial_state, 0)
-    rollout = jax.eval_shape(loop.sample, state.params, state.params, jax.random.key(0))
-    memory = jax.jit(loop.update).lower(state, rollout).compile().memory_analysis()
+    tokens = jax.eval_shape(loop.sample, state.params, key)
+    rollout = jax.eval_shape(loop.judge, state.params, state.params, tokens)
+    return {
+        "update": _temporary_bytes(loop.update, state, rollout),
+        "sampling": _temporary_bytes(loop.sample, state.params, key),
+    }
+
+
+def _temporary_bytes(function: Callable[..., Any], *arguments: Any) -> int:
+    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
     if memory is None:
         raise RuntimeError(f"the compiler for {jax.devices()[0].device_kind} does not tell what memory a program takes")
     return int(memory.temp_size_in_bytes)
 
 
 def measure_memory(vocabularies: list[int]) -> dict[str, Any]:
-    """MiB of the update for each vocabulary and head."""
-    mib: dict[str, list[float]] = {
-        head: [update_bytes(Config(vocabulary=v, **MEMORY_SHAPE), head) / 2**20 for v in vocabularies] for head in HEADS
-    }
+    """MiB of an update and of sampling for each head and vocabulary."""
+    mib: dict[str, dict[str, list[float]]] = {step: {head: [] for head in HEADS} for step in ("update", "sampling")}
+    for head in HEADS:
+        for vocabulary in vocabularies:
+            for step, found in temporary_bytes(Config(vocabulary=vocabulary, **MEMORY_SHAPE), head).items():
+                mib[step][head].append(found / 2**20)
     return {"shape": MEMORY_SHAPE, "vocabulary": vocabularies, "temporary_mib": mib}
 
 
@@ -230,9 +267,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
     left.axhline(1 / record["config"]["prompts"], color="grey", linestyle=":", label="chance")
     left.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1))
     memory = record["memory"]
-    for (head, mib), colour in zip(memory["temporary_mib"].items(), ("tab:blue", "tab:orange"), strict=True):
-        right.plot(memory["vocabulary"], mib, "o-", color=colour, label=f"{head} log-probabilities")
-    right.set(xlabel="vocabulary", ylabel="temporary memory of the update (MiB)", xscale="log", yscale="log")
+    for (step, heads), line in zip(memory["temporary_mib"].items(), ("o-", "s--"), strict=True):
+        for (head, mib), colour in zip(heads.items(), ("tab:blue", "tab:orange"), strict=True):
+            right.plot(memory["vocabulary"], mib, line, color=colour, label=f"{step}, {head}")
+    right.set(xlabel="vocabulary", ylabel="temporary memory (MiB)", xscale="log", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
@@ -254,9 +292,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"reward {history['reward'][0]:.3f} -> {history['reward'][-1]:.3f} in {config.iterations} iterations")
         memory = measure_memory(options.vocabularies)
         for i, vocabulary in enumerate(options.vocabularies):
-            mib = {head: values[i] for head, values in memory["temporary_mib"].items()}
-            ratio = mib["streamed"] / mib["stored"]
-            print(f"V {vocabulary}: {mib['streamed']:.1f} MiB streamed, {mib['stored']:.1f} stored, ratio {ratio:.3f}")
+            for step, mib in memory["temporary_mib"].items():
+                ours, theirs = mib["streamed"][i], mib["stored"][i]
+                print(
+                    f"V {vocabulary}, {step}: {ours:.1f} MiB streamed, {theirs:.1f} stored, ratio {ours / theirs:.3f}"
+                )
         record = {
             "command": f"python -m experiments.grpo --iterations {config.iterations} --seed {options.seed}",
             **describe(),

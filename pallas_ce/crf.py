@@ -27,15 +27,22 @@ def linear_chain_crf(
         loss = log Σ_{y'} e^{s(y')} - s(y)
 
     by the forward algorithm in log space, O(T·K²) time. K may be small where the vocabulary is not: emission scores are
-    then the logits or log-probabilities of K candidates for each position, read by their ids from a streamed head, and
-    `tags` are places among these candidates. A constant added to all emissions of a position changes nothing, so that
-    logits and log-probabilities give the same loss.
+    then the log-probabilities of K candidates for each position, read by their ids from a streamed head
+    (`linear_log_probs` with labels `[..., T, K]`), and `tags` are places among these candidates. They are the logits
+    minus the position's log-sum-exp; a constant for all candidates of a position changes nothing, so that logits and
+    log-probabilities give the same loss and the same gradients.
+
+    Where positions have fewer than K candidates, the rest of `candidates` is padded with -100. To `linear_log_probs`
+    that is an ignored label, of log-probability 0: no candidate's is higher. The emission has to be made -inf,
+    `jnp.where(candidates < 0, -jnp.inf, emissions)`, and then the loss is as without the padding. `mask` closes whole
+    positions only; where all candidates behind it are -100, the head skips these positions.
 
     Args:
         emissions: `[..., T, K]` floating; -inf closes a candidate.
         tags: `[..., T]` integers in `[0, K)`. A sequence with another value where `mask` is True does not count.
         transitions: `[K, K]` from (first axis) and to (second); or `[..., T-1, K, K]` where candidates differ from
-            position to position, the i-th between positions i and i+1. -inf forbids.
+            position to position, the i-th between positions i and i+1. -inf forbids. A closed candidate's may be
+            anything finite.
         mask: `[..., T]` bool, True up to the end of the sequence and False behind it; None: all True. Only positions
             before the first False count, and a sequence without any does not.
         reduction: "mean" over the sequences that count, "sum", or "none" for `[...]`.
@@ -55,6 +62,21 @@ def linear_chain_crf(
         >>> uniform = linear_chain_crf(jnp.zeros((4, 3)), jnp.array([0, 1, 2, 0]), jnp.zeros((3, 3)))
         >>> print(uniform, 4 * jnp.log(3.0))
         4.394449 4.394449
+
+        Two or three candidates for each position, out of 50 tags:
+
+        >>> import jax
+        >>> from pallas_ce import linear_log_probs
+        >>> candidates = jnp.array([[3, 7, 9], [4, 8, -100], [5, 1, 2], [6, 0, -100]])
+        >>> def loss(hidden, weight):
+        ...     emissions = linear_log_probs(hidden, weight, candidates)
+        ...     emissions = jnp.where(candidates < 0, -jnp.inf, emissions)
+        ...     return linear_chain_crf(emissions, jnp.array([0, 1, 2, 0]), jnp.zeros((3, 3)))
+        >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((50, 8))
+        >>> print(loss(hidden, weight), jnp.log(3.0 * 2 * 3 * 2))
+        3.583519 3.583519
+        >>> [gradient.shape for gradient in jax.grad(loss, (0, 1))(hidden, weight)]
+        [(4, 8), (50, 8)]
 
     References:
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.

@@ -1,5 +1,6 @@
 """`linear_chain_crf` against the sum over all sequences, in float64."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_chain_crf
+from pallas_ce import linear_chain_crf, linear_log_probs
 from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.streamed import no_stored_logits
 
 
 def _by_enumeration(emissions: np.ndarray, tags: np.ndarray, transitions: np.ndarray, length: int) -> tuple[Any, Any]:
@@ -72,24 +74,89 @@ def test_the_transitions_gradient_is_that_of_finite_differences() -> None:
             np.testing.assert_allclose((np.asarray(gradient) * direction).sum(), slope, rtol=1e-6)
 
 
-def test_emissions_read_by_id_from_a_head_train_it() -> None:
-    """K candidates for each position out of a vocabulary: the gradient reaches their columns and no others."""
+def _tagger(padded: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """Head, transitions between all 50 tags and candidates `[2, 4, 3]` among them; padded, the last of some is -100."""
     rng = np.random.default_rng(0)
-    hidden, weight = rng.normal(size=(2, 4, 6)).astype(np.float32), rng.normal(size=(50, 6)).astype(np.float32)
+    shapes = {"hidden": (2, 4, 6), "weight": (50, 6), "between": (50, 50)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
     candidates = np.stack([rng.choice(50, 3, replace=False) for _ in range(8)]).reshape(2, 4, 3)
-    between = rng.normal(size=(50, 50)).astype(np.float32)
-    transitions = between[candidates[:, :-1, :, None], candidates[:, 1:, None, :]]
+    if padded:
+        candidates[[0, 0, 1, 1], [0, 2, 2, 3], 2] = -100
+    return arrays, jnp.asarray(candidates), jnp.asarray(rng.integers(0, 2, (2, 4)))
 
-    def loss(weight: Any, shift: float) -> Any:
-        logits = jnp.einsum("bth,btkh->btk", hidden, weight[candidates]) + shift
-        return linear_chain_crf(logits, jnp.zeros((2, 4), int), transitions)
 
-    value, gradient = jax.value_and_grad(loss)(jnp.asarray(weight), 0.0)
-    touched = np.zeros(50, bool)
-    touched[candidates.ravel()] = True
-    assert np.all(np.any(np.asarray(gradient) != 0, axis=1) == touched)
-    np.testing.assert_allclose(loss(weight, 100.0), value, rtol=1e-4)
-    assert value > 0
+def _from_streamed_head(arrays: dict[str, Any], candidates: Any, tags: Any, **options: Any) -> Any:
+    # 800 bytes hold a tile of a few columns: the head is read in several.
+    emissions = linear_log_probs(arrays["hidden"], arrays["weight"], candidates, scratch_bytes=800)
+    emissions = jnp.where(candidates < 0, -jnp.inf, emissions)
+    known = jnp.maximum(candidates, 0)
+    transitions = arrays["between"][known[:, :-1, :, None], known[:, 1:, None, :]]
+    return linear_chain_crf(emissions, tags, transitions, **options)
+
+
+def _from_stored_scores(arrays: dict[str, Any], candidates: Any, tags: Any, normalised: bool) -> Any:
+    """The loss from all log-probabilities, or logits, and the score of every sequence of candidates, -100 left out."""
+    table = arrays["hidden"] @ arrays["weight"].T
+    table = jax.nn.log_softmax(table) if normalised else table
+    losses = []
+    for scores, ids, own in zip(table, np.asarray(candidates), np.asarray(tags), strict=True):
+        paths = np.array(list(itertools.product(*([c for c in of_place if c >= 0] for of_place in ids))))
+
+        def score(path: Any, scores: Any = scores) -> Any:
+            return scores[jnp.arange(4), path].sum(-1) + arrays["between"][path[..., :-1], path[..., 1:]].sum(-1)
+
+        losses.append(jax.nn.logsumexp(score(paths)) - score(ids[np.arange(4), own]))
+    return sum(losses) / 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_emissions_read_by_id_from_a_streamed_head_train_it(padded: bool) -> None:
+    """K candidates for each position out of a vocabulary: the gradient reaches their weights and no others."""
+    with jax.enable_x64(True):
+        arrays, candidates, tags = _tagger(padded)
+        got = jax.jit(jax.value_and_grad(_from_streamed_head))(arrays, candidates, tags)
+        for normalised in (True, False):  # a position's log-sum-exp is the same for all its candidates
+            want = jax.value_and_grad(_from_stored_scores)(arrays, candidates, tags, normalised)
+            assert_close(got, want, 1e-12)
+        touched = np.isin(np.arange(50), candidates)
+        by_tag = np.abs(got[1]["weight"]).max(axis=1)
+        # The log-sum-exp's gradient reaches every tag: times the sum of marginals minus one-hot, 0 but for rounding.
+        assert by_tag[~touched].max() < 1e-14 < 1e-3 < by_tag[touched].min()
+        assert got[0] > 0
+
+
+def test_a_padded_candidate_is_as_if_absent() -> None:
+    with jax.enable_x64(True):
+        arrays, candidates, tags = _tagger(False)
+        run = jax.jit(jax.value_and_grad(_from_streamed_head))
+        padding = jnp.full((2, 4, 2), -100)
+        wide = jnp.concatenate([candidates, padding], axis=2)
+        assert_close(run(arrays, wide, tags), run(arrays, candidates, tags), 1e-13)
+        # Left as it is, 0 takes the padding for the likeliest candidate.
+        emissions = linear_log_probs(arrays["hidden"], arrays["weight"], wide)
+        assert np.all(np.argmax(emissions, axis=2) == 3)
+
+
+def test_positions_behind_the_mask_may_hold_anything() -> None:
+    with jax.enable_x64(True):
+        arrays, candidates, tags = _tagger(False)
+        live = jnp.arange(4) < jnp.array([[4], [2]])
+        run = jax.jit(jax.value_and_grad(functools.partial(_from_streamed_head, mask=live)))
+        hidden = jnp.where(live[..., None], arrays["hidden"], jnp.nan)
+        padded = jnp.where(live[..., None], candidates, -100)
+        got = run({**arrays, "hidden": hidden}, padded, jnp.where(live, tags, -100))
+        assert_close(got, run(arrays, candidates, tags), 1e-12)
+
+
+def test_training_on_a_streamed_heads_emissions_stores_no_logits() -> None:
+    n, length, h, v, k = 4096, 64, 64, 40_000, 4
+
+    def loss(hidden: Any, weight: Any, candidates: Any) -> Any:
+        emissions = linear_log_probs(hidden, weight, candidates).reshape(-1, length, k)
+        return linear_chain_crf(emissions, jnp.zeros((n // length, length), int), jnp.zeros((k, k)))
+
+    shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n, k), jnp.int32)
+    no_stored_logits(jax.grad(loss, (0, 1)), n, v, 160 * 2**20, *shapes)
 
 
 def test_forbidden_candidates_and_transitions_leave_finite_gradients() -> None:
