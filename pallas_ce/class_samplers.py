@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce import labels
+
 
 class ClassSample(NamedTuple):
     """Classes drawn for one call.
@@ -83,4 +85,4 @@ def draw(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> 
             f"sampler returned log_expected {log_expected.dtype}{list(log_expected.shape)}; it must be floating "
             f"[{vocab_size}]"
         )
-    return ClassSample(ids.astype(jnp.int32), lax.stop_gradient(log_expected))
+    return ClassSample(labels.canonical(ids, vocab_size), lax.stop_gradient(log_expected))

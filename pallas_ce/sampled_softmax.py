@@ -199,7 +199,7 @@ def _sampled_softmax(
     assert target_in_sum is not None
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
-    values = jnp.where(different, values, jnp.nan)
+    values = values * jnp.where(different, 1.0, jnp.nan)  # and so are the gradients
     weights = None if token_weights is None else token_weights.reshape(-1)
     loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
     return loss.reshape(leading) if static.reduction == "none" else loss

@@ -136,11 +136,15 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         for part, rows, of_rows in filled:
             rows = _tempered(rows, temperature, upstream.dtype)
             p = torch.softmax(rows, 1, dtype=upstream.dtype).masked_fill_(empty[part], 0.0)
-            p.mul_(-upstream[part].sum(dim=1, keepdim=True)).scatter_add_(1, index[part], upstream[part])
+            given = upstream[part].masked_fill(empty[part], 0.0)
+            p.mul_(-given.sum(dim=1, keepdim=True)).scatter_add_(1, index[part], given)
             of_rows.copy_(p)
         return gradient, None, None, None
 
 
 def _tempered(rows: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:
-    """`rows / temperature` in `dtype`; the rows themselves at 1."""
-    return rows if temperature == 1.0 else rows.to(dtype) / temperature
+    """`rows / temperature` in `dtype`, measured from their maxima, so that nothing large is rounded; at 1 the rows."""
+    if temperature == 1.0:
+        return rows
+    rows = rows.to(dtype)
+    return (rows - rows.amax(dim=1, keepdim=True)).div_(temperature)

@@ -1,76 +1,106 @@
 """`multi_task_cross_entropy`: the sum of its heads' losses, with one rounding of hidden's gradient."""
 
+import functools
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import Task, linear_cross_entropy, multi_task_cross_entropy
+from pallas_ce import Task, multi_task_cross_entropy
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error
-from tests.pallas_ce.problems import make
+from tests.pallas_ce.problems import Problem, make
 
-SHARES = (1.0, 0.3, -0.5)
-
-
-def _heads(dtype: Any) -> tuple[Any, list[Any], list[Any], list[dict[str, Any]]]:
-    problems = [make(seed, 24, 16, v) for seed, v in ((0, 70), (1, 33), (2, 12))]
-    hidden = problems[0].arrays["hidden"].astype(dtype)
-    options = [{"label_smoothing": 0.1}, {"z_loss": 0.01, "reduction": "sum"}, {"logit_softcap": 4.0}]
-    return hidden, [p.arrays["weight"].astype(dtype) for p in problems], [p.labels for p in problems], options
+FIRST_ON = st.sampled_from([True, False])  # of few examples the first is the simplest: here that is the richest
 
 
-def _ours(hidden: Any, weights: Any, shares: Any, labels: Any, options: Any) -> Any:
-    tasks = {
-        f"task{i}": Task(w, t, share, o)
-        for i, (w, t, share, o) in enumerate(zip(weights, labels, shares, options, strict=True))
-    }
+@st.composite
+def _several(draw: Any) -> list[Problem]:
+    """One to three heads of different vocabularies, layouts and options over one hidden state."""
+    n, h = draw(st.sampled_from([24, 1])), draw(st.sampled_from([16, 5]))
+    heads = []
+    for v in draw(st.sampled_from([(33, 12, 70), (12,), (7, 33), (1, 70)])):
+        p = make(draw(st.integers(0, 99)), n, h, v, draw(st.sampled_from([1.0, 5.0])), draw(st.sampled_from([0, 1])))
+        rng = np.random.default_rng(draw(st.integers(0, 99)))
+        size = max(1, v - 2) if draw(FIRST_ON) else v
+        arrays = {"bias": rng.normal(size=v), "logit_scale": np.array(1.3), "token_weights": rng.uniform(0.1, 2, n)}
+        options = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 4.0, "ignore_index": 0, "vocab_size": size,
+                   "class_weights": rng.uniform(0.1, 2, size).astype(np.float32)}  # fmt: skip
+        p.arrays |= {"hidden": heads[0].arrays["hidden"]} if heads else {}
+        p.arrays |= {name: x.astype(np.float32) for name, x in arrays.items() if draw(FIRST_ON)}
+        p.options = {name: x for name, x in options.items() if name == "vocab_size" or draw(FIRST_ON)}
+        p.options["reduction"] = draw(st.sampled_from(["mean", "sum"]))
+        heads.append(p)
+    return heads
+
+
+def _ours(heads: list[Problem], hidden: Any, arrays: list[dict[str, Any]], shares: Any) -> Any:
+    tasks = {}
+    for i, (p, given, share) in enumerate(zip(heads, arrays, shares, strict=True)):
+        given = dict(given)
+        weight = given.pop("weight")
+        options = p.options | given | {"vocab_axis": p.vocab_axis}
+        tasks[f"task{i}"] = Task(weight if p.vocab_axis == 0 else weight.T, p.labels, share, options)
     found = multi_task_cross_entropy(hidden, tasks)
     return found.total, found
 
 
-def _oracle(hidden: Any, weights: Any, labels: Any, options: Any) -> tuple[Any, ...]:
-    total, d_hidden, d_weights, losses = 0.0, 0.0, [], []
-    for w, t, share, o in zip(weights, labels, SHARES, options, strict=True):
-        loss, gradients = oracle.cross_entropy({"hidden": hidden, "weight": w}, t, o)
-        total, d_hidden = total + share * loss, d_hidden + share * gradients["hidden"]
-        d_weights.append(share * gradients["weight"])
-        losses.append(loss)
-    return total, d_hidden, d_weights, losses
+def _oracle(heads: list[Problem], shares: Any) -> tuple[Any, ...]:
+    """The total, the gradients of hidden, of each head's arrays and of the shares, which are the heads' losses."""
+    total, d_hidden, d_heads, losses = 0.0, 0.0, [], []
+    for p, share in zip(heads, shares, strict=True):
+        loss, gradients = oracle.cross_entropy(p.arrays, p.labels, p.options)
+        total, d_hidden = total + share * loss, d_hidden + share * gradients.pop("hidden")
+        d_heads.append({name: share * g for name, g in gradients.items()})
+        losses.append(np.float64(loss))
+    return total, d_hidden, d_heads, losses
 
 
-def test_total_losses_metrics_and_gradients() -> None:
-    hidden, weights, labels, options = _heads(np.float32)
-
-    @jax.jit
-    def run(*arrays: Any) -> Any:
-        return jax.value_and_grad(_ours, (0, 1, 2), has_aux=True)(*arrays, labels, options)
-
-    (total, found), (d_hidden, d_weights, d_shares) = run(hidden, weights, list(SHARES))
-    want, want_hidden, want_weights, losses = _oracle(hidden, weights, labels, options)
-    assert_close(total, np.float64(want), 1e-5)
-    assert_close([d_hidden, d_weights], [want_hidden, want_weights], 1e-5)
-    assert_close(d_shares, [np.float64(x) for x in losses], 1e-5)
-    for i, t in enumerate(labels):
-        name = f"task{i}"
-        alone, metrics = linear_cross_entropy(hidden, weights[i], t, **options[i], return_metrics=True)
-        assert_close(found.losses[name], np.asarray(alone), 1e-6)
-        assert_close(found.metrics[name], jax.tree.map(np.asarray, metrics), 1e-6)
+@hypothesis.settings(max_examples=5)  # each compiles up to three heads
+@hypothesis.given(heads=_several(), wide=st.booleans())
+def test_total_losses_metrics_and_gradients(heads: list[Problem], wide: bool) -> None:
+    shares = (0.3, 1.0, -0.5)[: len(heads)]
+    run = jax.jit(jax.value_and_grad(functools.partial(_ours, heads), (0, 1, 2), has_aux=True))
+    with jax.enable_x64(wide):
+        dtype = np.float64 if wide else np.float32
+        hidden = jnp.asarray(heads[0].arrays["hidden"], dtype)
+        arrays = [{name: jnp.asarray(x, dtype) for name, x in p.arrays.items() if name != "hidden"} for p in heads]
+        (total, found), gradients = jax.tree.map(np.asarray, run(hidden, arrays, [dtype(x) for x in shares]))
+    want, *want_gradients = _oracle(heads, shares)
+    bound = 1e-11 if wide else 1e-5
+    terms = max(1.0, *(abs(x) for x in want_gradients[-1]))
+    assert_close(total, want, bound, floor=bound / 10 * terms)
+    assert_close(list(gradients), want_gradients, bound, floor=bound / 5)
+    for i, p in enumerate(heads):
+        logits = oracle.Logits(p.arrays, p.options["vocab_size"], p.options.get("logit_softcap"))
+        counts = (p.labels >= 0) & (p.labels < logits.v) & (p.labels != p.options.get("ignore_index", -100))
+        metrics = found.metrics[f"task{i}"]
+        assert_close(found.losses[f"task{i}"], want_gradients[-1][i], bound, floor=bound / 10 * terms)
+        assert metrics.num_tokens == counts.sum()
+        assert_close(metrics.cross_entropy + metrics.z_loss, want_gradients[-1][i], bound, floor=bound / 10 * terms)
+        assert_close(metrics.mean_lse, (logits.lse * counts).sum() / max(counts.sum(), 1), bound)
 
 
 def test_hiddens_gradient_is_rounded_once_for_all_heads() -> None:
     """Each head's own dlogits are rounded, but their gradients are added in float32."""
-    hidden, weights, labels, options = _heads(jnp.bfloat16)
-    gradient = jax.grad(_ours, has_aux=True)
-    got, _ = gradient(jnp.asarray(hidden), weights, SHARES, labels, options)
+    heads, shares = [make(seed, 24, 16, v) for seed, v in ((0, 70), (1, 33), (2, 12))], (1.0, 0.3, -0.5)
+    for p, options in zip(heads, ({"label_smoothing": 0.1}, {"z_loss": 0.01}, {"logit_softcap": 4.0}), strict=True):
+        p.options = options
+        p.arrays = {name: jnp.asarray(x, jnp.bfloat16) for name, x in p.arrays.items()}
+        p.arrays["hidden"] = heads[0].arrays["hidden"]
+    hidden, weights = heads[0].arrays["hidden"], [{"weight": p.arrays["weight"]} for p in heads]
+    gradient = jax.grad(functools.partial(_ours, heads), has_aux=True)
+    got, _ = gradient(hidden, weights, shares)
     assert got.dtype == jnp.bfloat16
-    wide, _ = gradient(jnp.asarray(hidden, jnp.float32), weights, SHARES, labels, [
-        {"dtype": jnp.bfloat16, **o} for o in options
-    ])  # fmt: skip
+    exact = _oracle(heads, shares)[1]
+    for p in heads:
+        p.options["dtype"] = jnp.bfloat16
+    wide, _ = gradient(hidden.astype(jnp.float32), weights, shares)
     np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
-    exact = _oracle(hidden, weights, labels, options)[1]
     assert relative_error(wide, exact) < relative_error(got, exact) < 2**-8
 
 
@@ -78,8 +108,11 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
     hidden, weight, labels = jnp.ones((3, 4)), jnp.ones((5, 4)), jnp.zeros(3, int)
     with pytest.raises(ValueError, match="tasks is empty"):
         multi_task_cross_entropy(hidden, {})
+    with pytest.raises(TypeError, match="tasks is a list; it must be a mapping"):
+        multi_task_cross_entropy(hidden, [Task(weight, labels)])  # type: ignore[arg-type]
     cases: list[tuple[Task, Any, str]] = [
         (Task(weight, labels, 1.0, {"reduction": "none"}), ValueError, "reduction='none' is not for several tasks"),
+        (Task(weight, labels, 1.0, {"return_metrics": True}), ValueError, "return_metrics is not an option of a task"),
         (Task(weight, labels[:2]), ValueError, "labels have shape"),
         (Task(weight, labels.astype(float)), TypeError, "labels have dtype"),
         (Task(weight, labels, jnp.ones(2)), ValueError, "task_weight has shape"),

@@ -1,81 +1,121 @@
 """`sampled_softmax_cross_entropy`: the samplers' expected counts, and the loss against its definition in float64."""
 
+import functools
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import ClassSample, class_samplers, linear_cross_entropy, sampled_softmax_cross_entropy
+from pallas_ce import ClassSample, class_samplers, sampled_softmax_cross_entropy
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import Problem, make
-from tests.pallas_ce.streamed import as_jax, no_stored_logits
+from tests.pallas_ce.streamed import log_softmax, no_stored_logits
 
 KEY = jax.random.key(3)
+FIRST_ON = st.sampled_from([True, False])  # of few examples the first is the simplest: here that is the richest
 SAMPLERS = [class_samplers.log_uniform, class_samplers.uniform]
 
 
-def _definition(p: dict[str, Any], labels: np.ndarray, drawn: ClassSample, correction: bool) -> Any:
-    """The mean loss from stored logits, accidental hits taken out of the sum."""
-    counts = labels >= 0
-    targets = np.where(counts, labels, 0)
-    ids, shift = np.asarray(drawn.ids), np.asarray(drawn.log_expected, np.float64) * correction
-    y = p["logit_scale"] * (p["hidden"] @ p["weight"].T + p["bias"]) - shift
-    own = y[np.arange(len(labels)), targets]
-    others = jnp.where(ids[None, :] == targets[:, None], -jnp.inf, y[:, ids])
-    losses = jnp.logaddexp(own, jax.nn.logsumexp(others, axis=1)) - own
-    return jnp.sum(jnp.where(counts, losses, 0)) / counts.sum()
+def _evens(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    ids = 2 * jax.random.choice(key, vocab_size // 2, (num_samples,), replace=False)
+    return ClassSample(ids, jnp.linspace(-3.0, 0.5, vocab_size))
 
 
-def _problem(n: int = 40, h: int = 6, v: int = 50) -> Problem:
-    p = make(0, n, h, v)
-    p.arrays["bias"] = np.random.default_rng(1).normal(size=v).astype(np.float32)
-    p.arrays["logit_scale"] = np.float32(1.4)
+def _definition(p: Problem, drawn: ClassSample, cotangent: np.ndarray, correction: bool) -> Any:
+    """The loss and the gradients of `Σ cotangent·loss`: a softmax over the sampled classes and the row's label."""
+    logits = oracle.Logits(p.arrays, p.options.get("vocab_size"))
+    rows, classes = np.arange(p.labels.size), np.arange(logits.v)
+    counts = np.isin(p.labels, classes) & (p.labels != p.options.get("ignore_index", -100))
+    targets = np.where(counts, p.labels, 0)
+    y = logits.z - np.asarray(drawn.log_expected, np.float64) * correction
+    target = classes == targets[:, None]
+    log_p = log_softmax(np.where(target | np.isin(classes, drawn.ids), y, -np.inf))
+    w = np.where(counts, logits.a.get("token_weights", 1.0), 0.0)
+    values = -w * log_p[rows, targets]
+    reduction, inverse = p.options.get("reduction", "mean"), 1.0
+    if reduction == "mean":
+        norm = p.options.get("normalizer", w.sum())
+        inverse = 0.0 if norm == 0 else 1.0 / norm
+    loss = values if reduction == "none" else values.sum() * inverse
+    gradients = logits.gradients((cotangent * w * inverse)[:, None] * (np.exp(log_p) - target))
+    if "token_weights" in p.arrays:
+        centre = loss if reduction == "mean" and "normalizer" not in p.options else 0.0
+        gradients["token_weights"] = cotangent * counts * (-log_p[rows, targets] - centre) * inverse
+    return loss, gradients
+
+
+@st.composite
+def _problems(draw: Any) -> Problem:
+    n, v = draw(st.sampled_from([30, 1])), draw(st.sampled_from([12, 50]))
+    p = make(draw(st.integers(0, 99)), n, 6, v, draw(st.sampled_from([1.0, 6.0])), draw(st.sampled_from([0, 1])))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    more = {"bias": rng.normal(size=v), "logit_scale": np.array(-0.7), "token_weights": rng.uniform(0, 2, n)}
+    p.arrays |= {name: x.astype(np.float32) for name, x in more.items() if draw(FIRST_ON)}
+    p.options = draw(st.sampled_from([{}, {"reduction": "none"}, {"normalizer": 11.0}, {"reduction": "sum"}]))
+    p.options |= draw(st.sampled_from([{}, {"ignore_index": 0}, {"ignore_index": None}]))
+    p.options |= {"vocab_size": v - 3} if draw(FIRST_ON) else {}
     return p
 
 
-@pytest.mark.parametrize("sampler", ["log_uniform", "uniform"])
-@pytest.mark.parametrize(("correction", "axis", "samples"), [(True, 0, 20), (False, 0, 20), (True, 1, 1)])
-def test_loss_and_gradients_match_the_definition(sampler: Any, correction: bool, axis: int, samples: int) -> None:
-    p, v = _problem(), 50
-    drawn = class_samplers.find(sampler)(KEY, samples, v)
-    hits = np.isin(p.labels, drawn.ids)
-    assert samples == 1 or (hits.any() and not hits[p.labels >= 0].all())
+@pytest.mark.parametrize("sampler", ["log_uniform", "uniform", _evens])
+@hypothesis.settings(max_examples=4)  # each compiles a program of its own
+@hypothesis.given(p=_problems(), data=st.data())
+def test_loss_and_gradients_match_the_definition(sampler: Any, p: Problem, data: Any) -> None:
+    n, v = p.labels.size, p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    samples = data.draw(st.sampled_from([4, 1, v // 2 if sampler is _evens else v]))
+    correction, wide = data.draw(FIRST_ON), data.draw(FIRST_ON)
+    cotangent = np.ones(n) if p.options.get("reduction") != "none" else np.linspace(-1, 2, n)
 
-    def ours(given: Any) -> Any:
-        given = dict(given)
-        weight = given.pop("weight")
-        return sampled_softmax_cross_entropy(
-            given.pop("hidden"), weight if axis == 0 else weight.T, p.labels, key=KEY, num_samples=samples,
-            sampler=sampler, log_expected_correction=correction, vocab_axis=axis, **given,
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def ours(arrays: dict[str, Any]) -> Any:
+        arrays = dict(arrays)
+        weight = arrays.pop("weight")
+        loss = sampled_softmax_cross_entropy(
+            arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, key=KEY, num_samples=samples,
+            sampler=sampler, log_expected_correction=correction, vocab_axis=p.vocab_axis, **arrays, **p.options,
         )  # fmt: skip
+        return jnp.sum(loss * cotangent) if loss.ndim else loss, loss
 
-    got = jax.jit(jax.value_and_grad(ours))(as_jax(p.arrays))
-    with jax.enable_x64(True):
-        given = {k: jnp.asarray(x, jnp.float64) for k, x in p.arrays.items()}
-        theirs = jax.jit(jax.value_and_grad(lambda given: _definition(given, p.labels, drawn, correction)))
-        want = jax.tree.map(np.asarray, theirs(given))
-    assert_close(got, want, 1e-5, floor=1e-6)
+    with jax.enable_x64(wide):
+        dtype = np.float64 if wide else np.float32
+        drawn = jax.jit(class_samplers.find(sampler), static_argnums=(1, 2))(KEY, samples, v)
+        (_, loss), gradients = ours({name: jnp.asarray(x, dtype) for name, x in p.arrays.items()})
+        assert {x.dtype for x in (loss, *gradients.values())} == {np.dtype(dtype)}
+        got = jax.tree.map(np.asarray, (loss, gradients))
+    want = _definition(p, ClassSample(*map(np.asarray, drawn)), cotangent, correction)
+    assert_close(got, want, 1e-11 if wide else 1e-5, floor=2e-12 if wide else 2e-6)
 
 
-@pytest.mark.parametrize("sampler", ["log_uniform", "uniform"])
-def test_with_every_class_sampled_it_is_the_whole_softmax(sampler: Any) -> None:
-    p = _problem()
-    options: Any = {k: jnp.asarray(p.arrays[k]) for k in ("bias", "logit_scale")}
-    rows = [jnp.asarray(p.arrays[k]) for k in ("hidden", "weight")]
-    weights = jnp.linspace(0, 2, 40)
+def _two_of_the_keys(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    """The key's own two words, so that one program serves all ids."""
+    ids = jax.lax.bitcast_convert_type(jax.random.key_data(key), jnp.int32)
+    return ClassSample(ids, jnp.linspace(-1.0, 0.0, vocab_size))
 
-    def whole(h: Any, w: Any) -> Any:
-        return linear_cross_entropy(h, w, p.labels, token_weights=weights, **options)
 
-    def sampled(h: Any, w: Any) -> Any:
-        return sampled_softmax_cross_entropy(
-            h, w, p.labels, key=KEY, num_samples=50, sampler=sampler, token_weights=weights, **options
-        )
-
-    want = jax.tree.map(np.asarray, jax.value_and_grad(whole, (0, 1))(*rows))
-    assert_close(jax.value_and_grad(sampled, (0, 1))(*rows), want, 1e-5, floor=1e-6)
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(ids=st.lists(st.integers(-2, 7) | st.sampled_from([-(2**31), 2**31 - 1]), min_size=2, max_size=2))
+@hypothesis.example(ids=[3, 3])
+@hypothesis.example(ids=[-1, 4])
+@hypothesis.example(ids=[0, 5])
+def test_ids_that_repeat_or_are_no_classes_make_the_loss_nan(ids: list[int]) -> None:
+    p = make(0, 8, 3, 5)
+    p.labels[:] = [0, 1, 2, 3, 4, -100, 5, 3]
+    p.options["reduction"] = "none"
+    key = jax.random.wrap_key_data(np.array(ids, np.int32).view(np.uint32), impl="threefry2x32")
+    got = sampled_softmax_cross_entropy(
+        **p.arrays, labels=p.labels, key=key, num_samples=2, sampler=_two_of_the_keys, **p.options
+    )
+    if len({*ids} & {*range(5)}) == 2:
+        want, _ = _definition(p, _two_of_the_keys(key, 2, 5), np.ones(8), True)
+    else:
+        want = np.where((p.labels >= 0) & (p.labels < 5), np.nan, 0.0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -92,6 +132,7 @@ def test_classes_are_drawn_as_often_as_is_expected(sampler: Any) -> None:
     x = np.linspace(1, 2, v)
     estimates = (inside * x / expected).sum(1)
     assert abs(estimates.mean() - x.sum()) < 5 * estimates.std() / np.sqrt(draws)
+    np.testing.assert_allclose(sampler(KEY, v, v).log_expected, 0, atol=1e-6)
 
 
 def test_a_log_uniform_first_class_follows_zipf() -> None:
@@ -104,22 +145,20 @@ def test_a_log_uniform_first_class_follows_zipf() -> None:
     np.testing.assert_allclose(np.bincount(first, minlength=v) / 20_000, p, atol=5 * np.sqrt(0.25 / 20_000))
 
 
-def _evens(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
-    ids = 2 * jax.random.choice(key, vocab_size // 2, (num_samples,), replace=False)
-    return ClassSample(ids, jnp.full(vocab_size, jnp.log(2 * num_samples / vocab_size)))
+def _beyond_32_bits(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    return ClassSample(jnp.array([1, 2**32 + 3]), jnp.zeros(vocab_size))
 
 
-def test_a_sampler_of_the_users() -> None:
-    p = _problem()
-    got = sampled_softmax_cross_entropy(
-        **as_jax(p.arrays), labels=p.labels, key=KEY, num_samples=5, sampler=_evens
-    )  # fmt: skip
-    want = _definition(p.arrays, p.labels, _evens(KEY, 5, 50), True)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+def test_ids_do_not_wrap_around_into_the_vocabulary() -> None:
+    p = make(0, 8, 3, 5)
+    with jax.enable_x64(True):
+        assert np.isnan(sampled_softmax_cross_entropy(
+            **p.arrays, labels=p.labels, key=KEY, num_samples=2, sampler=_beyond_32_bits
+        ))  # fmt: skip
 
 
 def test_rows_that_do_not_count_and_per_token_losses() -> None:
-    p = _problem(n=12)
+    p = make(0, 12, 6, 50)
     p.labels[:4] = [-100, 50, 3, 7]
     hidden = jnp.asarray(p.arrays["hidden"]).at[:2].set(jnp.nan).reshape(3, 4, -1)
 

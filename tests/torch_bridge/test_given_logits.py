@@ -1,87 +1,128 @@
-"""`torch_bridge.cross_entropy` on stored logits, against PyTorch's own and against `pallas_ce.cross_entropy`."""
+"""`torch_bridge.cross_entropy` on stored logits, against PyTorch's own in float64 and `pallas_ce.cross_entropy`."""
 
-import itertools
+from unittest import mock
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 import pallas_ce
+from tests.torch_bridge import reference
 from torch_bridge import chunks, cross_entropy
 
 
-@pytest.fixture(params=[2**20, 37], ids=["one chunk", "many chunks"])
-def _chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.ELEMENTS, "cpu", request.param)
-
-
-def problem(dtype=torch.float64, shape=(3, 7), size=19):
-    generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(*shape, size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+def problem(dtype=torch.float64, shape=(3, 7), size=19, scale=4.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(*shape, size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
     target = torch.randint(0, size, shape, generator=generator)
-    target[0, 0] = -100
+    target.view(-1)[0] = -100
     return logits, target
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize(
-    ("reduction", "smoothing", "weighted"), list(itertools.product(["mean", "sum", "none"], [0.0, 0.2], [False, True]))
-)
-def test_what_pytorch_has_is_as_pytorch_has_it(reduction, smoothing, weighted):
-    logits, target = problem()
-    weight = torch.linspace(0, 2, logits.shape[-1], dtype=torch.float64) if weighted else None
-    found = cross_entropy(logits, target, label_smoothing=smoothing, class_weights=weight, reduction=reduction)
-    want = functional.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), weight, label_smoothing=smoothing, reduction=reduction
-    )
-    torch.testing.assert_close(found, want.reshape(found.shape), rtol=1e-12, atol=1e-12)
-    upstream = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).reshape(found.shape)
-    gradients = [torch.autograd.grad((x.reshape(found.shape) * upstream).sum(), logits)[0] for x in (found, want)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+FIRST_ON = st.sampled_from([True, False])  # the first example is the simplest: here that is the richest
+OPTIONS = {
+    "label_smoothing": st.sampled_from([0.2, 1.0]),
+    "z_loss": st.sampled_from([1e-2, 0.1]),
+    "logit_softcap": st.sampled_from([3.0, 30.0]),
+    "ignore_index": st.sampled_from([3, None]),
+    "vocab_size": st.sampled_from([16, 1]),
+    "class_weights": st.just(True),
+    "token_weights": st.just(True),
+}
 
 
-OPTIONS = [
-    {"z_loss": 1e-2},
-    {"z_loss": 1e-2, "label_smoothing": 0.1, "logit_softcap": 3.0},
-    {"z_loss": 1e-2, "class_weights": True, "token_weights": True},
-    {"token_weights": True, "normalizer": 11.0, "vocab_size": 16, "label_smoothing": 0.3},
-    {"reduction": "none", "z_loss": 1e-2, "token_weights": True},
-    {"reduction": "sum", "ignore_index": 3},
-    {"ignore_index": None},
-]
+def exact(logits, target, options, upstream):
+    """The loss, and the gradients of the logits, then of what else is a tensor that wants one."""
+    size = logits.shape[-1]
+    wide = {k: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+            for k, v in options.items()}  # fmt: skip
+    arrays = {"hidden": logits.detach().double().flatten(0, -2).requires_grad_(), "weight": torch.eye(size).double()}
+    if "token_weights" in wide:
+        arrays["token_weights"] = wide["token_weights"].flatten()
+
+    def loss(smoothing):
+        found = reference.loss(arrays, target.flatten(), wide | {"label_smoothing": smoothing})
+        return found.reshape(target.shape) if found.ndim else found
+
+    smoothing = wide.get("label_smoothing", 0.0)
+    value = loss(smoothing.item() if torch.is_tensor(smoothing) else smoothing)
+    wanted = [arrays["hidden"], *[wide[k] for k in ("token_weights", "z_loss") if torch.is_tensor(wide.get(k))]]
+    first, *others = torch.autograd.grad((value * upstream).sum(), wanted)
+    if torch.is_tensor(smoothing):  # the loss is linear in it
+        others.append(((loss(1.0) - loss(0.0)) * upstream).sum().detach())
+    return value.detach(), [first.reshape(logits.shape), *others]
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_option_is_as_in_jax(options, dtype):
-    logits, target = problem(dtype)
-    options = dict(options)
-    if options.pop("class_weights", False):
-        options["class_weights"] = torch.linspace(0.0, 2, options.get("vocab_size", 19))
-    if options.pop("token_weights", False):
-        options["token_weights"] = torch.linspace(0.5, 2, target.numel()).reshape(target.shape).requires_grad_()
-    found = cross_entropy(logits, target, **options)
-    wanted = [logits, *[x for x in (options.get("token_weights"),) if x is not None]]
-    gradients = torch.autograd.grad(found.sum(), wanted)
+def close(got, want, unit, terms):
+    """As close as `want` rounded to the dtype of `got`; a sum may be the small remainder of `terms`."""
+    rounding = (want.to(got.dtype).double() - want).norm()
+    assert got.shape == want.shape
+    assert (got.double() - want).norm() <= 1.05 * rounding + 64 * unit * want.norm() + 8 * unit * terms
 
-    arrays = {k: jnp.asarray(v.detach().numpy()) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    stored = jnp.asarray(logits.detach().float().numpy(), str(dtype).removeprefix("torch."))
-    names = ["token_weights"] if "token_weights" in arrays else []
 
-    def loss(stored, *varied):
-        given = arrays | dict(zip(names, varied, strict=True))
-        return jnp.sum(pallas_ce.cross_entropy(stored, jnp.asarray(target.numpy()), **given))
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(data=st.data())
+def test_loss_and_gradients_match_float64_for_any_options(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape, size = data.draw(st.sampled_from([(3, 7), (1,), (2, 1, 3)])), data.draw(st.sampled_from([19, 16, 400]))
+    spare = data.draw(st.sampled_from([1, 0]))  # positions that are cut off: a view of the logits, which is not copied
+    scale, seed = data.draw(st.sampled_from([4.0, 0.1])), data.draw(st.integers(0, 99))
+    leaf, target = problem(dtype, (*shape[:-1], shape[-1] + spare), size, scale, seed)
+    logits, target = (leaf * 1.0)[..., : shape[-1], :], target[..., spare:]
+    options = {name: data.draw(values) for name, values in OPTIONS.items() if data.draw(FIRST_ON)}
+    options |= data.draw(st.sampled_from([{}, {"reduction": "none"}, {"normalizer": 11.0}, {"reduction": "sum"}]))
+    reduction = options.get("reduction", "mean")
+    least = 0.0 if {"reduction", "normalizer"} & options.keys() else 0.1  # a mean over nothing is 0 by convention
+    if "class_weights" in options:
+        options["class_weights"] = torch.linspace(2, least, options.get("vocab_size", size), dtype=wide)
+    if "token_weights" in options:
+        options["token_weights"] = torch.linspace(2, least, target.numel(), dtype=wide).reshape(shape).requires_grad_()
+    for name in ("label_smoothing", "z_loss"):
+        if name in options and data.draw(FIRST_ON):
+            options[name] = torch.tensor(options[name], dtype=wide, requires_grad=True)
+    upstream = torch.linspace(-1, 2, target.numel(), dtype=wide).reshape(shape)
+    upstream = upstream if options.get("reduction") == "none" else torch.tensor(1.5, dtype=wide)
+    inplace, elements = data.draw(FIRST_ON), data.draw(st.sampled_from([37, 2**20]))
 
-    want, exact = jax.value_and_grad(loss, tuple(range(1 + len(names))))(stored, *[arrays[n] for n in names])
-    np.testing.assert_allclose(found.sum().item(), want, rtol=1e-5)
-    assert gradients[0].dtype == dtype
-    for got, expected in zip(gradients, exact, strict=True):
-        tolerance = 1e-2 if got.dtype == torch.bfloat16 else 2e-5
-        np.testing.assert_allclose(got.float(), np.asarray(expected, np.float32), rtol=tolerance, atol=1e-6)
+    # Losses are of the logits' size and are added up; their derivatives in the options are differences of them.
+    largest = (1 + float(logits.detach().abs().max())) * (1 if reduction == "mean" else target.numel())
+    want, gradients = exact(logits, target, options, upstream.double())
+    with mock.patch.dict(chunks.ELEMENTS, cpu=elements):
+        found = cross_entropy(logits, target, inplace_backward=inplace, **options)
+        asked = [options[k] for k in ("token_weights", "z_loss", "label_smoothing") if torch.is_tensor(options.get(k))]
+        got = torch.autograd.grad((found * upstream).sum(), [logits, *asked])
+    assert found.dtype == wide
+    unit = torch.finfo(wide).eps
+    close(got[0], gradients[0], unit, 1.0)
+    for mine, theirs in zip([found.detach(), *got[1:]], [want, *gradients[1:]], strict=True):
+        close(mine, theirs, unit, largest)
+    assert got[0].dtype == dtype
+    if inplace:
+        assert torch.equal(logits.detach(), got[0])
+
+
+def test_it_is_the_loss_of_the_library_in_jax():
+    logits, target = problem(torch.bfloat16)
+    weights = torch.linspace(0.5, 2, target.numel()).reshape(target.shape).requires_grad_()
+    options = {"z_loss": 1e-2, "label_smoothing": 0.1, "logit_softcap": 3.0, "vocab_size": 16, "ignore_index": 3}
+    classes = torch.linspace(0, 2, 16)
+    found = cross_entropy(logits, target, token_weights=weights, class_weights=classes, **options)
+    gradients = torch.autograd.grad(found, [logits, weights])
+
+    def loss(logits, weights):
+        ids, by_class = jnp.asarray(target.numpy()), jnp.asarray(classes.numpy())
+        return pallas_ce.cross_entropy(logits, ids, token_weights=weights, class_weights=by_class, **options)
+
+    stored = jnp.asarray(logits.detach().float().numpy(), jnp.bfloat16)
+    want, expected = jax.value_and_grad(loss, (0, 1))(stored, jnp.asarray(weights.detach().numpy()))
+    np.testing.assert_allclose(found.item(), want, rtol=1e-5)
+    for got, theirs, bound in zip(gradients, expected, (1e-2, 2e-5), strict=True):
+        np.testing.assert_allclose(got.float(), np.asarray(theirs, np.float32), rtol=bound, atol=1e-6)
 
 
 def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for():
@@ -94,6 +135,18 @@ def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for():
     torch.testing.assert_close(logits.detach()[:, :-1], exact[:, :-1])
     with pytest.raises(ValueError, match="inplace_backward=True on logits that are a leaf"):
         cross_entropy(leaf, target, inplace_backward=True)
+
+
+def test_columns_of_probability_zero_have_gradient_zero():
+    logits, target = problem()
+    closed = torch.arange(19) % 5 == 2
+    target[closed[target.clamp(0)]] = 0
+    kept = torch.where(target < 0, target, target - closed.cumsum(0)[target.clamp(0)])
+    filled = logits.detach().masked_fill(closed, -torch.inf).requires_grad_()
+    found = cross_entropy(filled, target, z_loss=0.1)
+    (gradient,) = torch.autograd.grad(found, filled)
+    assert not gradient[..., closed].any()
+    torch.testing.assert_close(found, cross_entropy(logits[..., ~closed], kept, z_loss=0.1))
 
 
 def test_rows_that_do_not_count_may_hold_anything():
@@ -113,6 +166,12 @@ def test_no_tokens_have_loss_0():
     loss.backward()
     assert loss == 0
     assert logits.grad.shape == (0, 5)
+
+
+@pytest.mark.parametrize("ignore_index", [1.5, "a", True])
+def test_an_ignore_index_that_is_no_integer_is_refused(ignore_index):
+    with pytest.raises(TypeError, match=f"ignore_index={ignore_index!r} must be a Python int"):
+        cross_entropy(torch.zeros(2, 3), torch.zeros(2).long(), ignore_index=ignore_index)
 
 
 @pytest.mark.parametrize(

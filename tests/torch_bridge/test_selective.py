@@ -1,11 +1,15 @@
 """The PyTorch function that reinforcement learning libraries import: exact, and never a second array of logits."""
 
 from typing import Any
+from unittest import mock
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch_bridge  # noqa: E402
 from torch_bridge import chunks  # noqa: E402
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax  # noqa: E402
 
@@ -15,44 +19,71 @@ def _exact(logits: Any, index: Any) -> Any:
     return logits.double().log_softmax(-1).gather(-1, index)
 
 
-@pytest.fixture(params=[2**24, 37], ids=["one chunk", "many chunks"])
-def _chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.ELEMENTS, "cpu", request.param)
+# A view `[..., V]` of what is not contiguous, by what is stored.
+VIEWS = {
+    "all of it": lambda x: x,
+    "all positions but the last": lambda x: x[..., :-1, :],
+    "every other column": lambda x: x[..., ::2],
+    "transposed": lambda x: x.transpose(0, -2),
+}
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("several", [(), (1,), (4,)])
-@pytest.mark.parametrize(("scale", "offset"), [(3.0, 0.0), (30.0, -1e4)])
-def test_values_and_gradients_are_those_of_the_exact_log_softmax(
-    dtype: Any, several: Any, scale: float, offset: float
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(3, 7, 19, generator=generator, dtype=torch.float64) * scale + offset).to(dtype)
-    logits.requires_grad_()
-    index = torch.randint(0, 19, (3, 7, *several), generator=generator)
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(data=st.data())
+def test_values_and_gradients_are_those_of_the_exact_log_softmax(data: Any) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    shape = data.draw(st.sampled_from([(3, 7, 38), (6, 3), (2, 2, 2, 5), (2, 1000)]))
+    scale, offset = data.draw(st.sampled_from([(3.0, 0.0), (30.0, -1e4), (0.01, 256.0)]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    stored = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale + offset).to(dtype)
+    stored[0] = -torch.inf if data.draw(st.booleans()) else stored[0]
+    stored[..., 2] = -torch.inf if data.draw(st.booleans()) else stored[..., 2]
+    logits = VIEWS[data.draw(st.sampled_from(sorted(VIEWS)))](stored.requires_grad_() * 1.0)
+    several = data.draw(st.sampled_from([(), (1,), (4,)]))
+    index = torch.randint(0, logits.shape[-1], (*logits.shape[:-1], *several), generator=generator)
+    index = index.to(data.draw(st.sampled_from([torch.int64, torch.int32])))
     upstream = torch.randn(index.shape, generator=generator, dtype=torch.float64)
-    value = selective_log_softmax(logits, index)
-    (gradient,) = torch.autograd.grad(value, logits, upstream.to(value.dtype))
+    temperature = 1.0 if several else data.draw(st.sampled_from([0.7, 1.0, 3.0]))
+    inplace = temperature == 1.0 and data.draw(st.booleans())
 
-    wide = logits.detach().double().requires_grad_()
-    want = _exact(wide, index).reshape(index.shape)
+    # A row of -inf throughout has no softmax: log-probabilities of -inf without gradient.
+    empty = logits.detach().isneginf().all(-1, keepdim=True)
+    wide = logits.detach().double().masked_fill(empty, 0.0).requires_grad_()
+    shifted = (wide - wide.detach().amax(-1, keepdim=True)) / temperature
+    want = _exact(shifted, index.long()).reshape(index.shape)
     (exact,) = torch.autograd.grad(want, wide, upstream)
+    exact = exact.masked_fill(empty, 0.0)
+    want = want.detach().masked_fill(empty.reshape(*logits.shape[:-1], *[1] * len(several)), -torch.inf)
+
+    with mock.patch.dict(chunks.ELEMENTS, cpu=data.draw(st.sampled_from([37, 2**24]))):
+        if temperature == 1.0:
+            value = selective_log_softmax(logits, index, inplace_backward=inplace)
+        else:
+            value = log_probs_from_logits(logits, index, temperature)
+        (gradient,) = torch.autograd.grad(value, logits, upstream.to(value.dtype))
     unit = torch.finfo(value.dtype).eps
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert gradient.dtype == dtype
-    assert (value - want).abs().max() <= 16 * unit * max(1.0, float(want.detach().abs().max()))
-    rounding = (exact.to(dtype).double() - exact).norm() / exact.norm()
-    assert (gradient.double() - exact).norm() / exact.norm() <= 1.05 * rounding + 64 * unit
+    assert torch.equal(value.isneginf(), want.isneginf())
+    finite = ~want.isneginf()
+    size = want[finite].abs().clamp(min=1.0)
+    assert ((value.detach() - want)[finite].abs() <= 16 * unit * size).all()
+    rounding = (exact.to(dtype).double() - exact).norm()
+    assert (gradient.double() - exact).norm() <= 1.05 * rounding + 64 * unit * exact.norm()
+    assert not gradient[empty.expand_as(gradient)].any()
+    if inplace:
+        assert torch.equal(logits.detach(), gradient)
 
 
-def test_bfloat16_is_exact_where_the_logsumexp_trick_is_off_by_a_sixteenth() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bfloat16_is_exact_where_the_logsumexp_trick_is_off_by_a_sixteenth(temperature: float) -> None:
     logits = torch.randn(4, 32, 32768, generator=torch.Generator().manual_seed(0)).bfloat16()
     index = torch.randint(0, 32768, (4, 32), generator=torch.Generator().manual_seed(1))
-    exact = _exact(logits, index)[..., 0]
-    trick = logits.gather(-1, index[..., None])[..., 0] - torch.logsumexp(logits, -1)
+    exact = _exact(logits.double() / temperature, index)[..., 0]
+    divided = logits / temperature
+    trick = divided.gather(-1, index[..., None])[..., 0] - torch.logsumexp(divided, -1)
     assert (trick - exact).abs().max() > 0.02
-    assert (selective_log_softmax(logits, index) - exact).abs().max() < 4e-6
+    assert ((log_probs_from_logits(logits, index, temperature) - exact) / exact).abs().max() < 1e-6
 
 
 def test_a_slice_of_the_logits_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +101,9 @@ def test_a_slice_of_the_logits_is_not_copied(monkeypatch: pytest.MonkeyPatch) ->
     assert not gradient[:, -1].any()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_backward(
-    monkeypatch: pytest.MonkeyPatch,
+    temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,7 +123,7 @@ def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_back
     monkeypatch.setitem(chunks.ELEMENTS, "cpu", 256)
     logits = torch.randn(2, 8, 256).bfloat16().requires_grad_()
     with Largest() as forward:
-        value = selective_log_softmax(logits, torch.zeros(2, 8, dtype=torch.long)).sum()
+        value = log_probs_from_logits(logits, torch.zeros(2, 8, dtype=torch.long), temperature).sum()
     assert forward.elements <= 2 * 256
     with Largest() as backward:
         value.backward()
@@ -111,23 +143,12 @@ def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for() -> None:
         selective_log_softmax(leaf, index, inplace_backward=True)
 
 
-def test_the_names_that_verl_and_openrlhf_import() -> None:
+def test_the_names_that_are_imported() -> None:
     logits, labels = torch.randn(2, 3, 9, requires_grad=True), torch.randint(0, 9, (2, 3))
     torch.testing.assert_close(logprobs_from_logits(logits, labels), _exact(logits, labels)[..., 0].float())
-    torch.testing.assert_close(
-        log_probs_from_logits(logits, labels, temperature=0.7), _exact(logits / 0.7, labels)[..., 0].float()
-    )
+    assert torch_bridge.selective_log_softmax is selective_log_softmax
     with pytest.raises(ValueError, match="temperature=0 must be above 0"):
         log_probs_from_logits(logits, labels, temperature=0)
-
-
-def test_columns_of_probability_zero_and_rows_of_nothing_else_have_finite_gradients() -> None:
-    logits = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]], requires_grad=True)
-    value = selective_log_softmax(logits, torch.tensor([0, 0]))
-    assert value[0] == 0
-    assert value[1] == -torch.inf
-    value[0].backward()
-    assert torch.isfinite(logits.grad).all()
 
 
 @pytest.mark.parametrize(("shape", "index_shape"), [((0, 4), (0,)), ((3, 4), (3, 0)), ((0, 2, 4), (0, 2))])
