@@ -72,7 +72,7 @@ def find(sampler: Any) -> ClassSampler:
 
 
 def draw(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> ClassSample:
-    """A checked sample, without gradient."""
+    """A checked sample, without gradient; ids that are no classes are `labels.NO_TARGET`."""
     drawn = sampler(key, num_samples, vocab_size)
     try:
         ids, log_expected = (jnp.asarray(x) for x in drawn)

@@ -47,7 +47,7 @@ def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...
     """Each window's maximum and sum of exponentials `[windows, padded rows]`; one kernel and nothing else."""
     fields = partials.fields_for(_NAMES, own_maximum=True)
     given = _operands("forward", hidden, weight, fields)
-    epilogue = StatisticsEpilogue(given.logits, fields, _config("forward", hidden, weight).width)
+    epilogue = StatisticsEpilogue(given.logits, fields, given.launch.config.width)
     return _kernel("pallas_ce_forward", given, epilogue, (), partials.outputs(fields, given.slots, given.padded_rows))()
 
 
@@ -55,8 +55,8 @@ def stash_kernel(hidden: jax.Array, weight: jax.Array, reference: jax.Array) -> 
     """Each window's sum of exponentials from `reference [N]`, and the exponentials; one kernel and nothing else."""
     fields = partials.fields_for(_NAMES, own_maximum=False)
     given = _operands("stash", hidden, weight, fields)
-    shape = operands.stored_shape(*(hidden.shape[0], weight.shape[0]))
-    epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, _config("stash", hidden, weight).width)
+    shape = operands.stored_shape(hidden.shape[0], weight.shape[0])
+    epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, given.launch.config.width)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     outputs["stash"] = jax.ShapeDtypeStruct(shape, given.hidden.dtype)
     return _kernel("pallas_ce_stash", given, epilogue, ("reference",), outputs)(reference)
@@ -91,19 +91,12 @@ def _target_logits(hidden: Any, weight: Any, labels: Any) -> Any:
     return (hidden.float() * weight[labels].float()).sum(1)
 
 
-def _config(name: Any, hidden: jax.Array, weight: jax.Array) -> Any:
-    return tuning.choose(name, _spec(weight), hidden.shape[0], weight.shape[0], len(_NAMES), 0).config
-
-
-def _spec(weight: jax.Array) -> HeadSpec:
-    v, h = weight.shape
-    return HeadSpec(h, v, v, 0, np.dtype(weight.dtype), None)
-
-
 def _operands(name: Any, hidden: jax.Array, weight: jax.Array, fields: tuple[str, ...]) -> operands.Operands:
     """Of sizes that need no padding, so that they are the arrays themselves."""
-    head = Head(weight, None, None, None, _spec(weight))
-    config = _config(name, hidden, weight)
+    v, h = weight.shape
+    spec = HeadSpec(h, v, v, 0, np.dtype(weight.dtype), None)
+    config = tuning.choose(name, spec, hidden.shape[0], v, len(_NAMES), 0).config
+    head = Head(weight, None, None, None, spec)
     return operands.operands(head, hidden, config, weighted_mean=False, bytes_per_row=4 * len(fields))
 
 

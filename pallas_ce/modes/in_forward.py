@@ -209,6 +209,7 @@ def _local_statistics_and_sums(
         sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
         hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
         init = empty_statistics(call.names, rows.batch, head), hidden_sum, sums
+        # The weight's sum has one product a block only where a stash is in one piece; tiles add to parts of it.
         return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)
 
     if rows.mask is not None and call.settings.asks and backend.gathers_in_vain(spec, plan):
