@@ -2,13 +2,16 @@
 
 Layouts, each with both backward modes and beside the canonical loss, which XLA splits over the same mesh by itself:
 
-    tensor    the vocabulary split, the same N: strong scaling, t(1) / (gpus · t(gpus))
+    one       N rows on the first GPU, the others idle: what scaling is measured by
+    apart     N rows on each GPU, which share nothing: how the GPUs differ, and what they heat each other
+    tensor    the vocabulary split, the same N: strong scaling, t(one) / (gpus · t)
     sequence  the rows split, too: its time beside tensor's, at 1/gpus of the hidden states' memory
-    data      the rows split, N each: weak scaling, t(1) / t(gpus), with the gradients' all-reduce
+    data      the rows split, N each: weak scaling, t(one) / t, with the gradients' all-reduce
 
 Forward and backward, for both gradients, in bfloat16, at H 4096, V 262144, N 16384 by default. Times are of the wall
-clock, of calls one after the other, the contenders in turn. One JSON file under `experiments/results/`, with the
-machine and versions, is written after each point; `--resume` goes on where a budget of time ended.
+clock, of calls one after the other. All layouts and losses of a number of GPUs take turns, in either direction, since
+clocks drift by more than what is to be measured. One JSON file under `experiments/results/`, with the machine and
+versions, is written after each number of GPUs; `--resume` goes on where a budget of time ended.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +41,33 @@ _NCCL = {"NCCL_NVLS_ENABLE": "0"}
 
 
 class Layout(NamedTuple):
-    """How the arrays lie on the mesh's one axis, and whether each GPU brings N rows of its own."""
+    """How the arrays lie on the mesh's one axis.
+
+    Attributes:
+        hidden: of hidden states and labels.
+        weight: of the weight.
+        more_rows: whether each GPU brings N rows of its own.
+        apart: whether each GPU computes losses and gradients of its own.
+        alone: whether the mesh is the first GPU's.
+    """
 
     hidden: P
     weight: P
-    more_rows: bool
+    more_rows: bool = False
+    apart: bool = False
+    alone: bool = False
 
 
 LAYOUTS = {
-    "tensor": Layout(P(), P("gpu"), False),
-    "sequence": Layout(P("gpu"), P("gpu"), False),
-    "data": Layout(P("gpu"), P(), True),
+    "one": Layout(P(), P(), alone=True),
+    "apart": Layout(P("gpu"), P(), more_rows=True, apart=True),
+    "tensor": Layout(P(), P("gpu")),
+    "sequence": Layout(P("gpu"), P("gpu")),
+    "data": Layout(P("gpu"), P(), more_rows=True),
 }
-BASELINE = "one"
-Point = tuple[str, int]
+_STRONG, _WEAK = ("tensor", "sequence"), ("data", "apart")
+
+Loss = Callable[..., jax.Array]
 
 
 class Shape(NamedTuple):
@@ -70,7 +86,7 @@ def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Ar
     return jnp.mean(jax.nn.logsumexp(wide, axis=1) - jnp.sum(jnp.where(chosen, wide, 0), axis=1))
 
 
-def contenders(implementation: Any) -> dict[str, Callable[..., jax.Array]]:
+def contenders(implementation: Any) -> dict[str, Loss]:
     """The losses compared."""
     return {
         "in_forward": lambda h, w, t: linear_cross_entropy(
@@ -96,42 +112,72 @@ def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, jax.Arr
     return made
 
 
-def measure(point: Point, shape: Shape, rounds: int, iterations: int, implementation: Any = None) -> dict[str, Any]:
-    """Median milliseconds of a call of each contender, and the memory that one GPU needs for it.
+def _program(loss: Loss, layout: Layout, mesh: Mesh) -> Callable[..., Any]:
+    """Loss and both gradients; the mean of the losses where each GPU has its own."""
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    if not layout.apart:
+        return step
+
+    def of_one(*arrays: jax.Array) -> Any:
+        value, gradients = step(*arrays)
+        return value[None], gradients
+
+    specs = (layout.hidden, layout.weight, layout.hidden)
+    # Unchecked, as the kernels ask for it: whatever comes in, each GPU's results are its own.
+    return jax.shard_map(of_one, mesh=mesh, in_specs=specs, out_specs=P("gpu"), check_vma=False)
+
+
+def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementation: Any = None) -> list[dict[str, Any]]:
+    """A record of each layout on so many GPUs.
+
+    Of each loss it has the median milliseconds of a call, all samples, and the memory that one GPU needs for it.
 
     Raises:
-        RuntimeError: if the contenders' losses differ by more than the rounding of bfloat16 logits.
+        RuntimeError: if the losses of a layout differ by more than the rounding of bfloat16 logits.
     """
-    name, gpus = point
-    layout = LAYOUTS["tensor" if name == BASELINE else name]
-    mesh = jax.make_mesh((gpus,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:gpus])
-    data = inputs(shape, layout, mesh)
-    places = (NamedSharding(mesh, P()), (data[0].sharding, data[1].sharding))
-
-    def compiled(loss: Callable[..., jax.Array]) -> Any:
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=places).lower(*data).compile()
-
     losses_of = contenders(implementation)
+    programs: dict[tuple[str, str], Any] = {}
+    data: dict[str, tuple[jax.Array, ...]] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = dict(zip(losses_of, pool.map(compiled, losses_of.values()), strict=True))
-    seconds: dict[str, list[float]] = {contender: [] for contender in programs}
-    losses: dict[str, float] = {}
+        for name, layout in LAYOUTS.items():
+            devices = jax.devices()[: 1 if layout.alone else gpus]
+            mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
+            data[name] = inputs(shape, layout, mesh)
+            places = (
+                None if layout.apart else (NamedSharding(mesh, P()), (data[name][0].sharding, data[name][1].sharding))
+            )
+            for loss_name, loss in losses_of.items():
+                jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
+                programs[name, loss_name] = pool.submit(lambda f, a: f.lower(*a).compile(), jitted, data[name])
+    programs = {key: job.result() for key, job in programs.items()}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
+    losses: dict[tuple[str, str], float] = {}
     for repeat in range(rounds + 1):
-        for contender, program in programs.items():
+        for key in list(programs)[:: 1 - 2 * (repeat % 2)]:
             start = time.perf_counter()
             for _ in range(iterations if repeat else 1):
-                result = program(*data)
+                result = programs[key](*data[key[0]])
             jax.block_until_ready(result)
             if repeat:  # The first round warms up.
-                seconds[contender].append((time.perf_counter() - start) / iterations)
-            losses[contender] = float(result[0])
+                seconds[key].append((time.perf_counter() - start) / iterations)
+            losses[key] = float(jnp.mean(result[0]))
             del result
-    if not all(math.isclose(loss, losses["canonical"], rel_tol=2**-8) for loss in losses.values()):
-        raise RuntimeError(f"{name} on {gpus} GPUs: the losses differ: {losses}")
-    return {
-        contender: {"ms": 1e3 * statistics.median(seconds[contender]), "loss": losses[contender]} | _memory(program)
-        for contender, program in programs.items()
-    }
+    records = []
+    for name in LAYOUTS:
+        found = {loss: losses[name, loss] for loss in losses_of}
+        if not all(math.isclose(loss, found["canonical"], rel_tol=2**-8) for loss in found.values()):
+            raise RuntimeError(f"{name} on {gpus} GPUs: the losses differ: {found}")
+        results = {
+            loss: {
+                "ms": 1e3 * statistics.median(seconds[name, loss]),
+                "samples": [1e3 * sample for sample in seconds[name, loss]],
+                "loss": found[loss],
+                **_memory(programs[name, loss]),
+            }
+            for loss in losses_of
+        }
+        records.append({"layout": name, "gpus": gpus, "results": results})
+    return with_ratios(records)
 
 
 def _memory(program: Any) -> dict[str, float]:
@@ -143,39 +189,29 @@ def _memory(program: Any) -> dict[str, float]:
 
 
 def with_ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records with what follows from others measured so far; see the module's docstring.
+    """The records of a number of GPUs with what follows from one another; see the module's docstring.
 
-    `efficiency` is of the linear one, `to_tensor` sequence's time by tensor's on as many GPUs, `to_canonical` ours by
-    the canonical loss's of the same point.
+    `efficiency` is of what so many times the first GPU would do, `to_tensor` sequence's time by tensor's,
+    `to_canonical` ours by the canonical loss's of the same layout.
     """
-    by_point = {(record["layout"], record["gpus"]): record["results"] for record in records}
-    one = by_point.get((BASELINE, 1), {})
+    by_layout = {record["layout"]: record["results"] for record in records}
     completed = []
     for record in records:
         layout, gpus = record["layout"], record["gpus"]
-        tensor = by_point.get(("tensor", gpus), {}) if layout == "sequence" else {}
         results = {}
         for name, found in record["results"].items():
-            ms, ratios = found["ms"], {}
-            if name in one and layout in ("tensor", "sequence"):
-                ratios["efficiency"] = one[name]["ms"] / (gpus * ms)
-            elif name in one and layout == "data":
-                ratios["efficiency"] = one[name]["ms"] / ms
-            if name in tensor:
-                ratios["to_tensor"] = ms / tensor[name]["ms"]
+            ms, one, ratios = found["ms"], by_layout["one"][name]["ms"], {}
+            if layout in _STRONG:
+                ratios["efficiency"] = one / (gpus * ms)
+            elif layout in _WEAK:
+                ratios["efficiency"] = one / ms
+            if layout == "sequence":
+                ratios["to_tensor"] = ms / by_layout["tensor"][name]["ms"]
             if name != "canonical":
                 ratios["to_canonical"] = ms / record["results"]["canonical"]["ms"]
             results[name] = found | ratios
         completed.append(record | {"results": results})
     return completed
-
-
-def points(gpus: Sequence[int]) -> Iterator[Point]:
-    """What is measured, in order: one GPU first, which all others are compared with."""
-    yield BASELINE, 1
-    for count in gpus:
-        for layout in LAYOUTS:
-            yield layout, count
 
 
 def _counts(asked: Sequence[int] | None, parser: argparse.ArgumentParser) -> list[int]:
@@ -209,15 +245,17 @@ def _earlier(path: Path, document: dict[str, Any], parser: argparse.ArgumentPars
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints and writes point by point."""
+    """Measures, prints and writes, one number of GPUs after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", metavar="COUNT", help="default: 2, 4, 8, as many as there are")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("N", "V", "H"), default=(16384, 262144, 4096))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=3, help="calls of a round, one after the other")
     parser.add_argument("--implementation", help="default: chosen from the platform")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no point after these")
-    parser.add_argument("--resume", action="store_true", help="keep the points that the file holds")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no number of GPUs after these"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the records that the file holds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     start = time.monotonic()
@@ -237,20 +275,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     # Through JSON, as the stored ones have been.
     records = _earlier(options.out, json.loads(json.dumps(document)), parser) if options.resume else []
-    done = {(record["layout"], record["gpus"]) for record in records}
-    waiting = [point for point in points(gpus) if point not in done]
+    waiting = [count for count in gpus if count not in {record["gpus"] for record in records}]
     while waiting and time.monotonic() - start < options.budget:
-        layout, count = point = waiting.pop(0)
-        found = measure(point, shape, options.rounds, options.iterations, options.implementation)
-        records = with_ratios([*records, {"layout": layout, "gpus": count, "results": found}])
-        left_out = [f"{name} on {number}" for name, number in waiting]
-        text = json.dumps(document | {"records": records, "left_out": left_out}, indent=2)
+        found = measure(waiting.pop(0), shape, options.rounds, options.iterations, options.implementation)
+        records += found
+        text = json.dumps(document | {"records": records, "left_out": waiting}, indent=2)
         write_atomically(options.out, f"{text}\n")
-        for contender, numbers in records[-1]["results"].items():
-            shown = "  ".join(f"{name} {number:.4g}" for name, number in numbers.items() if name != "loss")
-            print(f"[{time.monotonic() - start:5.0f}s] {layout} on {count}: {contender:10}  {shown}", flush=True)
+        for record in found:
+            for contender, numbers in record["results"].items():
+                shown = "  ".join(f"{k} {number:.4g}" for k, number in numbers.items() if k not in ("loss", "samples"))
+                where = f"{record['layout']} on {record['gpus']}"
+                print(f"[{time.monotonic() - start:5.0f}s] {where}: {contender:10}  {shown}", flush=True)
     if waiting:
-        print(f"the budget of {options.budget:g} s is spent; --resume measures the other {len(waiting)} points")
+        print(f"the budget of {options.budget:g} s is spent; --resume measures {waiting} GPUs")
 
 
 if __name__ == "__main__":

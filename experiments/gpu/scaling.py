@@ -75,7 +75,7 @@ def plot(document: dict[str, Any], path: Path) -> Path:
     """Efficiency by the number of GPUs, a panel a layout."""
     from matplotlib.figure import Figure
 
-    layouts = list(dict.fromkeys(record["layout"] for record in document["records"] if record["gpus"] > 1))
+    layouts = list(dict.fromkeys(record["layout"] for record in document["records"] if record["layout"] != "one"))
     figure = Figure(figsize=(4 * len(layouts), 4), layout="constrained")
     for axes, layout in zip(figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0], layouts, strict=True):
         records = [record for record in document["records"] if record["layout"] == layout]

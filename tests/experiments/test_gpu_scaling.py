@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gpu_scaling import main, points, with_ratios
+from experiments.gpu_scaling import LAYOUTS, main, with_ratios
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,19 +19,16 @@ def _record(layout: str, gpus: int, ours: float, canonical: float) -> dict:
 
 def test_ratios_are_those_of_strong_and_weak_scaling() -> None:
     records = with_ratios(
-        [_record("one", 1, 200, 300), _record("tensor", 4, 55, 80), _record("sequence", 4, 56, 90),
-         _record("data", 4, 210, 330)]
+        [_record("one", 4, 200, 300), _record("apart", 4, 205, 310), _record("tensor", 4, 55, 80),
+         _record("sequence", 4, 56, 90), _record("data", 4, 210, 330)]
     )  # fmt: skip
-    one, tensor, sequence, data = (record["results"] for record in records)
+    one, apart, tensor, sequence, data = (record["results"] for record in records)
     assert one["in_forward"] == {"ms": 200, "to_canonical": 200 / 300}
     assert tensor["in_forward"]["efficiency"] == 200 / (4 * 55)
     assert tensor["canonical"]["efficiency"] == 300 / (4 * 80)
     assert sequence["in_forward"]["to_tensor"] == 56 / 55
     assert data["in_forward"]["efficiency"] == 200 / 210
-
-
-def test_one_gpu_comes_first() -> None:
-    assert list(points([2, 4]))[:4] == [("one", 1), ("tensor", 2), ("sequence", 2), ("data", 2)]
+    assert apart["in_forward"]["efficiency"] == 200 / 205
 
 
 @pytest.mark.parametrize(
@@ -60,27 +57,30 @@ def _run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
 
 
 @pytest.mark.slow
-def test_every_point_is_measured_within_the_budget_or_on_resuming(tmp_path: Path) -> None:
+def test_every_number_of_gpus_is_measured_within_the_budget_or_on_resuming(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     begun = _run("--out", str(out), "--budget", "0.001")
     assert begun.returncode == 0, begun.stderr
-    assert "the other 4 points" in begun.stdout
+    assert "--resume measures [2] GPUs" in begun.stdout
     assert not out.exists()
 
     done = _run("--out", str(out), "--resume")
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
-    assert [(r["layout"], r["gpus"]) for r in document["records"]] == list(points([2]))
+    assert [(r["layout"], r["gpus"]) for r in document["records"]] == [(layout, 2) for layout in LAYOUTS]
     assert document["left_out"] == []
     assert document["environment"]["NCCL_NVLS_ENABLE"] == "0"
     assert document["command"].startswith("python -m experiments.gpu_scaling --gpus 2 --shape ")
-    one, tensor, sequence, data = (record["results"] for record in document["records"])
-    for results in (one, tensor, sequence, data):
+    every = [record["results"] for record in document["records"]]
+    for results in every:
         assert set(results) == {"in_forward", "recompute", "canonical"}
         assert all(found["ms"] > 0 and found["temporary_mib"] > 0 for found in results.values())
     # bfloat16: hidden 4 KiB, weight 32 KiB, labels 256 bytes.
-    sizes = [results["recompute"]["inputs_mib"] * 2**20 for results in (one, tensor, sequence, data)]
-    assert sizes == [37120, 20736, 18560, 37120]
+    sizes = [results["recompute"]["inputs_mib"] * 2**20 for results in every]
+    assert sizes == [37120, 37120, 20736, 18560, 37120]
+    one, apart, *_, data = (results["recompute"]["loss"] for results in every)
+    assert apart == pytest.approx(data, rel=1e-6)
+    assert apart != one
     assert not list(tmp_path.glob("*.tmp"))
 
     again = _run("--out", str(out), "--resume", "--implementation", "xla")
