@@ -12,6 +12,11 @@ In evaluation and generation the model returns logits as before. The layer's par
 same names: optimisers, checkpoints and tied embeddings see no difference, and zero-bubble schedules, which compute
 weight gradients of the stage's own parameters only, find them.
 
+V-shaped schedules (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`) put the last stage beside the first. In PyTorch 2.11,
+whatever the loss function, their `eval` fails, and a parameter that both stages hold, such as a tied embedding, has its
+gradient divided by the number of microbatches twice. For the right one give the schedule `scale_grads=False`, and
+`take_head` the whole batch's `normalizer`.
+
 Other designs were weighed. *Two outputs*, hidden states and logits, still make the logits and keep them. A *schedule of
 one's own* that passes targets to the last stage means maintaining a fork of every schedule. *Lazy logits*, a wrapper
 that multiplies on demand, breaks with whatever expects a tensor: buffers between stages, metadata, merged outputs.
