@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_ce import coefficients as coef
@@ -157,17 +158,23 @@ def _statistics_and_sums(
     call: Call, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
+    weight_dtype = head.weight.dtype  # what is gathered may be narrower
     rows, head = shards.enter(rows, head)
     ways = [dataclasses.replace(call, settings=settings) for settings in call.settings.ways(head)]
-    operation = functools.partial(_local_statistics_and_sums, wanted, shards)
+    operation = functools.partial(_local_statistics_and_sums, wanted, shards, weight_dtype)
     return by_platform(ways, operation, rows, head, shared_inputs)
 
 
 def _local_statistics_and_sums(
-    wanted: Wanted, shards: Shards, call: Call, rows: RowArrays, head: Head, shared_inputs: Any
+    wanted: Wanted,
+    shards: Shards,
+    weight_dtype: np.dtype,
+    call: Call,
+    rows: RowArrays,
+    head: Head,
+    shared_inputs: Any,
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
-    weight_dtype = head.weight.dtype
     sum_bytes = call.settings.sum_bytes(spec, weight_dtype, wanted, shards)
     plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
     wide = spec.accumulator

@@ -242,6 +242,20 @@ def others() -> Iterator[str]:
     same(jax.jit(jax.vmap(jax.grad(each)))(hidden, labels), want)
     yield "vmap"
 
+    for layout, mode in itertools.product(LAYOUTS[4:], MODES):
+        step = gradients(functools.partial(loss, padded=True, backward=mode, dtype=jnp.bfloat16))
+
+        def narrowed(hidden: Any, *others: Any) -> Any:
+            return hidden.astype(jnp.bfloat16), *others
+
+        value, got = jax.jit(step)(*narrowed(*placed(layout, on, True)))
+        alone, wanted = step(*narrowed(*arrays(layout.vocabulary, True)))
+        np.testing.assert_allclose(value, alone, rtol=1e-4)
+        for x, y in zip(got, wanted, strict=True):
+            assert x.dtype == y.dtype
+            assert np.linalg.norm(np.float32(x) - np.float32(y)) <= 2**-7 * np.linalg.norm(np.float32(y))
+    yield "float32 weights that are computed with, and gathered, in bfloat16"
+
     for shape in ((1, 8), (8, 1), (1, 1)):
         for layout, mode in itertools.product((LAYOUTS[2], LAYOUTS[7]), MODES):
             given = placed(layout, mesh(shape=shape), True)
