@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -145,26 +146,31 @@ class Shards:
         return lax.axis_index(self.vocabulary).astype(jnp.int32) * local.spec.weight_rows
 
     def merge(self, partial: Partial, local: Head) -> Partial:
-        """Statistics over the whole vocabulary from those of this device's columns: one maximum, then one sum."""
+        """Statistics over the whole vocabulary from those of this device's columns, in one collective.
+
+        Each device needs the others' maxima to add up their sums of exponentials. So all are told all: one sum of a
+        table with a place for each device, which the others leave 0. The argmax costs a collective more.
+        """
         if not self.vocabulary:
             return partial
-        top = argmax = None
-        if partial.max is not None:
-            top = lax.pmax(partial.max, self.vocabulary)
-            if partial.argmax is not None:
-                # Ties: the lowest id. Columns are counted from 0 again on the way out.
-                own = jnp.where(partial.max == top, partial.argmax + self._start(local), np.iinfo(np.int32).max)
-                argmax = lax.pmin(own, self.vocabulary)
-            nothing = jax.tree.map(jnp.zeros_like, partial)._replace(max=top)
-            partial = merge(partial, nothing)
-        sums = partial._replace(max=None, argmax=None)
-        leaves, structure = jax.tree.flatten(sums)
+        own = partial._replace(target_logit=None, weighted_sum=None, argmax=None)
+        added = Partial(target_logit=partial.target_logit, weighted_sum=partial.weighted_sum)
+        devices = jnp.arange(axis_size(self.vocabulary))
+        here = devices == lax.axis_index(self.vocabulary)
+        table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
+        leaves, structure = jax.tree.flatten((table, added))
         if leaves:  # as one array: one collective
-            by_row = [x.reshape(x.shape[0], -1) for x in leaves]
-            total = lax.psum(jnp.concatenate(by_row, axis=1), self.vocabulary)
-            ends = list(itertools.accumulate(x.shape[1] for x in by_row))
-            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1], 1), leaves, strict=True)]
-        return jax.tree.unflatten(structure, leaves)._replace(max=top, argmax=argmax)
+            total = lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), self.vocabulary)
+            ends = list(itertools.accumulate(x.size for x in leaves))
+            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), leaves, strict=True)]
+        table, added = jax.tree.unflatten(structure, leaves)
+        each = (jax.tree.map(operator.itemgetter(i), table) for i in range(len(devices)))
+        whole = functools.reduce(merge, each)
+        if partial.argmax is not None:
+            # Ties: the lowest id. Columns are counted from 0 again on the way out.
+            mine = jnp.where(partial.max == whole.max, partial.argmax + self._start(local), np.iinfo(np.int32).max)
+            whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
+        return whole._replace(target_logit=added.target_logit, weighted_sum=added.weighted_sum)
 
     def own_rows[Tree](self, rows: Tree) -> Tree:
         """Of values `[N, ...]` that all devices agree on, those of the rows that came in on this one."""
