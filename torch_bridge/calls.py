@@ -1,13 +1,13 @@
 """Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import torch
 from torch import Tensor
 
-from torch_bridge import bucketing, exchange, streams
+from torch_bridge import bucketing, exchange, scaling, streams
 from torch_bridge.programs import Program, Shape
 
 
@@ -44,12 +44,32 @@ def backward(
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
     read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
-    found = _run(compiled.run, program, read, shapes, tensors[0].device)
-    if (tokens := tensors[0].shape[0]) != program.rows:
+    return _as_inputs(program, _run(compiled.run, program, read, shapes, tensors[0].device), asked, tensors[0].shape[0])
+
+
+def handed_over(
+    program: Program,
+    tensors: Sequence[Tensor],
+    saved: Sequence[Tensor | None],
+    upstream: Tensor,
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """Gradients of `Program.scaled`, in the memory of what the forward returned, which is lost; see `backward`.
+
+    For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
+    """
+    found = [cast(Tensor, saved[program.scaled[name]]).detach() for name in asked]
+    scaling.scale_(found, upstream)
+    return _as_inputs(program, found, asked, tensors[0].shape[0])
+
+
+def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], tokens: int) -> list[Tensor]:
+    """Gradients of those inputs as the tensors lie that came in."""
+    if tokens != program.rows:
         of = dict(program.signature.arrays)
-        found = _without_padding(found, [of[name] for name in asked], tokens)
-    if program.signature.options.vocab_axis and "linear_weight" in asked:
-        position = asked.index("linear_weight")
+        found = _without_padding(found, [of[name] for name in names], tokens)
+    if program.signature.options.vocab_axis and "linear_weight" in names:
+        position = names.index("linear_weight")
         found[position] = found[position].t()
     return found
 

@@ -4,7 +4,7 @@ Compilation, dispatch modes and functional transforms need the operator; all oth
 programs, saved tensors and gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +65,30 @@ class Eager(torch.autograd.Function):
             tensors, found = saved[:count], saved[count:]
             # Only the operator raises where these gradients are to be differentiated in turn.
             if serves((*saved, *given)) and not torch.is_grad_enabled():
-                computed = calls.backward(call.program, tensors, found, given, asked)
+                computed = _computed(call.program, tensors, found, given, asked)
             else:
                 named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
                 computed = call.operation.call_backward(named, call.static, found, given, asked)
             gradients = graph.placed(ctx, asked, computed)
         return (*[gradients.get(name) for name, _ in signature.arrays], None)
+
+
+def _computed(
+    program: Program,
+    tensors: Sequence[Tensor],
+    found: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over."""
+    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)
+    others = tuple(name for name in asked if name not in handed)
+    gradients: dict[str, Tensor] = {}
+    if others:
+        gradients |= zip(others, calls.backward(program, tensors, found, given, others), strict=True)
+    if handed:
+        (upstream,) = given
+        assert upstream is not None
+        gradients |= zip(handed, calls.handed_over(program, tensors, found, upstream, handed), strict=True)
+    return [gradients[name] for name in asked]

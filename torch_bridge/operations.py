@@ -90,6 +90,14 @@ def _compute_loss(problem: head_cross_entropy.Problem, known: Any) -> Outputs:
     return (loss,), tuple(metrics or ())
 
 
+def _scaled_loss(problem: head_cross_entropy.Problem, known: Known | None) -> Arrays:
+    """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one."""
+    if known is None or problem.arrays.logit_scale is not None:
+        return {}
+    sums = {"input": known.hidden, "linear_weight": known.weight, "linear_bias": known.bias}
+    return {name: x for name, x in sums.items() if x is not None}
+
+
 def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics.Problem:
     return row_statistics.read(
         arrays["input"],
@@ -188,6 +196,6 @@ def _chosen_mode(
     ).backward
 
 
-LOSS = Function(_read_loss, _keep_loss, _compute_loss)
+LOSS = Function(_read_loss, _keep_loss, _compute_loss, _scaled_loss)
 STATISTICS = Function(_read_statistics, _keep_statistics, _compute_statistics)
 LOG_PROBS = Function(_read_log_probs, _keep_log_probs, _compute_log_probs)

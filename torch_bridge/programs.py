@@ -32,11 +32,14 @@ class Function(NamedTuple):
         read: `(options, arrays) -> problem`: checks.
         keep: `(problem, names of inputs to differentiate) -> known`, a pytree of what the backward needs.
         compute: `(problem, known or None) -> (differentiable outputs, other outputs)`.
+        scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
+            for one factor, the cotangent of the only differentiable output, a scalar.
     """
 
     read: Callable[[Any, Arrays], Any]
     keep: Callable[[Any, frozenset[str]], Any]
     compute: Callable[[Any, Any], Outputs]
+    scaled: Callable[[Any, Any], Arrays] = lambda problem, known: {}
 
 
 class Shape(NamedTuple):
@@ -127,6 +130,7 @@ class Program:
         outputs: shapes of the function's outputs.
         kept: shapes of what the backward needs beside inputs and outputs.
         differentiable: how many outputs have gradients.
+        scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
         forward: `(*inputs) -> (*outputs, *kept)`.
     """
 
@@ -134,6 +138,7 @@ class Program:
         self.signature, self.rows = signature, rows
         self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
         self._backwards: dict[Hashable, Backward] = {}
+        self.scaled: dict[str, int] = {}
         self._count = self.differentiable = 0
         self.forward = jax.jit(self._forward)
         self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
@@ -175,8 +180,9 @@ class Program:
 
     def _forward(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         function, differentiated = self.signature.function, self.signature.differentiated
+        arrays = self._named(inputs)
         with never_asking():
-            problem = function.read(self.signature.options, self._named(inputs))
+            problem = function.read(self.signature.options, arrays)
         known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
         self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
@@ -191,6 +197,8 @@ class Program:
             return found[id(x)]
 
         self._known = jax.tree.map(index, known)
+        scaled = function.scaled(problem, known) if differentiated else {}
+        self.scaled = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
         return tuple(outputs)
 
     def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:

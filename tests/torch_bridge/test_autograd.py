@@ -24,13 +24,16 @@ def head():
 def asked(monkeypatch):
     """Which gradients each backward computes."""
     seen = []
-    original = calls.backward
 
-    def counting(*arguments):
-        seen.append(arguments[-1])
-        return original(*arguments)
+    def counted(original):
+        def call(*arguments):
+            seen.append(arguments[-1])
+            return original(*arguments)
 
-    monkeypatch.setattr(calls, "backward", counting)
+        return call
+
+    for name in ("backward", "handed_over"):
+        monkeypatch.setattr(calls, name, counted(getattr(calls, name)))
     return seen
 
 
@@ -90,9 +93,52 @@ def test_retained_and_repeated_backward_with_any_upstream_is_exact_each_time(hea
         again = torch.autograd.grad(loss * factor, (hidden, weight), retain_graph=True)
         for got, want in zip(again, once, strict=True):
             torch.testing.assert_close(got, factor * want, rtol=1e-5, atol=1e-7)
-    loss.backward()
+    (3 * loss).backward()
+    for x, want in zip((hidden, weight), once, strict=True):
+        torch.testing.assert_close(x.grad, 3 * want, rtol=1e-5, atol=1e-7)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+def test_gradients_of_several_losses_add_up(head):
+    hidden, weight, target = head
+    one = linear_cross_entropy(hidden, weight, target, backward="in_forward")
+    want = torch.autograd.grad(one, (hidden, weight))
+    losses = [linear_cross_entropy(hidden, weight, target, backward="in_forward") for _ in range(3)]
+    (losses[0] + 2 * losses[1]).backward()
+    losses[2].backward()
+    for x, gradient in zip((hidden, weight), want, strict=True):
+        torch.testing.assert_close(x.grad, 4 * gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, 256])  # padded and not
+def test_the_last_backward_of_a_graph_gives_what_one_that_keeps_it_does(head, dtype, transposed, tokens):
+    hidden, weight, target = head
+    hidden = hidden.detach().to(dtype).repeat(-(-tokens // TOKENS), 1)[:tokens].requires_grad_()
+    weight = weight.detach().to(dtype)
+    weight = (weight.t().contiguous().t() if transposed else weight).requires_grad_()
+    bias = torch.randn(VOCABULARY, dtype=dtype, requires_grad=True)
+    smoothing = torch.tensor(0.1, requires_grad=True)  # its gradient is computed, not handed over
+    inputs = hidden, weight, bias, smoothing
+    loss = linear_cross_entropy(
+        hidden, weight, target.repeat(13)[:tokens], linear_bias=bias, label_smoothing=smoothing, backward="in_forward"
+    )
+    for upstream in (1.0, 3.0):  # the last of them loses the graph
+        kept = torch.autograd.grad(loss * upstream, inputs, retain_graph=True)
+    for got, want, x in zip(torch.autograd.grad(loss * upstream, inputs), kept, inputs, strict=True):
+        assert got.stride() == x.stride()
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_learned_scale_is_not_forgotten_in_the_last_backward(head):
+    hidden, weight, target = head
+    scale = torch.tensor(0.7, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, target, logit_scale=scale, backward="in_forward")
+    kept = torch.autograd.grad(loss, (hidden, weight, scale), retain_graph=True)
+    for got, want in zip(torch.autograd.grad(loss, (hidden, weight, scale)), kept, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
 def test_the_loss_may_be_changed_in_place(head):

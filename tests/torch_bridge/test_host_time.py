@@ -96,8 +96,18 @@ def test_without_gradients_the_three_tensors_and_the_loss_are_exchanged_and_noth
 def test_a_backward_exchanges_what_it_reads_the_cotangent_and_two_gradients(head, exchanged, mode, read):
     loss = linear_cross_entropy(*head, backward=mode)
     exchanged.update({"to": 0, "from": 0})
-    loss.backward()
+    loss.backward(retain_graph=True)
     assert exchanged == {"to": read + 1, "from": 2}
+
+
+def test_the_last_backward_in_forward_exchanges_nothing_and_copies_nothing(head, exchanged):
+    loss = linear_cross_entropy(*head, backward="in_forward")
+    exchanged.update({"to": 0, "from": 0})
+    seen = operations_of_torch(loss.backward)
+    assert exchanged == {"to": 0, "from": 0}
+    assert seen <= {"aten::ones_like", "aten::empty_like", "aten::empty_strided", "aten::fill_", "aten::detach",
+                    "aten::item", "aten::_local_scalar_dense"}  # fmt: skip
+    assert head[0].grad is not None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -106,7 +116,7 @@ def test_all_tensors_of_a_program_are_exchanged_at_one_time(head, way, monkeypat
     times = []
     original = exchange.share
     monkeypatch.setattr(exchange, "share", lambda *given: times.append(1) or original(*given))
-    WAYS[way](linear_cross_entropy, head)
+    WAYS[way](functools.partial(linear_cross_entropy, backward="recompute"), head)
     assert len(times) == (1 if way == "without gradients" else 2)
 
 

@@ -74,6 +74,16 @@ def test_tensors_dropped_while_jax_reads_them_are_not_overwritten(mode):
         assert torch.equal(kept, exact)
 
 
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_that_are_handed_over_are_those_that_are_computed(dtype, upstream):
+    hidden, weight, target = problem(tokens=300, dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, target, backward="in_forward") * upstream
+    kept = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), kept, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_log_probs_on_the_device_are_those_of_stored_logits():
     hidden, weight, target = problem()
     temperature = torch.linspace(0.5, 2, len(target), device="cuda")

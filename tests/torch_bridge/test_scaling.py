@@ -1,0 +1,49 @@
+"""Scaling in place: on the CPU, and the GPU's kernel by Triton's interpreter, in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torch_bridge.scaling import scale_
+
+_INTERPRETED = """
+import torch
+from torch_bridge.scale_kernel import scale
+
+block = 16
+for size in (1, 15, 16, 17, 1000):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for factor in (1.0, 0.3, 0.0):
+            before = torch.randn(size + 5).to(dtype)
+            wide = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+            got = before.clone()
+            scale[(3,)](got, wide, size, -(-size // block), block=block)
+            # The interpreter cuts bfloat16 off; a GPU rounds.
+            error = 2**-7 if dtype == torch.bfloat16 and factor not in (0, 1) else 0
+            want = (before[:size].to(wide.dtype) * wide).to(dtype)
+            torch.testing.assert_close(got[:size], want, rtol=error, atol=0)
+            assert torch.equal(got[size:], before[size:])
+print("done")
+"""
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_factor_of_one_changes_nothing_and_others_are_not_rounded_first(factor):
+    tensors = [torch.randn(7, 3).bfloat16(), torch.randn(5)]
+    want = [(x.float() * factor).to(x.dtype) for x in tensors]
+    versions = [x._version for x in tensors]
+    scale_(tensors, torch.tensor(factor))
+    assert all(map(torch.equal, tensors, want))
+    assert (versions == [x._version for x in tensors]) == (factor == 1)
+
+
+def test_the_kernel_scales_what_it_is_given_and_nothing_behind():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "done\n", done.stderr
