@@ -13,6 +13,9 @@ from jax import lax
 
 from pallas_ce.loops import fori_loop
 
+# Each is compiled by itself, and where there are many rows the host need not be quick.
+_MOST_WITHOUT_LOOP = 8
+
 
 def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -88,6 +91,14 @@ class Tiles:
     def count(self) -> int:
         """How many tiles there are."""
         return -(-self.total // self.size)
+
+    @property
+    def few(self) -> bool:
+        """Whether they are so few that programs may hold the work on each, in place of a loop.
+
+        XLA answers a conditional on a GPU by itself where the branches hold no loop; else the host waits to be told.
+        """
+        return self.count <= _MOST_WITHOUT_LOOP
 
     def tile(self, index: jax.Array | int) -> "Tile":
         """The tile of that index; the index may be traced."""
@@ -188,17 +199,29 @@ class RowBlocks:
     skipped: bool
 
     def for_each[Carry](
-        self, body: Callable[["RowBlock", Carry], Carry], init: Carry, *, first_apart: bool = False
+        self,
+        body: Callable[["RowBlock", Carry], Carry],
+        init: Carry,
+        *,
+        first_apart: bool = False,
+        without_loop: bool = False,
     ) -> Carry:
         """`init` carried through `body(block, carry)` over all blocks.
 
         With `first_apart` the first of a known number of blocks comes before the loop over the others, so that XLA
-        can see that what is added to in it is zero, and neither writes zeros nor reads them.
+        can see that what is added to in it is zero, and neither writes zeros nor reads them. `without_loop` puts a
+        known number of blocks one after the other, if they are `Tiles.few`.
         """
         count = None if self.skipped else self.rows.count
         trips = self.tiles.count if count is None else -(-count // self.tiles.size)
         if isinstance(trips, int) and trips == 1:
             return body(self.block(0), init)
+        if without_loop and isinstance(trips, int) and self.tiles.few:
+            for i in range(trips):
+                # Behind the block before, whose memory it is to use.
+                index, init = lax.optimization_barrier((jnp.int32(i), init))
+                init = body(self.block(index), init)
+            return init
         start = 0
         if first_apart and isinstance(trips, int):
             start, init = 1, body(self.block(jnp.int32(0)), init)

@@ -27,21 +27,21 @@ _SMALL_BYTES = 2**20
 _USEFUL_ROWS = 64
 
 
-_ASKS = contextvars.ContextVar("asks", default=True)
+_WAITS = contextvars.ContextVar("waits", default=True)
 
 
 @contextlib.contextmanager
-def never_asking() -> Iterator[None]:
+def never_waiting() -> Iterator[None]:
     """Calls made in this context never have the host wait for the device, as far as the backend can do without.
 
-    Elsewhere a backend may ask once a pass whether every row counts: where all do, nothing is gathered, and the fastest
-    products are taken, which saves up to some per cent of the time.
+    Where every row counts nothing is gathered, and the fastest products are taken, which saves up to some per cent of
+    the time. XLA lets the device choose between branches that hold no loop; of others the host must be told, once.
     """
-    token = _ASKS.set(False)
+    token = _WAITS.set(False)
     try:
         yield
     finally:
-        _ASKS.reset(token)
+        _WAITS.reset(token)
 
 
 def budget(scratch_bytes: int | None, least: int, logits: int, what: str, default: int = DEFAULT_SCRATCH_BYTES) -> int:
@@ -71,7 +71,7 @@ class Settings:
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
-        asks: whether a pass may have the host wait, once, to be told if every row counts; see `never_asking`.
+        waits: whether a pass may have the host wait, once, to be told if every row counts; see `never_waiting`.
     """
 
     implementation: str
@@ -79,7 +79,7 @@ class Settings:
     scratch_bytes: int | None
     shards: Shards | None = None
     default: Default | None = None
-    asks: bool = True
+    waits: bool = True
 
     @property
     def backend(self) -> Backend:
@@ -221,7 +221,7 @@ def choose(
         mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
         return dataclasses.replace(settings, mode=mode), mode_reason
 
-    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default, _ASKS.get()))
+    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default, _WAITS.get()))
     if default is not None:
         other = default.instead
         if why := settings._incapable(spec, padded_share):
@@ -229,7 +229,7 @@ def choose(
         elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
-            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards, asks=settings.asks))
+            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards, waits=settings.waits))
     for needed in (None, settings.mode):
         settings.plan(spec, tokens, needed)  # raises where the budget is too small
     return Choice(settings, reason, mode_reason)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends import Plan
-from pallas_ce.blocks import RowBlock, Rows
+from pallas_ce.blocks import RowBlock, Rows, Tiles
 from pallas_ce.head import Batch, Head
 from pallas_ce.operations import by_platform, streamed
 from pallas_ce.settings import Settings
@@ -60,7 +60,8 @@ def _local_statistics(
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
         blocks = counted.blocks(tokens, plan.rows, skipped=backend.counts_on_device or plan.rows >= tokens)
-        return blocks.for_each(body, empty_statistics(names, rows.batch, head))
+        init = empty_statistics(names, rows.batch, head)
+        return blocks.for_each(body, init, without_loop=backend.counts_on_device)
 
     if rows.mask is None:
         return visit(Rows.counted(None), whole)
@@ -68,8 +69,10 @@ def _local_statistics(
     # needs gathering; where not, blocks are gathered one by one.
     row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
     parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
-    if whole.rows <= parts.rows or (backend.counts_on_device and not settings.asks):
-        return visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))
+    smaller = min(whole, parts, key=lambda plan: plan.rows)
+    host_is_told = backend.counts_on_device and not Tiles(tokens, smaller.rows).few
+    if smaller is whole or (host_is_told and not settings.waits):
+        return visit(Rows.counted(rows.mask), smaller)
     return lax.cond(
-        jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), parts)
+        jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), smaller)
     )

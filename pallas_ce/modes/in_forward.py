@@ -219,7 +219,9 @@ def _local_statistics_and_sums(
         # The weight's sum has one product a block only where a stash is in one piece; tiles add to parts of it.
         return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)
 
-    if rows.mask is not None and call.settings.asks and backend.gathers_in_vain(spec, plan):
+    # With a single block the device chooses; with a loop over several the host must be told.
+    may_choose = call.settings.waits or plan.rows >= tokens
+    if rows.mask is not None and may_choose and backend.gathers_in_vain(spec, plan):
         found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
     else:
         found, hidden_sum, sums = visit(rows.mask)

@@ -13,7 +13,7 @@ from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
-from pallas_ce.settings import never_asking
+from pallas_ce.settings import never_waiting
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
@@ -162,7 +162,7 @@ def recompute_loss(hidden: Any, weight: Any, labels: Any) -> Any:
     ("loss", "kernels", "parts"),
     [
         (in_forward_loss, {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 65),
-        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight", "undefined"}, 50),
+        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight", "undefined"}, 75),
     ],
 )
 def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: set[str], parts: int) -> None:
@@ -181,16 +181,32 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: 
 
 @pytest.mark.parametrize(("n", "v"), [(8192, 131072), (32768, 32768)])
 @pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
-def test_where_nothing_may_be_asked_the_host_waits_for_nothing(loss: Any, n: int, v: int) -> None:
-    """No conditional, and no loop whose length only the device knows; elsewhere a forward asks once."""
+def test_where_the_host_may_not_wait_the_device_chooses_between_branches_without_loops(
+    loss: Any, n: int, v: int
+) -> None:
+    """And there is no loop whose length only the device knows; elsewhere a pass chooses once, whatever it holds."""
     function, given = jax.value_and_grad(loss, argnums=(0, 1)), arguments(n, v, 4096, 0)[:3]
-    asking = h200.compile_for_h200(function, *given)[0].as_text()
-    with never_asking():
+    waiting = h200.compile_for_h200(function, *given)[0].as_text()
+    with never_waiting():
         silent = h200.compile_for_h200(lambda *given: function(*given), *given)[0].as_text()
-    assert len(re.findall(r" conditional\(", asking)) == 1
-    assert not re.findall(r" conditional\(", silent)
+    assert len(re.findall(r" conditional\(", waiting)) == 1
+    several_blocks = (loss, v) == (in_forward_loss, 32768)
+    assert choices_with_loops(waiting) == [several_blocks]
+    assert choices_with_loops(silent) == ([] if several_blocks else [False])
     loops = [line for line in silent.splitlines() if re.search(r" while\(", line)]
     assert all("known_trip_count" in line for line in loops)
+
+
+def choices_with_loops(text: str) -> list[bool]:
+    """Of each conditional of a compiled program, whether a branch, or what that calls, holds a loop."""
+    bodies = dict(re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+
+    def loops(name: str) -> bool:
+        body = bodies.get(name, "")
+        return " while(" in body or any(map(loops, re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", body)))
+
+    branches = re.findall(r" conditional\(.*?true_computation=%?([\w.-]+), false_computation=%?([\w.-]+)", text)
+    return [any(map(loops, both)) for both in branches]
 
 
 @pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
