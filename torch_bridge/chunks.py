@@ -1,7 +1,8 @@
 """Rows of stored logits a few at a time, as views, for functions that widen no more than a chunk of them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -11,6 +12,11 @@ ELEMENTS = {"cpu": 2**20}
 _ELEMENTS_ELSEWHERE = 2**24
 _SHARE = 16
 _LEAST_ELEMENTS = 2**18
+
+Way = Callable[[torch.Tensor], Iterator[tuple[slice, torch.Tensor]]]
+
+# Rows of the chunks that are powers of two.
+LEAST_ROWS, _MOST_ROWS = 128, 16384
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -22,6 +28,21 @@ def chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.
     """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
     most = ELEMENTS.get(logits.device.type, _ELEMENTS_ELSEWHERE)
     yield from _of(logits, start, min(most, max(_LEAST_ELEMENTS, logits.numel() // _SHARE)))
+
+
+def powers(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Likewise in numbers of rows that are powers of two, for which programs are compiled; and fewer than the least."""
+    for part, rows in _of(logits, start, _MOST_ROWS * logits.shape[-1]):
+        first = 0
+        while (left := rows.shape[0] - first) > 0:
+            size = left if left < LEAST_ROWS else 1 << (left.bit_length() - 1)
+            yield slice(part.start + first, part.start + first + size), rows[first : first + size]
+            first += size
+
+
+def way(kernels: Any | None) -> Way:
+    """How logits are cut for kernels, and where there are none."""
+    return powers if kernels else chunks
 
 
 def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -48,14 +69,14 @@ def _flattens(logits: torch.Tensor) -> bool:
 
 
 def gradient_chunks(
-    logits: torch.Tensor, inplace: bool
+    logits: torch.Tensor, inplace: bool, cut: Way = chunks
 ) -> tuple[torch.Tensor, Iterator[tuple[slice, torch.Tensor, torch.Tensor]]]:
     """The logits' gradient, in memory of its own or in theirs; `(row numbers, rows, their gradient)` to fill it by."""
     if inplace:
-        return logits, ((part, rows, rows) for part, rows in chunks(logits))
+        return logits, ((part, rows, rows) for part, rows in cut(logits))
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     by_row = gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
-    return gradient, ((part, rows, by_row[part]) for part, rows in chunks(logits))
+    return gradient, ((part, rows, by_row[part]) for part, rows in cut(logits))
 
 
 def check_inplace(logits: torch.Tensor, inplace_backward: bool) -> None:

@@ -1,7 +1,8 @@
-"""`cross_entropy` of logits that are there already, with every option of `pallas_ce.cross_entropy`, in plain PyTorch.
+"""`cross_entropy` of logits that are there already, with every option of `pallas_ce.cross_entropy`.
 
-Rows are taken in chunks, of which one wide copy exists at a time. The statistics of a row are differentiable; the loss
-is written on top of them in PyTorch's own operators, which differentiate everything else.
+The statistics of a row are differentiable; the loss is written on top of them in PyTorch's own operators, which
+differentiate everything else. Statistics and gradient are `pallas_ce`'s kernels' on a Hopper GPU, and elsewhere, and of
+a few rows that are left over, PyTorch's, by chunks of which one wide copy exists at a time.
 """
 
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pallas_ce import arguments
-from torch_bridge import checks, losses
-from torch_bridge.chunks import check_inplace, chunks, gradient_chunks, wide
+from torch_bridge import checks, eager, given_kernels, losses
+from torch_bridge.chunks import check_inplace, gradient_chunks, way, wide
+from torch_bridge.given_kernels import Kernels
 
 
 def cross_entropy(
@@ -34,8 +36,8 @@ def cross_entropy(
     r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors of any device.
 
     `torch.nn.functional.cross_entropy(logits.float(), target, …)` without a float32 copy of narrower logits, and with
-    z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a chunk of rows and a few
-    numbers a row.
+    z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a few numbers a row, on a
+    Hopper GPU where V' is a multiple of 16; elsewhere a chunk of rows in float32, too.
 
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
@@ -91,7 +93,8 @@ def cross_entropy(
     classes = None if class_weights is None else class_weights.detach().to(dtype)
     function: Any = _RowStatistics
     u = None if classes is None else classes / size
-    lse, chosen, mean = function.apply(logits, ids, counts, u, spec.softcap, size, smooth, inplace_backward)
+    kernels = given_kernels.serving(logits, spec) if eager.serves((logits, ids, counts, u)) else None
+    lse, chosen, mean = function.apply(logits, ids, counts, u, kernels, spec.softcap, size, smooth, inplace_backward)
 
     return losses.cross_entropy(
         lse,
@@ -126,6 +129,7 @@ class _RowStatistics(torch.autograd.Function):
         ids: Tensor,
         counts: Tensor,
         u: Tensor | None,
+        kernels: Kernels | None,
         softcap: float | None,
         size: int,
         smooth: bool,
@@ -133,25 +137,40 @@ class _RowStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = wide(logits.dtype)
         lse, chosen, mean = torch.zeros((3, ids.shape[0]), dtype=dtype, device=logits.device)
-        for part, rows in chunks(logits):
+        whole_u = _padded(u, size, logits) if smooth and kernels else None
+        for part, rows in way(kernels)(logits):
+            if kernels and kernels.serve(rows):
+                names = ("lse", "target_logit", *["mean_logit"][:smooth])
+                found = kernels.statistics(names, rows, ids[part].int(), whole_u)
+                for kept, x in zip((lse, chosen, mean), found, strict=False):
+                    kept[part] = x
+                continue
             z = _capped(rows[:, :size], softcap, dtype)
             lse[part] = z.logsumexp(1)
             chosen[part] = z.gather(1, ids[part, None])[:, 0]
             if smooth:
                 mean[part] = z.mean(1) if u is None else torch.where(u == 0, 0.0, z).mv(u)
         found = [x.masked_fill(~counts, 0.0) for x in (lse, chosen, mean)]
-        ctx.save_for_backward(logits, ids, ~counts | lse.isneginf(), u)
-        ctx.static = softcap, size, smooth, inplace_backward
+        ctx.save_for_backward(logits, ids, ~counts | lse.isneginf(), u, found[0] if kernels else None)
+        ctx.static = kernels, softcap, size, smooth, inplace_backward
         return found[0], found[1], found[2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, for_lse: Tensor, for_chosen: Tensor, for_mean: Tensor) -> tuple[Tensor | None, ...]:
         """`p·g + onehot·g' + u·g''`, rounded once; a row of -inf throughout has no p, and gradient 0."""
-        logits, ids, left_out, u = ctx.saved_tensors
-        softcap, size, smooth, inplace = ctx.static
-        gradient, filled = gradient_chunks(logits, inplace)
+        logits, ids, left_out, u, lse = ctx.saved_tensors
+        kernels, softcap, size, smooth, inplace = ctx.static
+        gradient, filled = gradient_chunks(logits, inplace, way(kernels))
+        whole_u = _padded(u, size, logits) if smooth and kernels else None
         for part, rows, of_rows in filled:
+            if kernels and kernels.serve(rows):
+                if not inplace:
+                    of_rows.copy_(rows)
+                given = {"lse": for_lse, "target_logit": for_chosen} | ({"mean_logit": for_mean} if smooth else {})
+                upstream = {name: x[part] for name, x in given.items()}
+                kernels.replace_by_gradient(of_rows, ids[part].int(), lse[part], upstream, whole_u, ~left_out[part])
+                continue
             z = _capped(rows[:, :size], softcap, for_lse.dtype)
             found = torch.softmax(z, 1).mul_(for_lse[part, None])
             found.scatter_add_(1, ids[part, None], for_chosen[part, None])
@@ -161,4 +180,11 @@ class _RowStatistics(torch.autograd.Function):
                 found.mul_(1 - (z / softcap) ** 2)
             of_rows[:, :size] = found.masked_fill_(left_out[part, None], 0.0)
             of_rows[:, size:] = 0.0
-        return gradient, *[None] * 7
+        return gradient, *[None] * 8
+
+
+def _padded(u: Tensor | None, size: int, logits: Tensor) -> Tensor:
+    """u `[V']`, 0 for padding."""
+    padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
+    padded[:size] = 1.0 / size if u is None else u
+    return padded

@@ -1,15 +1,20 @@
 """`selective_log_softmax` in PyTorch: what reinforcement learning libraries import under that name, in O(rows) memory.
 
-Plain PyTorch, on any device. Rows are taken in chunks (64 MiB in float32 at most, and a sixteenth of the logits), of
-which a float32 copy exists at a time; the backward makes the gradient the same way, straight in the logits' dtype.
+On a Hopper GPU `pallas_ce`'s kernels serve one index a row, where V is a multiple of 16; all else is PyTorch's. There
+rows are taken in chunks (64 MiB in float32 at most, and a sixteenth of the logits), of which a float32 copy exists at a
+time; the backward makes the gradient the same way, straight in the logits' dtype.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from torch_bridge.chunks import check_inplace, chunks, gradient_chunks, wide
+from pallas_ce.head import LogitsSpec
+from torch_bridge import checks, eager, given_kernels
+from torch_bridge.chunks import check_inplace, gradient_chunks, way, wide
+from torch_bridge.given_kernels import Kernels
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
@@ -65,7 +70,10 @@ def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inpla
         raise ValueError(f"index asks for entries of logits of shape {tuple(logits.shape)}, which have none")
     picked = index.reshape(leading.numel(), index.shape[len(leading) :].numel()).long()
     function: Any = _SelectiveLogSoftmax
-    values: torch.Tensor = function.apply(logits, picked, temperature, inplace_backward)
+    one = picked.shape[1] == 1 and temperature == 1.0 and eager.serves((logits, picked))
+    spec = LogitsSpec(logits.shape[-1], logits.shape[-1], np.dtype(checks.floating("logits", logits)), None)
+    kernels = given_kernels.serving(logits, spec) if one else None
+    values: torch.Tensor = function.apply(logits, picked, kernels, temperature, inplace_backward)
     return values.reshape(index.shape)
 
 
@@ -111,35 +119,53 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, index: torch.Tensor, temperature: float, inplace_backward: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        kernels: Kernels | None,
+        temperature: float,
+        inplace_backward: bool,
     ) -> torch.Tensor:
         values = torch.empty(index.shape, dtype=wide(logits.dtype), device=logits.device)
         # Rows of -inf throughout have no softmax: their log-probabilities are -inf here, their gradients 0.
         empty = torch.empty((index.shape[0], 1), dtype=torch.bool, device=logits.device)
-        for part, rows in chunks(logits):
+        lse = torch.zeros_like(values[:, 0]) if kernels else None
+        for part, rows in way(kernels)(logits):
+            if kernels and kernels.serve(rows):
+                assert lse is not None
+                rows.gather(1, index[part])  # for its complaint about entries that there are not
+                found = kernels.statistics(("log_prob", "lse"), rows, index[part, 0].int())
+                values[part, 0], lse[part] = found
+                empty[part, 0] = lse[part].isneginf()
+                continue
             empty[part] = rows.amax(dim=1, keepdim=True).isneginf()
             # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
             rows = _tempered(rows, temperature, values.dtype)
             values[part] = torch.log_softmax(rows, 1, dtype=values.dtype).gather(1, index[part])
-        ctx.save_for_backward(logits, index, empty)
-        ctx.static = temperature, inplace_backward
+        ctx.save_for_backward(logits, index, empty, lse)
+        ctx.static = kernels, temperature, inplace_backward
         return values.masked_fill_(empty, -torch.inf)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         """`Σ_k g_k·(onehot(i_k) - p) / temperature`, rounded once."""
-        logits, index, empty = ctx.saved_tensors
-        temperature, inplace_backward = ctx.static
+        logits, index, empty, lse = ctx.saved_tensors
+        kernels, temperature, inplace_backward = ctx.static
         upstream = upstream / temperature
-        gradient, filled = gradient_chunks(logits, inplace_backward)
+        gradient, filled = gradient_chunks(logits, inplace_backward, way(kernels))
         for part, rows, of_rows in filled:
+            if kernels and kernels.serve(rows):
+                if not inplace_backward:
+                    of_rows.copy_(rows)
+                kernels.replace_by_gradient(of_rows, index[part, 0].int(), lse[part], {"log_prob": upstream[part, 0]})
+                continue
             rows = _tempered(rows, temperature, upstream.dtype)
             p = torch.softmax(rows, 1, dtype=upstream.dtype).masked_fill_(empty[part], 0.0)
             given = upstream[part].masked_fill(empty[part], 0.0)
             p.mul_(-given.sum(dim=1, keepdim=True)).scatter_add_(1, index[part], given)
             of_rows.copy_(p)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _tempered(rows: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:

@@ -132,7 +132,21 @@ def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[
     cotangents = {name: g for name, g in cotangents.items() if name != "argmax" and not diff.is_zero(g)}
     if not cotangents:
         return None, None, None, None
-    ((logits, logit_weights, labels, mask), kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
+    (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
+    logits, logit_weights, labels, mask = arrays
+    return row_gradient(given, logits, logit_weights, labels, mask, kept, cotangents), None, None, None
+
+
+def row_gradient(
+    given: Given,
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    mask: jax.Array | None,
+    kept: Statistics,
+    cotangents: Statistics,
+) -> jax.Array:
+    """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
     def operation(given: Given, by_row: Any, logit_weights: Any) -> jax.Array:
         logits, *rest = by_row
@@ -148,8 +162,7 @@ def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[
         return given.blocks(logits.shape[0]).for_each(body, logits)
 
     with jax.named_scope("pallas_ce.given.backward"):
-        gradient = _entered(given, operation)((logits, labels, mask, kept, cotangents), logit_weights)
-    return gradient, None, None, None
+        return _entered(given, operation)((logits, labels, mask, kept, cotangents), logit_weights)
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_bridge import given_kernels
+
 
 def logits(arrays: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """Scaled and capped logits without the vocabulary's padding."""
@@ -42,3 +44,9 @@ def loss(arrays: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> 
             norm = z_norm = torch.tensor(options["normalizer"], dtype=z.dtype)
     total = (w * each).sum() / torch.where(norm == 0, 1.0, norm)
     return total + (w * z_part).sum() / torch.where(z_norm == 0, 1.0, z_norm)
+
+
+def by_xla(logits, spec):
+    """For `given_kernels.serving`: what a GPU's kernels do, by XLA."""
+    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+    return given_kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None

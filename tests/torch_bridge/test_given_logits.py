@@ -1,5 +1,6 @@
 """`torch_bridge.cross_entropy` on stored logits, against PyTorch's own in float64 and `pallas_ce.cross_entropy`."""
 
+import contextlib
 from unittest import mock
 
 import hypothesis
@@ -12,7 +13,7 @@ import torch
 
 import pallas_ce
 from tests.torch_bridge import reference
-from torch_bridge import chunks, cross_entropy
+from torch_bridge import chunks, cross_entropy, given_kernels
 
 
 def problem(dtype=torch.float64, shape=(3, 7), size=19, scale=4.0, seed=0):
@@ -92,7 +93,12 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
     # Losses are of the logits' size and are added up; their derivatives in the options are differences of them.
     largest = (1 + float(logits.detach().abs().max())) * (1 if reduction == "mean" else target.numel())
     want, gradients = exact(logits, target, options, upstream.double())
-    with mock.patch.dict(chunks.ELEMENTS, cpu=elements):
+    by_kernels = (
+        mock.patch.object(given_kernels, "serving", reference.by_xla)
+        if data.draw(FIRST_ON)
+        else contextlib.nullcontext()
+    )
+    with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 4), by_kernels:
         found = cross_entropy(logits, target, inplace_backward=inplace, **options)
         asked = [options[k] for k in ("token_weights", "z_loss", "label_smoothing") if torch.is_tensor(options.get(k))]
         got = torch.autograd.grad((found * upstream).sum(), [logits, *asked])
@@ -104,6 +110,19 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
     assert got[0].dtype == dtype
     if inplace:
         assert torch.equal(logits.detach(), got[0])
+
+
+def test_rows_are_cut_into_few_sizes():
+    for count in (1, 127, 128, 5000, 70000):
+        logits = torch.zeros(count, 1)
+        parts = [part for part, rows in chunks.powers(logits)]
+        assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
+        assert (parts[0].start, parts[-1].stop) == (0, count)
+        sizes = [part.stop - part.start for part in parts]
+        assert all(size in (128 << i for i in range(8)) for size in sizes[:-1])
+        assert sum(size < 128 for size in sizes) <= 1
+    sliced = torch.zeros(3, 200, 4)[:, :-1]
+    assert [rows.data_ptr() - sliced.data_ptr() for _, rows in chunks.powers(sliced)][::2] == [0, 3200, 6400]
 
 
 def test_it_is_the_loss_of_the_library_in_jax():

@@ -1,5 +1,6 @@
 """The PyTorch function that reinforcement learning libraries import: exact, and never a second array of logits."""
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch_bridge  # noqa: E402
-from torch_bridge import chunks  # noqa: E402
+from tests.torch_bridge import reference  # noqa: E402
+from torch_bridge import chunks, given_kernels  # noqa: E402
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax  # noqa: E402
 
 
@@ -55,7 +57,11 @@ def test_values_and_gradients_are_those_of_the_exact_log_softmax(data: Any) -> N
     exact = exact.masked_fill(empty, 0.0)
     want = want.detach().masked_fill(empty.reshape(*logits.shape[:-1], *[1] * len(several)), -torch.inf)
 
-    with mock.patch.dict(chunks.ELEMENTS, cpu=data.draw(st.sampled_from([37, 2**24]))):
+    by_kernels = contextlib.nullcontext()
+    if data.draw(st.booleans()):
+        by_kernels = mock.patch.object(given_kernels, "serving", reference.by_xla)
+    elements = data.draw(st.sampled_from([37, 2**24]))
+    with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 2), by_kernels:
         if temperature == 1.0:
             value = selective_log_softmax(logits, index, inplace_backward=inplace)
         else:

@@ -1,0 +1,102 @@
+"""Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from torch import Tensor
+
+from pallas_ce import targets
+from pallas_ce.head import LogitsSpec
+from pallas_ce.modes import given, given_blocks
+from torch_bridge import chunks, exchange, streams
+
+Arrays = dict[str, jax.Array]
+
+# Of what TMA reads.
+_ALIGNMENT = 16
+
+
+class Kernels(NamedTuple):
+    """What programs are compiled for, but the number of rows and what is asked.
+
+    Attributes:
+        spec: the logits' static facts.
+        implementation: of `pallas_ce`.
+    """
+
+    spec: LogitsSpec
+    implementation: str
+
+    def serve(self, rows: Tensor) -> bool:
+        """Whether there are enough of them; see `chunks.powers`."""
+        return rows.shape[0] >= chunks.LEAST_ROWS
+
+    def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
+        """Those of each row, by `pallas_ce.RowStatistics`' names.
+
+        Args:
+            names: which.
+            rows: `[n, V']`, contiguous.
+            ids: `[n]` int32, the targets; -1 for none.
+            u: `[V']` float32, 0 for padding, if the mean is among the names.
+        """
+        return self._run(_statistics, names, {"rows": rows, "ids": ids, "u": u})
+
+    def replace_by_gradient(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        lse: Tensor,
+        cotangents: dict[str, Tensor],
+        u: Tensor | None = None,
+        live: Tensor | None = None,
+    ) -> None:
+        """Writes the gradient over the rows, 0 where they are not `live [n]`; cotangents by statistics' names."""
+        named = {"rows": rows, "ids": ids, "kept lse": lse, "live": live, "u": u}
+        (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
+        if gradient.data_ptr() != rows.data_ptr():  # JAX has not taken the memory that it was given
+            rows.copy_(gradient)
+
+    def _run(self, function: Any, names: tuple[str, ...], given: Mapping[str, Tensor | None]) -> list[Tensor]:
+        tensors = {name: x for name, x in given.items() if x is not None}
+        device = tensors["rows"].device
+        with streams.on(device) as stream:
+            arrays = exchange.share(tensors.items(), device, stream)
+            program = _program(function, self, names, tuple(tensors))
+            found = exchange.adopt(program(*arrays), stream)
+            streams.hold(tensors.values(), stream)
+        return found
+
+
+def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
+    """The kernels for rows of such logits where they are, on a GPU that JAX has too; None where there are none."""
+    if not logits.is_cuda or targets.local_cuda() is None or given_blocks.refusal("mosaic_gpu", spec):
+        return None
+    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+    return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % _ALIGNMENT == 0 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _program(function: Any, kernels: Kernels, names: tuple[str, ...], inputs: tuple[str, ...]) -> Any:
+    """`(*inputs) -> arrays`, of which the rows are the first."""
+
+    def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        chosen = given.Given(kernels.spec, implementation=kernels.implementation)
+        return function(chosen, names, dict(zip(inputs, arrays, strict=True)))
+
+    return jax.jit(named, donate_argnums=0 if function is _gradient else ())
+
+
+def _statistics(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+    found = given.row_statistics(chosen, frozenset(names), arrays["rows"], arrays.get("u"), arrays["ids"], None)
+    return tuple(found[name] for name in names)
+
+
+def _gradient(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+    cotangents = {name: arrays[name] for name in names}
+    rows, u, ids, live, lse = (arrays.get(name) for name in ("rows", "u", "ids", "live", "kept lse"))
+    assert rows is not None
+    assert lse is not None
+    return (given.row_gradient(chosen, rows, u, ids, live, {"lse": lse}, cotangents),)
