@@ -1,10 +1,12 @@
 """What PyTorch callers pay on a GPU beyond the same call in JAX: `python -m experiments.torch_gpu`.
 
-Three kinds of points, for each backward mode, written to `torch_gpu.json` one by one; run the command again to go on:
+Kinds of points, the first three for each backward mode, written to `torch_gpu.json` one by one; run the command again
+to go on:
 
-    host    time until a call returns while the device is busy, at a tiny and a usual size
+    host    time until a call returns, of several in a row while the device is busy, at a tiny and a usual size
     device  time of forward and backward, in turn in one process
     memory  of a process by the driver's count, one process for each caller
+    given   bandwidth of losses of stored logits, forward and backward, by that of a copy
 """
 
 import argparse
@@ -18,12 +20,15 @@ from experiments.gpu import command
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
 _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
 _MEMORY_SHAPES = ((8192, 131072, 4096),)
+_GIVEN_SHAPES = ((8192, 131072, 0), (16384, 32768, 0))
 _MODES = ("in_forward", "recompute")
 _DRY_DIVISOR = 64
 
 # What is asked of the bridge: microseconds beyond the native call, and ratios to it.
 HOST_US = {"forward": 150, "forward+backward": 300}
 DEVICE_RATIO, MEMORY_RATIO = 1.02, 1.05
+# Of the copy's bandwidth.
+GIVEN_SHARE = 0.8
 
 
 class Point(NamedTuple):
@@ -35,9 +40,13 @@ class Point(NamedTuple):
 
 def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> list[Point]:
     """All points, cheap ones first; `divisor` is of every size."""
-    from experiments.gpu import bridge
+    from experiments.gpu import bridge, torch_given
 
     found = []
+    for n, v, _ in _GIVEN_SHAPES:
+        small = max(16, n // divisor), max(16, v // divisor), 0
+        measured = functools.partial(torch_given.measure, small, device, rounds)
+        found.append(Point(f"given {n}x{v}", measured))
     kinds: list[tuple[str, tuple[tuple[int, int, int], ...], Callable[..., dict[str, Any]]]] = [
         ("host", _HOST_SHAPES, functools.partial(bridge.host_time, calls=calls)),
         ("device", _DEVICE_SHAPES, functools.partial(bridge.device_time, rounds=rounds)),
@@ -58,6 +67,8 @@ def told(name: str, record: dict[str, Any]) -> None:
     if overhead := record.get("overhead_us"):
         shown = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US[key]})" for key, us in overhead.items()]
         shown += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
+    elif name.startswith("given"):
+        shown = [f"share of the copy's bandwidth (asked: {GIVEN_SHARE} where logits are overwritten)"]
     else:
         asked = DEVICE_RATIO if name.startswith("device") else MEMORY_RATIO
         shown = [f"{record['ratio']:.3f} of the native call's (asked: {asked})"]

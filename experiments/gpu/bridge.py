@@ -30,6 +30,9 @@ Shape = tuple[int, int, int]
 _QUEUED_CYCLES = 25_000_000
 _CALLS_FOR_MEMORY = 3
 
+# Calls that follow each other, as those of a training step's microbatches do.
+_IN_A_ROW = 10
+
 # What is called, and whether it differentiates. The first calls compile and fill pools.
 _CALLS = {"forward": False, "forward+backward": True}
 _WARM_CALLS = 3
@@ -104,7 +107,7 @@ def as_arrays(hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
 
 
 def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
-    """Microseconds until a call returns, while the device is busy with work queued before it.
+    """Microseconds until a call returns, of several in a row, while the device is busy with work queued before them.
 
     Returns:
         `{"n", "v", "h", "results", "overhead_us", "exchange_us"}`: medians `us` and all `samples` by caller, without
@@ -118,14 +121,15 @@ def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
         for caller in callers(setting)
     }
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(_WARM_CALLS + calls):
+    for number in range(1 + -(-calls // _IN_A_ROW)):
         for name, run in runs.items():
-            if setting.device == "cuda":
-                torch.cuda._sleep(_QUEUED_CYCLES)
             given = as_arrays(*tensors) if name.startswith("native") else tensors
-            start = time.perf_counter()
-            result = run(*given)
-            samples[name].append(1e6 * (time.perf_counter() - start))
+            if setting.device == "cuda" and number:
+                torch.cuda._sleep(_QUEUED_CYCLES)
+            for _ in range(min(calls, _IN_A_ROW) if number else _WARM_CALLS):
+                start = time.perf_counter()
+                result = run(*given)
+                samples[name].append(1e6 * (time.perf_counter() - start))
             synchronize(result)
     medians = {name: statistics.median(taken[_WARM_CALLS:]) for name, taken in samples.items()}
     overhead = {name: medians[f"bridge {name}"] - medians[f"native {name}"] for name in _CALLS}

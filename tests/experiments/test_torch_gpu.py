@@ -76,10 +76,14 @@ def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
     document = json.loads((tmp_path / "torch_gpu.json").read_text())
     assert {"device", "jax", "torch", "date", "implementation"} <= set(document["machine"])
     found = document["points"]
-    assert len(found) == 10
-    assert {name.split()[0] for name in found} == {"host", "device", "memory"}
+    assert len(found) == 12
+    assert {name.split()[0] for name in found} == {"given", "host", "device", "memory"}
     for name, record in found.items():
         assert name in out
+        if name.startswith("given"):
+            copy, *losses = record["results"].values()
+            assert all(x["share"] == pytest.approx(1.5 * copy["ms"] / x["ms"]) for x in losses)
+            continue
         assert {key.split()[0] for key in record["results"]} == {"bridge", "native"}
         if name.startswith("memory"):
             assert all(r["driver_mib"] > 0 and r["in_use_mib"] > 0 for r in record["results"].values())
@@ -89,7 +93,7 @@ def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
 
 def test_a_run_that_is_out_of_time_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch_gpu.main(["--dry-run", "--minutes", "0", "--out", str(tmp_path)]) == 0
-    assert "time is up with 10 points left; run the same command again to go on" in capsys.readouterr().out
+    assert "time is up with 12 points left; run the same command again to go on" in capsys.readouterr().out
 
 
 def test_a_dry_run_is_not_written_among_the_results(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.torch_bridge import processes
-from torch_bridge import linear_cross_entropy, linear_log_probs, memory_usage, to_jax, to_torch
+from torch_bridge import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    memory_usage,
+    selective_log_softmax,
+    to_jax,
+    to_torch,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -42,13 +50,22 @@ def test_jax_waits_for_tensors_that_are_still_being_made_and_torch_for_arrays(ow
             assert float((to_torch(array) + 1).sum()) == (2 * i + 1) * (1 << 20)
 
 
-def test_a_call_does_not_wait_for_the_device():
-    given = problem()
-    linear_cross_entropy(*given).backward()
+@pytest.mark.parametrize("mode", ["in_forward", "recompute", None])
+@pytest.mark.parametrize(("tokens", "width"), [(512, 256), (4096, 4096)])  # with more rows the device chooses its way
+def test_a_call_does_not_wait_for_the_device(mode, tokens, width):
+    given = problem(tokens, width)
+
+    def call():
+        if mode is not None:
+            return linear_cross_entropy(*given, backward=mode).backward()
+        with torch.no_grad():
+            return linear_cross_entropy(*given)
+
+    call()
     torch.cuda.synchronize()
     torch.cuda._sleep(_CYCLES * 5)
     start = time.perf_counter()
-    linear_cross_entropy(*given).backward()
+    call()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
     assert host < 0.5 * (time.perf_counter() - start)
@@ -82,6 +99,35 @@ def test_gradients_that_are_handed_over_are_those_that_are_computed(dtype, upstr
     kept = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), kept, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_gradient(inplace):
+    rows, size = 1100, 8192  # 1024 rows at once, and 76 that are left
+    generator = torch.Generator("cuda").manual_seed(0)
+    stored = torch.randn(rows, size, device="cuda", generator=generator).bfloat16().requires_grad_()
+    target = torch.randint(0, size, (rows,), device="cuda", generator=generator)
+    target[::7] = -100
+    wide = stored.detach().double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(wide, target), -wide.log_softmax(1).gather(1, target.clamp(0)[:, None])
+    functions = (
+        lambda logits: cross_entropy(logits, target, inplace_backward=inplace),
+        lambda logits: -selective_log_softmax(logits, target.clamp(0), inplace_backward=inplace),
+    )
+    for function, want in zip(functions, exact, strict=True):
+        logits = stored.detach().clone().requires_grad_() * 1
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = function(logits)
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+        beside = torch.cuda.max_memory_allocated() - before - (0 if inplace else logits.nbytes)
+        assert beside < 8 * 76 * size * 4  # of the rows that are left, in float32
+        assert (gradient.data_ptr() == logits.data_ptr()) == inplace
+        torch.testing.assert_close(loss.double(), want.reshape(loss.shape), rtol=1e-5, atol=1e-5)
+        (exactly,) = torch.autograd.grad(want.sum(), wide)
+        rounding = (exactly.bfloat16().double() - exactly).norm()
+        assert (gradient.double() - exactly).norm() < 1.1 * rounding
 
 
 def test_log_probs_on_the_device_are_those_of_stored_logits():
