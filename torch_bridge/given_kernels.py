@@ -1,12 +1,13 @@
 """Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from torch import Tensor
 
+import pallas_ce
 from pallas_ce import targets
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import given, given_blocks
@@ -16,6 +17,20 @@ Arrays = dict[str, jax.Array]
 
 # Of what TMA reads.
 _ALIGNMENT = 16
+
+
+class Loss(NamedTuple):
+    """Static options of `pallas_ce.cross_entropy`.
+
+    Attributes:
+        reduction: "mean" or "sum".
+        ignore_index: or None.
+        differentiated: names of tensors, "rows" first if it is one of them.
+    """
+
+    reduction: str
+    ignore_index: int | None
+    differentiated: tuple[str, ...]
 
 
 class Kernels(NamedTuple):
@@ -32,6 +47,11 @@ class Kernels(NamedTuple):
     def serve(self, rows: Tensor) -> bool:
         """Whether there are enough of them; see `chunks.powers`."""
         return rows.shape[0] >= chunks.LEAST_ROWS
+
+    def serve_at_once(self, logits: Tensor) -> bool:
+        """Whether all rows are one of `chunks.powers`."""
+        parts = chunks.powers(logits)
+        return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
 
     def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
         """Those of each row, by `pallas_ce.RowStatistics`' names.
@@ -56,15 +76,26 @@ class Kernels(NamedTuple):
         """Writes the gradient over the rows, 0 where they are not `live [n]`; cotangents by statistics' names."""
         named = {"rows": rows, "ids": ids, "kept lse": lse, "live": live, "u": u}
         (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
-        if gradient.data_ptr() != rows.data_ptr():  # JAX has not taken the memory that it was given
-            rows.copy_(gradient)
+        _into(rows, gradient)
 
-    def _run(self, function: Any, names: tuple[str, ...], given: Mapping[str, Tensor | None]) -> list[Tensor]:
+    def loss(self, what: "Loss", tensors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The loss and its gradients of `what.differentiated`; that of "rows" takes their memory, and is not returned.
+
+        Args:
+            what: static options.
+            tensors: "rows" `[n, V']`, "target" `[n]`, and options of `pallas_ce.cross_entropy`.
+        """
+        value, *gradients = self._run(_loss, what, tensors)
+        if "rows" in what.differentiated:
+            _into(tensors["rows"], gradients.pop(0))
+        return value, gradients
+
+    def _run(self, function: Any, what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
         tensors = {name: x for name, x in given.items() if x is not None}
         device = tensors["rows"].device
         with streams.on(device) as stream:
             arrays = exchange.share(tensors.items(), device, stream)
-            program = _program(function, self, names, tuple(tensors))
+            program = _program(function, self, what, tuple(tensors))
             found = exchange.adopt(program(*arrays), stream)
             streams.hold(tensors.values(), stream)
         return found
@@ -79,14 +110,15 @@ def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(function: Any, kernels: Kernels, names: tuple[str, ...], inputs: tuple[str, ...]) -> Any:
+def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]) -> Any:
     """`(*inputs) -> arrays`, of which the rows are the first."""
+    replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         chosen = given.Given(kernels.spec, implementation=kernels.implementation)
-        return function(chosen, names, dict(zip(inputs, arrays, strict=True)))
+        return function(chosen, what, dict(zip(inputs, arrays, strict=True)))
 
-    return jax.jit(named, donate_argnums=0 if function is _gradient else ())
+    return jax.jit(named, donate_argnums=0 if replaces else ())
 
 
 def _statistics(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
@@ -100,3 +132,31 @@ def _gradient(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tu
     assert rows is not None
     assert lse is not None
     return (given.row_gradient(chosen, rows, u, ids, live, {"lse": lse}, cotangents),)
+
+
+def _loss(chosen: given.Given, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+    spec, target = chosen.spec, arrays["target"]
+    if target.size != arrays["rows"].shape[0]:
+        target = exchange.words_to_int32(target)
+    options: dict[str, Any] = {name: x for name, x in arrays.items() if name not in ("rows", "target")}
+
+    def loss(varied: Arrays) -> jax.Array:
+        rows = varied.get("rows", arrays["rows"])
+        return pallas_ce.cross_entropy(
+            rows,
+            target,
+            reduction=what.reduction,  # type: ignore[arg-type]
+            ignore_index=what.ignore_index,
+            vocab_size=spec.vocab_size,
+            logit_softcap=spec.softcap,
+            implementation=chosen.implementation,  # type: ignore[arg-type]
+            **{name: varied.get(name, x) for name, x in options.items()},
+        )
+
+    value, gradients = jax.value_and_grad(loss)({name: arrays[name] for name in what.differentiated})
+    return value, *[gradients[name] for name in what.differentiated]
+
+
+def _into(rows: Tensor, gradient: Tensor) -> None:
+    if gradient.data_ptr() != rows.data_ptr():  # JAX has not taken the memory that it was given
+        rows.copy_(gradient)

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pallas_ce import arguments
-from torch_bridge import checks, eager, given_kernels, losses
+from torch_bridge import checks, eager, exchange, given_kernels, losses
 from torch_bridge.chunks import check_inplace, gradient_chunks, way, wide
-from torch_bridge.given_kernels import Kernels
+from torch_bridge.given_kernels import Kernels, Loss
+from torch_bridge.scaling import scale_
 
 
 def cross_entropy(
@@ -51,8 +52,8 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
         vocab_size: V; columns from there on are padding. Default V'.
-        inplace_backward: write the gradient over the logits' memory. They must not be needed after this function, by
-            anything: the values there are lost.
+        inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
+            needed after this function, by anything: the values there are lost.
 
     Returns:
         Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no token counts; differentiable once.
@@ -79,12 +80,27 @@ def cross_entropy(
     kind = checks.floating("logits", logits)
     spec = arguments.logits_spec(jax.ShapeDtypeStruct(logits.shape, kind), vocab_size, logit_softcap)
     leading, size = logits.shape[:-1], spec.vocab_size
-    ids = checks.labels(target, leading).long()
+    checks.labels(target, leading)
     checks.shape("token_weights", token_weights, leading)
     checks.shape("class_weights", class_weights, (size,))
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
     arguments.scalar("z_loss", z_loss)
     check_inplace(logits, inplace_backward)
+    kernels = (
+        given_kernels.serving(logits, spec) if eager.serves((logits, target, class_weights, token_weights)) else None
+    )
+    at_once = kernels and reduction != "none" and logits.dtype != torch.float16  # whose gradients may underflow
+    if kernels and at_once and kernels.serve_at_once(logits):
+        tensors = {
+            "target": checks.labels(target, leading),
+            "class_weights": class_weights,
+            "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
+            "label_smoothing": checks.scalar(label_smoothing, 0.0, kind),
+            "z_loss": checks.scalar(z_loss, 0.0, kind),
+            "normalizer": checks.scalar(normalizer, None, kind),
+        }
+        return _at_once(kernels, reduction, ignore_index, logits, tensors, inplace_backward)
+    ids = checks.labels(target, leading).long()
     dtype, smooth = wide(logits.dtype), isinstance(label_smoothing, Tensor) or label_smoothing != 0
     counts = (ids >= 0) & (ids < size)
     if ignore_index is not None:
@@ -93,7 +109,6 @@ def cross_entropy(
     classes = None if class_weights is None else class_weights.detach().to(dtype)
     function: Any = _RowStatistics
     u = None if classes is None else classes / size
-    kernels = given_kernels.serving(logits, spec) if eager.serves((logits, ids, counts, u)) else None
     lse, chosen, mean = function.apply(logits, ids, counts, u, kernels, spec.softcap, size, smooth, inplace_backward)
 
     return losses.cross_entropy(
@@ -108,6 +123,58 @@ def cross_entropy(
         normalizer=normalizer,
         class_weights=None if classes is None or not size else (classes[ids], classes.mean()),
     ).reshape(leading if reduction == "none" else ())
+
+
+def _at_once(
+    kernels: Kernels,
+    reduction: str,
+    ignore_index: int | None,
+    logits: Tensor,
+    given: dict[str, Tensor | None],
+    inplace: bool,
+) -> Tensor:
+    """The loss by one program of JAX's, which makes all gradients, too."""
+    tensors = {name: x for name, x in given.items() if x is not None}
+    exchange.check_one_device(logits=logits, **tensors)
+    varied: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        varied = ("rows",) if logits.requires_grad else ()
+        varied += tuple(name for name, x in tensors.items() if x.requires_grad and name != "class_weights")
+    what = given_kernels.Loss(reduction, ignore_index, varied)
+    function: Any = _LossAndGradients
+    return function.apply(kernels, what, inplace, tuple(tensors), logits, *tensors.values())
+
+
+class _LossAndGradients(torch.autograd.Function):
+    """`(…, logits [..., V'], *tensors) -> loss`; all gradients but for the upstream scalar are made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Kernels, what: Loss, inplace: bool, names: tuple[str, ...], logits: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        # With a count of changes of its own: one of a view's would make PyTorch forget where the view comes from.
+        rows = logits.data.view(-1, logits.shape[-1])
+        if "rows" in what.differentiated and not inplace:
+            rows = rows.clone()
+        value, found = kernels.loss(what, {"rows": rows, **dict(zip(names, tensors, strict=True))})
+        ctx.save_for_backward(*([rows] if "rows" in what.differentiated else []), *found)
+        ctx.static = what.differentiated, names, logits.shape
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        differentiated, names, shape = ctx.static
+        gradients = dict(zip(differentiated, ctx.saved_tensors, strict=True))
+        if (for_rows := gradients.pop("rows", None)) is not None:
+            if torch._C._autograd._get_current_graph_task_keep_graph():
+                for_rows = for_rows.clone()
+            scale_([for_rows], upstream)
+            for_rows = for_rows.detach().view(shape)
+        others = [
+            (upstream * gradients[name]).to(gradients[name].dtype) if name in gradients else None for name in names
+        ]
+        return None, None, None, None, for_rows, *others
 
 
 def _capped(rows: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:

@@ -70,13 +70,16 @@ def close(got, want, unit, terms):
 def test_loss_and_gradients_match_float64_for_any_options(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    shape, size = data.draw(st.sampled_from([(3, 7), (1,), (2, 1, 3)])), data.draw(st.sampled_from([19, 16, 400]))
-    spare = data.draw(st.sampled_from([1, 0]))  # positions that are cut off: a view of the logits, which is not copied
+    shape, size = (
+        data.draw(st.sampled_from([(4, 2), (3, 7), (1,), (2, 1, 3)])),
+        data.draw(st.sampled_from([19, 16, 400])),
+    )
+    spare = data.draw(st.sampled_from([0, 1]))  # positions that are cut off: a view of the logits, which is not copied
     scale, seed = data.draw(st.sampled_from([4.0, 0.1])), data.draw(st.integers(0, 99))
     leaf, target = problem(dtype, (*shape[:-1], shape[-1] + spare), size, scale, seed)
     logits, target = (leaf * 1.0)[..., : shape[-1], :], target[..., spare:]
     options = {name: data.draw(values) for name, values in OPTIONS.items() if data.draw(FIRST_ON)}
-    options |= data.draw(st.sampled_from([{}, {"reduction": "none"}, {"normalizer": 11.0}, {"reduction": "sum"}]))
+    options |= data.draw(st.sampled_from([{"normalizer": 11.0}, {}, {"reduction": "sum"}, {"reduction": "none"}]))
     reduction = options.get("reduction", "mean")
     least = 0.0 if {"reduction", "normalizer"} & options.keys() else 0.1  # a mean over nothing is 0 by convention
     if "class_weights" in options:
@@ -110,6 +113,40 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
     assert got[0].dtype == dtype
     if inplace:
         assert torch.equal(logits.detach(), got[0])
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum", "z_loss": 0.1, "ignore_index": 3},
+        {"label_smoothing": 0.2, "class_weights": torch.linspace(0, 2, 16), "vocab_size": 16, "normalizer": 5},
+        {"logit_softcap": 3.0, "z_loss": torch.tensor(0.1, requires_grad=True)},
+    ],
+)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_program_for_all_rows_gives_what_two_for_parts_of_them_do(inplace, dtype, options, weighted):
+    leaf, target = problem(dtype, (4, 32))
+    target = target.to(torch.int32) if weighted else target
+    weights = torch.linspace(0.5, 2, 128).reshape(4, 32).requires_grad_() if weighted else None
+    inputs = [x for x in (weights, options.get("z_loss")) if isinstance(x, torch.Tensor)]
+    exact = cross_entropy(leaf, target, token_weights=weights, **options)
+    for upstream in (1.0, 3.0):
+        want = torch.autograd.grad(upstream * exact, [leaf, *inputs], retain_graph=True)
+        with mock.patch.object(given_kernels, "serving", reference.by_xla):
+            logits = leaf.view(4, 32, -1) * 1
+            got = cross_entropy(logits, target, token_weights=weights, inplace_backward=inplace, **options)
+            again = torch.autograd.grad(upstream * got, [logits, *inputs], retain_graph=True)
+            gradients = torch.autograd.grad(upstream * got, [logits, *inputs])
+        assert got.grad_fn.name() == "_LossAndGradientsBackward"
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+        for found in (again, gradients):
+            for x, y in zip(found, want, strict=True):
+                # A second rounding where the upstream is no power of two.
+                rtol = 2**-7 if x.dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(x, y, rtol=rtol, atol=1e-6)
 
 
 def test_rows_are_cut_into_few_sizes():
