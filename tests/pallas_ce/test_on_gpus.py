@@ -75,6 +75,6 @@ def test_every_layout_gives_what_one_gpu_gives(layout: str, backward: str, vocab
     several = results(mesh(gpus), LAYOUTS[layout], vocab_size, backward)
     np.testing.assert_allclose(several[0], one[0], rtol=1e-6)
     for got, alone, exact in zip(several[1:], one[1:], exact_gradients(vocab_size), strict=True):
-        # Sums are rounded to bfloat16 in other places, but not more often.
-        assert np.linalg.norm(got - exact) <= 1.25 * np.linalg.norm(alone - exact)
+        # Rows on several devices: each rounds its sum for the weight to bfloat16, and so is the sum of these.
+        assert np.linalg.norm(got - exact) <= 2 * np.linalg.norm(alone - exact)
     assert not several[2][vocab_size:].any()
