@@ -152,6 +152,9 @@ class Backend(Protocol):
     def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether work on blocks of the plan's size skips the rows behind a block's `live_rows` by itself."""
 
+    def against_in_forward(self, spec: HeadSpec) -> str | None:
+        """Why recompute is faster than in_forward with any scratch, as the end of a sentence; None where it is not."""
+
     def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
         """Whether in_forward does better not to gather rows where every row counts."""
 

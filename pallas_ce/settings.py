@@ -242,6 +242,8 @@ def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, ba
         return "recompute", "asked for by name"
     if not scalar_loss:
         return "recompute", "each row has a cotangent of its own, known only in the backward"
+    if why := settings.backend.against_in_forward(spec):
+        return "recompute", why
     useful = min(-(-tokens // 4), _USEFUL_ROWS)
     try:
         rows = settings.plan(spec, tokens, "in_forward").rows

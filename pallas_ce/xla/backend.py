@@ -106,6 +106,10 @@ class XlaBackend:
         """XLA's operations have static sizes."""
         return False
 
+    def against_in_forward(self, spec: HeadSpec) -> str | None:
+        """A product more always takes longer."""
+        return None
+
     def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
         """Its loops are as long as there are rows that count in any case."""
         return False

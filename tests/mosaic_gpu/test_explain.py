@@ -41,6 +41,13 @@ def test_few_rows_are_given_windows_enough_for_the_whole_chip(n: int, v: int, wi
     assert launch.windows == windows
 
 
+@pytest.mark.parametrize(("v", "mode"), [(50257, "recompute"), (50304, "in_forward")])
+def test_auto_recomputes_where_products_over_the_whole_vocabulary_are_slow(v: int, mode: str) -> None:
+    told = explained(8192, v, 768)
+    assert told.backward == mode
+    assert ("no multiple of 8, take twice as long" in str(told)) == (mode == "recompute")
+
+
 def test_options_change_the_tiles() -> None:
     plain, capped = (explained(4096, 32768, 1024, logit_softcap=cap, logit_scale=2.0) for cap in (None, 30.0))
     assert plain.launches[0].tile_columns == 256
