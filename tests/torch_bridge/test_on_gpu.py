@@ -10,6 +10,7 @@ import torch
 from tests.torch_bridge import processes
 from torch_bridge import (
     cross_entropy,
+    given_kernels,
     linear_cross_entropy,
     linear_log_probs,
     memory_usage,
@@ -103,7 +104,9 @@ def test_gradients_that_are_handed_over_are_those_that_are_computed(dtype, upstr
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_gradient(inplace):
+def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_gradient(inplace, monkeypatch):
+    placed = []
+    monkeypatch.setattr(given_kernels, "_into", lambda rows, found: placed.append(rows.data_ptr() == found.data_ptr()))
     rows, size = 1100, 8192  # 1024 rows at once, and 76 that are left
     generator = torch.Generator("cuda").manual_seed(0)
     stored = torch.randn(rows, size, device="cuda", generator=generator).bfloat16().requires_grad_()
@@ -125,6 +128,7 @@ def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_g
         beside = torch.cuda.max_memory_allocated() - before - (0 if inplace else logits.nbytes)
         assert beside < 8 * 76 * size * 4  # of the rows that are left, in float32
         assert (gradient.data_ptr() == logits.data_ptr()) == inplace
+        assert placed.pop()  # JAX has written where it was told to
         torch.testing.assert_close(loss.double(), want.reshape(loss.shape), rtol=1e-5, atol=1e-5)
         (exactly,) = torch.autograd.grad(want.sum(), wide)
         rounding = (exactly.bfloat16().double() - exactly).norm()
