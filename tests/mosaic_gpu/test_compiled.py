@@ -1,7 +1,10 @@
 """The kernels as machine code for an H200 at real sizes: no spills, no serialised products, memory as promised."""
 
+import contextlib
+import functools
 import re
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -122,78 +125,43 @@ def test_memory_of_a_loss_whose_labels_may_be_ignored() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes <= 16 * MIB
 
 
-@pytest.mark.parametrize(
-    ("mode", "n", "v", "h", "bound"),
-    [
-        ("in_forward", 8192, 131072, 4096, 512 * MIB),
-        ("in_forward", 16384, 32768, 4096, 512 * MIB),
-        ("in_forward", 8192, 201088, 2880, 786 * MIB),
-        ("recompute", 8192, 131072, 4096, 192 * MIB),
-        ("recompute", 1024, 262144, 4096, 192 * MIB),
-        ("recompute", 16384, 131072, 4096, 192 * MIB),
-    ],
-)
-def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, h: int, bound: int) -> None:
-    """Beside the gradients and one sum in float32: the weight's, in recompute hidden's."""
-    accumulators = 4 * h * (v if mode == "in_forward" else n)
+class Compiled(NamedTuple):
+    """A loss with its gradients as a program: its text, its temporary bytes, and the report on its kernels."""
 
+    text: str
+    temporary_bytes: int
+    report: h200.Report
+
+
+def loss_of(mode: str) -> Callable[..., Any]:
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_cross_entropy(
-            hidden, weight, labels, backward=mode, implementation="mosaic_gpu", ignore_index=None
+        return linear_cross_entropy(hidden, weight, labels, backward=mode, implementation="mosaic_gpu")
+
+    return loss
+
+
+# Compiling takes seconds, and tests of one program stand side by side.
+@functools.cache
+def compiled_loss(mode: str, n: int, v: int, h: int = 4096, waits: bool = True) -> Compiled:
+    with contextlib.nullcontext() if waits else never_waiting():
+        program, report = h200.compile_for_h200(
+            jax.value_and_grad(loss_of(mode), argnums=(0, 1)), *arguments(n, v, h, 0)[:3]
         )
-
-    function = jax.value_and_grad(loss, argnums=(0, 1))
-    compiled, report = h200.compile_for_h200(function, *arguments(n, v, h, 0)[:3])
-    assert_clean(report, SKIPPING_BYTES)
-    assert compiled.memory_analysis().temp_size_in_bytes <= accumulators + bound
-    # The first block's product is the sum's beginning, in place of zeros.
-    assert mode == "recompute" or f"f32[{v},{h}]{{1,0}} broadcast(" not in compiled.as_text()
+    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, report)
 
 
-def in_forward_loss(hidden: Any, weight: Any, labels: Any) -> Any:
-    return linear_cross_entropy(hidden, weight, labels, backward="in_forward", implementation="mosaic_gpu")
-
-
-def recompute_loss(hidden: Any, weight: Any, labels: Any) -> Any:
-    return linear_cross_entropy(hidden, weight, labels, backward="recompute", implementation="mosaic_gpu")
-
-
-@pytest.mark.parametrize(
-    ("loss", "kernels", "parts"),
-    [
-        (in_forward_loss, {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 65),
-        (recompute_loss, {"forward", "dlogits", "add_for_hidden", "for_weight", "undefined"}, 75),
-    ],
-)
-def test_a_call_has_few_parts_to_compile_each_with_its_name(loss: Any, kernels: set[str], parts: int) -> None:
-    """Compiling takes about as long for each of XLA's fusions as for a fourth of a kernel: both are to be few."""
-    function = jax.value_and_grad(loss, argnums=(0, 1))
-    compiled, report = h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])
-    text = compiled.as_text()
-    assert_clean(report, SKIPPING_BYTES)
-    assert report.kernels == 6  # with and without skipped rows
-    assert len(re.findall(r" fusion\(", text)) <= parts
-    calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
-    scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
-    assert scopes == kernels
-    assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
-
-
-@pytest.mark.parametrize(("n", "v", "many_blocks"), [(8192, 131072, False), (32768, 32768, True)])
-@pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
-def test_where_the_host_may_not_wait_the_device_chooses_between_branches_without_loops(
-    loss: Any, n: int, v: int, many_blocks: bool
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("n", "v", "many_blocks"), [(32768, 32768, True), (8192, 131072, False)])
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_the_device_chooses_between_branches_without_loops_and_the_host_is_told_only_where_it_may_wait(
+    mode: str, n: int, v: int, many_blocks: bool, waits: bool
 ) -> None:
-    """And there is no loop whose length only the device knows; elsewhere a pass chooses once, whatever it holds."""
-    function, given = jax.value_and_grad(loss, argnums=(0, 1)), arguments(n, v, 4096, 0)[:3]
-    waiting = h200.compile_for_h200(function, *given)[0].as_text()
-    with never_waiting():
-        silent = h200.compile_for_h200(lambda *given: function(*given), *given)[0].as_text()
-    assert len(re.findall(r" conditional\(", waiting)) == 1
-    assert choices_with_loops(waiting) == [many_blocks]
-    assert choices_with_loops(silent) == ([] if many_blocks else [False])
-    loops = [line for line in silent.splitlines() if re.search(r" while\(", line)]
-    assert all("known_trip_count" in line for line in loops)
+    """And where it may not, there is no loop whose length only the device knows; a pass chooses at most once."""
+    text = compiled_loss(mode, n, v, waits=waits).text
+    assert choices_with_loops(text) == ([many_blocks] if waits or not many_blocks else [])
+    if not waits:
+        loops = [line for line in text.splitlines() if re.search(r" while\(", line)]
+        assert all("known_trip_count" in line for line in loops)
 
 
 def choices_with_loops(text: str) -> list[bool]:
@@ -208,8 +176,49 @@ def choices_with_loops(text: str) -> list[bool]:
     return [any(map(loops, both)) for both in branches]
 
 
-@pytest.mark.parametrize("loss", [in_forward_loss, recompute_loss])
-def test_kernels_that_a_program_uses_twice_are_compiled_once(loss: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kernels", "parts"),
+    [
+        ("in_forward", {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 65),
+        ("recompute", {"forward", "dlogits", "add_for_hidden", "for_weight", "undefined"}, 75),
+    ],
+)
+def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: set[str], parts: int) -> None:
+    """Compiling takes about as long for each of XLA's fusions as for a fourth of a kernel: both are to be few."""
+    text, _, report = compiled_loss(mode, 8192, 131072)
+    assert_clean(report, SKIPPING_BYTES)
+    assert report.kernels == 6  # with and without skipped rows
+    assert len(re.findall(r" fusion\(", text)) <= parts
+    calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
+    scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
+    assert scopes == kernels
+    assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "v", "h", "bound"),
+    [
+        ("in_forward", 8192, 131072, 4096, 512 * MIB),
+        ("recompute", 8192, 131072, 4096, 192 * MIB),
+        ("in_forward", 16384, 32768, 4096, 512 * MIB),
+        ("in_forward", 8192, 201088, 2880, 786 * MIB),
+        ("recompute", 1024, 262144, 4096, 192 * MIB),
+        ("recompute", 16384, 131072, 4096, 192 * MIB),
+    ],
+)
+def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, h: int, bound: int) -> None:
+    """Beside the gradients and one sum in float32: the weight's, in recompute hidden's."""
+    text, temporary_bytes, report = compiled_loss(mode, n, v, h)
+    assert_clean(report, SKIPPING_BYTES)
+    assert temporary_bytes <= 4 * h * (v if mode == "in_forward" else n) + bound
+    # The first block's product is the sum's beginning, in place of zeros.
+    assert mode == "recompute" or f"f32[{v},{h}]{{1,0}} broadcast(" not in text
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str) -> None:
+    loss = loss_of(mode)
+
     def twice(hidden: Any, weight: Any, labels: Any) -> Any:
         return loss(hidden, weight, labels) + loss(-hidden, weight, labels[::-1])
 
