@@ -67,7 +67,7 @@ RACE = "RACE DETECTED"
 
 @pytest.fixture
 def interpreter() -> Iterator[Callable[..., Any]]:
-    """`interpreter(f)(*args)` runs f under the interpreter, which prints `RACE` where it sees one."""
+    """`interpreter(f)(*args)` runs f under the interpreter, which prints or raises `RACE` where it sees one."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
