@@ -47,7 +47,7 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 
 test-newest: $(NEWEST)/.dev  ## run the tests, except the slow ones, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" --hypothesis-profile=quick $(WITHOUT_TORCH) $(ARGS)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist

@@ -5,16 +5,17 @@ writes them, with the machine and versions, to `experiments/results/cpu_head.jso
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from experiments.command_line import command, positive, write_record
 from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
@@ -63,12 +64,13 @@ def measure(tokens: int, width: int, vocabulary: int, repeats: int) -> dict[str,
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
+    words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     shape = {"tokens": 2048, "width": 512, "vocabulary": 32768}
     found = measure(**shape, repeats=options.repeats)
     base = found["canonical"]
@@ -79,9 +81,7 @@ def main() -> None:
         print(
             f"{name:12}{row['seconds']:10.3f}{row['time_ratio']:8.2f}{row['temporary_mib']:16.1f}{row['memory_ratio']:8.2f}"
         )
-    record = {"command": "python -m experiments.cpu_head", **describe(), "shape": shape, "results": found}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(options.out, {"command": command("cpu_head", words), **describe(), "shape": shape, "results": found})
 
 
 if __name__ == "__main__":

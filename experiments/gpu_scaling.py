@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.gpu.results import FOLDER, write_atomically
+from experiments.command_line import positive, write_atomically
+from experiments.gpu.results import FOLDER
 from experiments.gpu.scaling import FILE
 from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
@@ -247,10 +248,12 @@ def _earlier(path: Path, document: dict[str, Any], parser: argparse.ArgumentPars
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and writes, one number of GPUs after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="+", metavar="COUNT", help="default: 2, 4, 8, as many as there are")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("N", "V", "H"), default=(16384, 262144, 4096))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--iterations", type=int, default=3, help="calls of a round, one after the other")
+    parser.add_argument(
+        "--gpus", type=positive, nargs="+", metavar="COUNT", help="default: 2, 4, 8, as many as there are"
+    )
+    parser.add_argument("--shape", type=positive, nargs=3, metavar=("N", "V", "H"), default=(16384, 262144, 4096))
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--iterations", type=positive, default=3, help="calls of a round, one after the other")
     parser.add_argument("--implementation", help="default: chosen from the platform")
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no number of GPUs after these"

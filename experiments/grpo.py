@@ -10,7 +10,7 @@ file. `--plot-only` just draws.
 """
 
 import argparse
-import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from flax import nnx
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.command_line import command, positive, read_record, write_record
 from experiments.lm.config import TrainConfig
 from experiments.lm.model import LanguageModel
 from experiments.machine import describe
@@ -280,12 +281,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Trains, measures, writes and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=Config.iterations)
+    parser.add_argument("--iterations", type=positive, default=Config.iterations)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="for the memory")
+    parser.add_argument("--vocabularies", type=positive, nargs="+", default=VOCABULARIES, help="for the memory")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--plot-only", action="store_true", help="draw what --out holds")
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
     if not options.plot_only:
         config = Config(iterations=options.iterations)
         history = train(config, seed=options.seed)
@@ -298,15 +300,14 @@ def main(arguments: list[str] | None = None) -> None:
                     f"V {vocabulary}, {step}: {ours:.1f} MiB streamed, {theirs:.1f} stored, ratio {ours / theirs:.3f}"
                 )
         record = {
-            "command": f"python -m experiments.grpo --iterations {config.iterations} --seed {options.seed}",
+            "command": command("grpo", words),
             **describe(),
             "config": asdict(config),
             "training": history,
             "memory": memory,
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
-    plot(json.loads(options.out.read_text()), options.out.with_suffix(".png"))
+        write_record(options.out, record)
+    plot(read_record(parser, options.out), options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

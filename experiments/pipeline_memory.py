@@ -17,7 +17,6 @@ frameworks' pools and with what pools round up; beside them stands the sum of bo
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import weakref
@@ -32,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
+from experiments.command_line import command, positive, write_record
 from experiments.gpu.used import allocated_peak_bytes, used_bytes
 from experiments.machine import describe
 from torch_bridge.pipeline import HeadInLoss, PipelineFusedLoss
@@ -199,23 +199,25 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     """Counts, measures where there is a GPU, prints, writes and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--in-flight", type=int, default=4)
+    parser.add_argument("--tokens", type=positive, default=4096, help="of a microbatch")
+    parser.add_argument("--width", type=positive, default=2048)
+    parser.add_argument("--vocabulary", type=positive, default=151_936)
+    parser.add_argument("--in-flight", type=positive, default=4)
     parser.add_argument("--implementation", default=None, help="of the fused loss")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; by default on a GPU if there is one")
     parser.add_argument("--measure", choices=list(contenders()), help="measure one contender here and print its bytes")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help=f"by default {RESULTS.name}, for the default case on a GPU alone")
+    words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
     device = options.device or ("cuda" if torch.cuda.is_available() else None)
     shape = {name: getattr(options, name) for name in ("tokens", "width", "vocabulary", "in_flight")}
     if options.measure:
         print(*measured(options.measure, shape, device or "cpu", options.implementation))
         return
-    given = f" --implementation {options.implementation}" if options.implementation else ""
+    published = device == "cuda" and all(parser.get_default(name) == size for name, size in shape.items())
+    out = options.out or (RESULTS if published else None)
     record = {
-        "command": f"python -m experiments.pipeline_memory{given}",
+        "command": command("pipeline_memory", words),
         **describe(),
         "torch": torch.__version__,
         "implementation": options.implementation,
@@ -232,9 +234,11 @@ def main(words: Sequence[str] | None = None) -> None:
                 f"{how:11}{name:9}{row['head_bytes'] / 1e9:8.2f} GB head, {row['head_saved']:6.1%} saved"
                 f"{row['stage_bytes'] / 1e9:10.2f} GB stage, {row['stage_saved']:6.1%} saved"
             )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
-    plot(record, options.out.with_suffix(".png"))
+    if out is None:
+        print("not written: pass --out FILE for another case than the published one on a GPU")
+        return
+    write_record(out, record)
+    plot(record, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ the vocabulary, which `--plot FILE.json` draws again.
 
 import argparse
 import functools
-import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +31,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.command_line import command, positive, read_record, write_record
 from torch_bridge.selective import selective_log_softmax
 
 RESULTS = Path(__file__).parent / "results"
@@ -218,17 +219,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     large = device == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     vocabularies = [8192, 16384, 32768, 65536, 131072] if large else [2048, 4096, 8192, 16384]
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=vocabularies)
-    parser.add_argument("--tokens", type=int, default=1024 if large else 256, help="of a sequence")
-    parser.add_argument("--batch", type=int, default=16 if large else 8, help="sequences")
+    parser.add_argument("--vocabularies", type=positive, nargs="+", default=vocabularies)
+    parser.add_argument("--tokens", type=positive, default=1024 if large else 256, help="of a sequence")
+    parser.add_argument("--batch", type=positive, default=16 if large else 8, help="sequences")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=20 if large else 5)
+    parser.add_argument("--repeats", type=positive, default=20 if large else 5)
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile too")
     parser.add_argument("--out", type=Path, default=RESULTS / f"selective_log_softmax_{device}.json")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw these results again and measure nothing")
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args(words)
     if options.plot is not None:
-        plot(json.loads(options.plot.read_text(encoding="utf-8")), options.plot.with_suffix(".png"))
+        plot(read_record(parser, options.plot), options.plot.with_suffix(".png"))
         return
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
@@ -236,17 +238,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += measure(dtype, vocabulary, options.tokens, options.batch, device, options.repeats, options.compiled)
     print(table(rows))
     record = {
-        "command": " ".join(
-            ["python -m experiments.selective_log_softmax --vocabularies", *map(str, options.vocabularies)]
-        ),
+        "command": command("selective_log_softmax", words),
         **_describe(device),
         "batch": options.batch,
         "tokens": options.tokens,
         "repeats": options.repeats,
         "results": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_record(options.out, record)
     plot(record, options.out.with_suffix(".png"))
 
 

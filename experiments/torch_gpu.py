@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from experiments.command_line import positive
 from experiments.gpu import command
 
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
@@ -82,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default=None, help='of the loss; "mosaic_gpu" if not given')
     command.add_options(parser, "times that each device time is taken")
-    parser.add_argument("--calls", type=int, default=100, help="calls whose host time is taken")
+    parser.add_argument("--calls", type=positive, default=100, help="calls whose host time is taken")
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA on the CPU, to see that it works")
     options = parser.parse_args(words)
     if options.dry_run and options.out is None:

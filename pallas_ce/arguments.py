@@ -12,6 +12,9 @@ import numpy as np
 from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.statistics import STATISTICS
 
+# Logits are multiplied by the inverse, in float32.
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
 
 def array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array."""
@@ -141,9 +144,15 @@ def ignored(ignore_index: Any) -> int | None:
 
 def by_row(name: str, value: Any, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array:
     """`value` as an array with one entry for each token."""
-    values = array(name, value)
+    values = _real(name, array(name, value))
     if values.shape != leading:
         raise ValueError(f"{name} has shape {values.shape}; {of} leading shape {leading} is needed")
+    return values
+
+
+def _real[T: Any](name: str, values: T) -> T:
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be real")
     return values
 
 
@@ -164,11 +173,17 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     The range of an array is checked only where that costs no transfer.
     """
     if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
-        right: Any = (value >= 0 if zero else value > 0) & (value < math.inf)
+        right: Any = (value >= _LEAST_TEMPERATURE) & (value < math.inf)
+        right = right | (value == 0) if zero else right
         many = isinstance(value, np.ndarray)
         if not (right.all() if many else right):
             wrong = np.asarray(value)[~np.asarray(right)].flat[0]
-            raise ValueError(f"temperature={wrong:g} must be a finite number {'at least 0' if zero else 'above 0'}")
+            least = (
+                f"at least 0 (if not 0, {_LEAST_TEMPERATURE:.2g})"
+                if zero
+                else f"above 0 (at least {_LEAST_TEMPERATURE:.2g})"
+            )
+            raise ValueError(f"temperature={wrong:g} must be a finite number {least}")
         if not many:
             return float(value)
     values = array("temperature", value)
@@ -183,7 +198,7 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
 
 def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:
     """`value` as an array with one entry for each vocabulary entry."""
-    values = array(name, value)
+    values = _real(name, array(name, value))
     if values.shape != (vocab_size,):
         raise ValueError(
             f"{name} has shape {values.shape}; it must be ({vocab_size},), one entry for each of vocab_size"
@@ -206,20 +221,57 @@ def check_reduction(reduction: str, normalizer: Any, backward: str) -> None:
         raise ValueError(f"normalizer is given with reduction={reduction!r}; only reduction='mean' divides by it")
 
 
-def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> None:
-    """Checks a scalar that may be an array or traced; its range only for plain numbers, which costs no transfer."""
-    is_number = isinstance(value, int | float)
-    shape = () if is_number else value.shape if hasattr(value, "shape") else array(name, value).shape
-    if shape != ():
-        raise ValueError(f"{name} has shape {shape}; it must be a scalar")
-    if isinstance(value, int | float | np.number) and not low <= float(value) <= high:
-        bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else "a finite number"
-        raise ValueError(f"{name}={value!r} must be {bounds}")
+def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Any:
+    """A scalar that may be an array or traced; a plain number, whose range is checked, as a float.
+
+    JAX would take an int for one of 32 bits. The range of an array is not checked: that would cost a transfer.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if is_plain(value):
+        if not low <= float(value) <= high:
+            least = "" if low == -sys.float_info.max else f", at least {low:g}"
+            bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else f"a finite number{least}"
+            raise ValueError(f"{name}={value!r} must be {bounds}")
+        return float(value)
+    if not hasattr(value, "shape"):
+        value = array(name, value)
+    if value.shape != ():
+        raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
+    return _real(name, value) if isinstance(value, jax.Array | np.generic) else value
+
+
+def above_zero(name: str, value: Any) -> Any:
+    """`scalar`, and a plain number must be above 0."""
+    if is_plain(scalar(name, value)) and not value > 0:
+        raise ValueError(f"{name}={value!r} must be above 0")
+    return scalar(name, value)
+
+
+def normalizer(value: Any | None) -> Any | None:
+    """What a mean divides by: `scalar`, and a plain number must be at least 0. None stays None."""
+    return None if value is None else scalar("normalizer", value, 0.0)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a real number of Python or NumPy."""
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def key(value: Any) -> Any:
+    """One of JAX's random keys."""
+    dtype, ndim = getattr(value, "dtype", None), getattr(value, "ndim", None)
+    if dtype is not None:
+        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
+        if typed or (dtype == jnp.uint32 and ndim == 1):
+            return value
+    described = type(value).__name__ if dtype is None else f"{dtype}{list(value.shape)}"
+    raise TypeError(f"key is {described}; it must be one key, such as jax.random.key(0) (for several, use jax.vmap)")
 
 
 def is_known(value: Any, constant: float) -> bool:
     """Whether a scalar is a Python or NumPy number of just that value: then its term is left out when compiling."""
-    return isinstance(value, int | float | np.number) and float(value) == constant
+    return is_plain(value) and float(value) == constant
 
 
 def check_scratch_bytes(scratch_bytes: Any | None) -> int | None:

@@ -1,5 +1,6 @@
 """A linear-chain conditional random field over candidate tags, on emission scores from anywhere."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jax import lax
 
 from pallas_ce import arguments
 from pallas_ce.losses import Reduction
+from pallas_ce.meshes import in_automatic_region
 from pallas_ce.reductions import reduce_rows
 
 
@@ -103,17 +105,17 @@ def linear_chain_crf(
     live = jnp.ones(tags.shape, bool) if mask is None else arguments.array("mask", mask)
     if live.shape != tags.shape or live.dtype != jnp.bool:
         raise ValueError(f"mask is {live.dtype}{list(live.shape)}; it must be bool{list(tags.shape)}")
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
-    return _linear_chain_crf(emissions, tags, transitions, live, reduction, normalizer)
+    normalizer = arguments.normalizer(normalizer)
+    function = functools.partial(_linear_chain_crf, reduction)
+    return in_automatic_region(function, reduction == "none", tags, emissions, tags, transitions, live, normalizer)
 
 
 def _linear_chain_crf(
+    reduction: str,
     emissions: jax.Array,
     tags: jax.Array,
     transitions: jax.Array,
     mask: jax.Array,
-    reduction: str,
     normalizer: Any | None,
 ) -> jax.Array:
     *batch, length, k = emissions.shape

@@ -16,6 +16,8 @@ from pallas_ce.losses import Reduction
 from pallas_ce.meshes import in_automatic_region
 from pallas_ce.modes import pair
 from pallas_ce.reductions import reduce_rows
+from pallas_ce.sharding import shards_of
+from pallas_ce.shards import Shards
 from pallas_ce.streaming import Streams, Temperature
 
 
@@ -149,14 +151,19 @@ def linear_distillation(
     temperatures = Temperature.read(temperature, leading)
     if labels is not None:
         labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
+    normalizer = arguments.normalizer(normalizer)
     # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
     streams = Streams((spec, teacher_spec), arguments.check_scratch_bytes(scratch_bytes), 6)
     for mode in (None, "recompute"):
         streams.plan(max(inputs.tokens(leading), 1), mode)  # raises where the budget is too small
+    by_row = (
+        labels,
+        inputs.read_row_mask(row_mask, leading),
+        inputs.read_by_row("token_weights", token_weights, leading),
+    )
+    shards = shards_of(None, student, (teacher, temperatures, by_row, normalizer)) or Shards()
     static = _Static(
-        pair.Call(_divergence(divergence, beta), streams),
+        pair.Call(_divergence(divergence, beta), streams, shards),
         _streamed(implementation),
         reduction,
         ignore_index,
@@ -170,9 +177,7 @@ def linear_distillation(
         student,
         teacher,
         temperatures,
-        labels,
-        inputs.read_row_mask(row_mask, leading),
-        inputs.read_by_row("token_weights", token_weights, leading),
+        *by_row,
         normalizer,
     )
 

@@ -53,7 +53,7 @@ def read_head(
     bias = None if bias is None else arguments.array("bias", bias)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap, parts)
-    arguments.scalar("logit_scale", logit_scale)
+    logit_scale = arguments.scalar("logit_scale", logit_scale)
     scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
     if logit_weights is not None:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)

@@ -108,6 +108,8 @@ def linear_loss(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
     """
     arguments.check_reduction(reduction, normalizer, backward)
+    if validate_labels and labels is None:
+        raise ValueError("validate_labels=True needs labels, which is None")
     ignore_index = arguments.ignored(ignore_index)
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
@@ -130,8 +132,7 @@ def linear_loss(
     by_row, shared, is_shared = _split(row_inputs, leading)
     mask = inputs.read_row_mask(row_mask, leading)
     weights = inputs.read_by_row("token_weights", token_weights, leading)
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
+    normalizer = arguments.normalizer(normalizer)
     choice = settings.choose(
         spec,
         inputs.tokens(leading),
@@ -265,26 +266,33 @@ def _statistics_read(
     """Names of the statistics that `row_loss`'s result depends on, from its trace."""
     has_labels = batch.labels is not None
     names = _available(has_labels)
-    fields: dict[str, Any] = {name: struct(name, (tokens,), batch.targets, spec.accumulator) for name in names}
-    example = RowStatistics(**fields)
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in row_inputs]
+
+    def trace(rows: int) -> tuple[Any, Any]:
+        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, spec.accumulator) for name in names}
+        given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
+        return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
+
     without = "" if has_labels else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
     try:
-        traced, out = jax.make_jaxpr(row_loss, return_shape=True)(example, *structs)
+        traced, out = trace(tokens)
     except Exception as error:
         error.add_note(f"This happened in row_loss{without}.")
         raise
     for constant in traced.consts:
-        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
-            raise ValueError(
-                f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its closure, "
-                "but it is called on blocks of the rows that count; pass the array to linear_loss as a row input"
-            )
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(
                 f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "
                 "be lost; pass it to linear_loss as a row input (scalars are shared by all rows)"
             )
+        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
+            try:
+                trace(tokens + 1)  # a table of as many entries as there are tokens serves any number of rows
+            except Exception as error:
+                raise ValueError(
+                    f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its "
+                    "closure, but it is called on blocks of the rows that count; pass the array to linear_loss as a "
+                    "row input"
+                ) from error
     shape = getattr(out, "shape", None)
     if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
         described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"

@@ -87,21 +87,23 @@ def multi_task_cross_entropy(hidden: Any, tasks: Mapping[str, Task], *, dtype: A
     # The heads read it in float32, exactly, and round it back: their gradients then meet in float32, and the transpose
     # of this conversion is the one rounding.
     wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    losses, metrics = {}, {}
+    losses, metrics, weights = {}, {}, {}
     for name, task in tasks.items():
         try:
+            if not isinstance(task, Task):
+                raise TypeError(f"it is a {type(task).__name__}; it must be a Task")
             if "return_metrics" in task.options:
                 raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
             if task.options.get("reduction", "mean") == "none":
                 raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
             compute = dtype or jnp.promote_types(hidden.dtype, arguments.array("weight", task.weight).dtype)
             options = {"dtype": compute, **task.options}
-            arguments.scalar("task_weight", task.task_weight)
+            weights[name] = arguments.scalar("task_weight", task.task_weight)
             losses[name], metrics[name] = linear_cross_entropy(
                 wide, task.weight, task.labels, **options, return_metrics=True
             )
         except (ValueError, TypeError) as error:
             error.add_note(f"This is about the task {name!r}.")
             raise
-    total = sum(tasks[name].task_weight * loss for name, loss in losses.items())
+    total = sum(weights[name] * loss for name, loss in losses.items())
     return MultiTaskLoss(jnp.asarray(total), losses, metrics)

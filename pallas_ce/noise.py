@@ -14,7 +14,7 @@ from jax.extend.random import threefry_2x32
 
 def row_keys(key: Any, rows: int) -> jax.Array:
     """A key `[2]` uint32 for each row, `[rows, 2]`."""
-    words = jax.random.bits(_one_key(key), (2,), jnp.uint32)
+    words = jax.random.bits(key, (2,), jnp.uint32)
     return _hash(words, jnp.arange(rows, dtype=jnp.uint32))
 
 
@@ -37,13 +37,3 @@ def _hash(key: jax.Array, counts: jax.Array) -> jax.Array:
     """Two words `[m, 2]` for each of `counts [m]`. Threefry pairs the halves of its counter array."""
     words = threefry_2x32((key[0], key[1]), jnp.concatenate([counts, jnp.zeros_like(counts)]))
     return words.reshape(2, -1).T
-
-
-def _one_key(key: Any) -> Any:
-    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
-    if dtype is not None:
-        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
-        if typed or (dtype == jnp.uint32 and ndim == 1):
-            return key
-    described = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
-    raise TypeError(f"key is {described}; it must be one key, such as jax.random.key(0) (for several, use jax.vmap)")

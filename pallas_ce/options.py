@@ -46,10 +46,8 @@ def read_options(
     vocab_size: int,
 ) -> Options:
     """Checked options; `token_weights` have been read already. The number 0 leaves a term out."""
-    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    arguments.scalar("z_loss", z_loss)
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
+    label_smoothing = arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    z_loss = arguments.scalar("z_loss", z_loss)
     if class_weights is not None:
         class_weights = arguments.by_column("class_weights", class_weights, vocab_size)
     return Options(
@@ -57,7 +55,7 @@ def read_options(
         class_weights,
         None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
         None if arguments.is_known(z_loss, 0.0) else z_loss,
-        normalizer,
+        arguments.normalizer(normalizer),
     )
 
 

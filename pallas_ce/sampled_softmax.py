@@ -13,6 +13,7 @@ from pallas_ce.backends import Implementation
 from pallas_ce.class_samplers import ClassSampler, Name
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction
+from pallas_ce.meshes import in_automatic_region, replicated
 from pallas_ce.reductions import reduce_rows
 from pallas_ce.row_statistics import linear_row_statistics
 
@@ -108,9 +109,10 @@ def sampled_softmax_cross_entropy(
     )  # fmt: skip
     if not arguments.is_int(num_samples) or not 1 <= num_samples <= spec.vocab_size:
         raise ValueError(f"num_samples={num_samples!r} must be an int between 1 and vocab_size={spec.vocab_size}")
+    if log_expected_correction and arguments.is_known(logit_scale, 0.0):
+        raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
     leading = arrays.hidden.shape[:-1]
-    if normalizer is not None:
-        arguments.scalar("normalizer", normalizer)
+    normalizer = arguments.normalizer(normalizer)
     static = _Static(
         int(num_samples),
         class_samplers.find(sampler),
@@ -123,7 +125,9 @@ def sampled_softmax_cross_entropy(
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
     token_weights = inputs.read_by_row("token_weights", token_weights, leading)
-    return _sampled_softmax(static, key, arrays, labels, token_weights, normalizer)
+    function = functools.partial(_sampled_softmax, static)
+    by_row, key = reduction == "none", arguments.key(key)
+    return in_automatic_region(function, by_row, arrays.hidden, key, arrays, labels, token_weights, normalizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +155,7 @@ def _sampled_softmax(
     hidden, head = inputs.flatten(arrays, spec)
     ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
+    hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
     targets = jnp.where(mask, ids, 0)
     drawn = class_samplers.draw(static.sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
@@ -173,7 +178,7 @@ def _sampled_softmax(
         biases = shift if biases is None else biases + shift
     found = linear_row_statistics(
         hidden,
-        jax.lax.slice_in_dim(columns, 0, count, axis=axis),
+        replicated(jax.lax.slice_in_dim(columns, 0, count, axis=axis)),  # or they would be split as the labels are
         jnp.where(mask, places, label_rule.NO_TARGET),
         row_mask=mask,
         bias=None if biases is None else biases[:count],

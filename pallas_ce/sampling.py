@@ -103,14 +103,15 @@ def linear_sample(
         "dtype": dtype,
     }
     arrays, spec = inputs.read_head(hidden, weight, bias, logit_scale, None, **options)
-    leading = arrays.hidden.shape[:-1]
+    leading, key = arrays.hidden.shape[:-1], arguments.key(key)
     temperatures = Temperature.read(temperature, leading, zero=True)
     mask = inputs.read_row_mask(row_mask, leading)
     if top_k is not None:
         k = check_k("top_k", top_k, spec.vocab_size)
         options |= {"bias": bias, "logit_scale": logit_scale, "row_mask": mask, "scratch_bytes": scratch_bytes}
         best = linear_top_k(hidden, weight, k, **options)
-        return _sample_of_best(spec, key, best.logits, best.ids, temperatures, mask)
+        function = functools.partial(_sample_of_best, spec)
+        return in_automatic_region(function, True, arrays.hidden, key, best.logits, best.ids, temperatures, mask)
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 6)
     streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small

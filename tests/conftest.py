@@ -20,6 +20,7 @@ import pytest
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=300)
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=5)
 hypothesis.settings.load_profile("default")
 
 

@@ -80,10 +80,16 @@ def gradient_chunks(
 
 
 def check_inplace(logits: torch.Tensor, inplace_backward: bool) -> None:
-    """Refuses to overwrite a leaf.
+    """Refuses to overwrite a leaf, or memory that several of the logits share.
 
     Raises:
-        ValueError: the logits are one.
+        ValueError: the logits are one, or an expanded view.
     """
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward=True on logits that are a leaf would overwrite a parameter; pass False")
+    strides = zip(logits.stride(), logits.shape, strict=True)
+    if inplace_backward and any(stride == 0 and size > 1 for stride, size in strides):
+        raise ValueError(
+            f"inplace_backward=True on an expanded view (shape {tuple(logits.shape)}, strides {logits.stride()}) would "
+            "overwrite memory that several logits share; pass False, or logits.contiguous()"
+        )

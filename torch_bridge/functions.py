@@ -94,6 +94,7 @@ def linear_cross_entropy(
     checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
         arguments.scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else arguments.scalar(name, number)
+    normalizer = arguments.normalizer(normalizer)
     tensors = {
         "input": checks.by_row(input, leading),
         "linear_weight": linear_weight,

@@ -38,7 +38,8 @@ def cross_entropy(
 
     `torch.nn.functional.cross_entropy(logits.float(), target, …)` without a float32 copy of narrower logits, and with
     z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a few numbers a row, on a
-    Hopper GPU where V' is a multiple of 16; elsewhere a chunk of rows in float32, too.
+    Hopper GPU where V' is a multiple of 16; elsewhere a chunk of rows in float32, too. `torch.compile` breaks its graph
+    here, as there is nothing to fuse; `fullgraph=True` refuses that.
 
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
@@ -85,6 +86,7 @@ def cross_entropy(
     checks.shape("class_weights", class_weights, (size,))
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
     arguments.scalar("z_loss", z_loss)
+    normalizer = arguments.normalizer(normalizer)
     check_inplace(logits, inplace_backward)
     kernels = (
         given_kernels.serving(logits, spec) if eager.serves((logits, target, class_weights, token_weights)) else None

@@ -65,7 +65,8 @@ def _is_asked(node: Any | None) -> bool:
 def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
     """Adds to the weight's float32 `main_grad`, where it has one, in place of `.grad`.
 
-    `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive.
+    `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive: one that
+    nobody reads, or zeros where `zero_out_wgrad` says that the embedding's will be added to it.
     """
     weight: Any = getattr(node, "variable", None)
     main_grad = getattr(weight, "main_grad", None)
@@ -74,5 +75,6 @@ def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
     main_grad.add_(gradient)
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
-        return torch.empty_like(gradient)
+        zeros = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(gradient) if zeros else torch.empty_like(gradient)
     return None

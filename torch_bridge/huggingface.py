@@ -24,7 +24,15 @@ _KNOWN = {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi", "
 _OPTIONS = {"label_smoothing", "z_loss", "backward", "implementation", "scratch_bytes"}
 
 # Arguments of the model's forward that are for its head and loss, and not for its backbone.
-_FOR_THE_HEAD = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "num_logits_to_keep", "return_dict"}
+_FOR_THE_HEAD = {
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "ignore_index",
+    "logits_to_keep",
+    "num_logits_to_keep",
+    "return_dict",
+}
 
 _IGNORED = -100
 
@@ -184,17 +192,19 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
-    out = _backbone(model)(**for_backbone, return_dict=True)
     head = model.get_output_embeddings()
-    labels = given.get("shift_labels")
+    _check_unchanged(model, head)
+    out = _backbone(model)(**for_backbone, return_dict=True)
+    labels, ignored = given.get("shift_labels"), given.get("ignore_index", _IGNORED)
     if labels is None:
-        labels = nn.functional.pad(given["labels"], (0, 1), value=_IGNORED)[..., 1:]
+        labels = nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
     hidden: Tensor = out.last_hidden_state
     loss = linear_cross_entropy(
         hidden,
         head.weight,
         labels.to(hidden.device),
         linear_bias=head.bias,
+        ignore_index=ignored,
         normalizer=given.get("num_items_in_batch"),
         **patch.options,
     )
@@ -205,6 +215,21 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
         attentions=out.get("attentions"),
     )
     return found if given.get("return_dict", True) is not False else found.to_tuple()
+
+
+def _check_unchanged(model: Any, head: Any) -> None:
+    """Raises ValueError where head or loss were changed after patching into what the patch would pass over."""
+    name, changed = type(model).__name__, None
+    if type(head) is not nn.Linear:
+        changed = (
+            f"the head of this {name} is a {type(head).__name__} now, of which the patch would read `weight` alone"
+        )
+    elif head._forward_hooks or head._forward_pre_hooks:
+        changed = f"the head of this {name} has forward hooks, which the patch would not call"
+    elif "_loss_function" in model.__dict__:
+        changed = f"this {name} was given a loss_function of its own, which the patch would not call"
+    if changed:
+        raise ValueError(f"{changed}: undo that, or use unpatch_causal_lm(model)")
 
 
 def _is_zero(logits_to_keep: Any) -> bool:

@@ -52,8 +52,9 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
     """The `loss_fn` of a pipeline schedule: cross entropy of the last stage's hidden states, with the output layer.
 
     Args:
-        layer: the output layer; its parameters are shared. Let the last stage hold it too (see `take_head`), so that
-            zero-bubble schedules find its parameters.
+        layer: the output layer; its parameters are shared, also those that replace them later, as
+            `load_state_dict(assign=True)` does. Let the last stage hold it too (see `take_head`), so that zero-bubble
+            schedules find its parameters.
         class_weights: `[V]`.
         options: keyword arguments of `linear_cross_entropy`; `backward` is "recompute" by default.
 
@@ -69,6 +70,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         nn.Module.__init__(self)
         shared = LinearCrossEntropyLoss.shared_with(layer)
         self._take(shared.weight, shared.bias, class_weights, {"backward": "recompute"} | options)
+        self.__dict__["layer"] = layer  # not a submodule: its parameters would have a second name
 
     def forward(self, input: Tensor, target: Tensor, **further: Any) -> Any:
         """The loss of the last stage's output `[..., H]`.
@@ -76,6 +78,9 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         Raises:
             ValueError: the stage returned logits.
         """
+        layer = self.__dict__["layer"]
+        if self.weight is not layer.weight or self.bias is not getattr(layer, "bias", None):
+            self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
         rows, width = self.weight.shape
         if input.shape[-1] == rows != width:
             raise ValueError(
@@ -143,8 +148,9 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
     head = model.get_submodule(name)
     if type(head) is not nn.Linear:
         raise TypeError(f"{name} is a {type(head).__name__}; take_head moves an nn.Linear")
-    model.set_submodule(name, HeadInLoss(head).train(head.training))
-    return PipelineFusedLoss(head, **options)
+    stand_in = HeadInLoss(head).train(head.training)
+    model.set_submodule(name, stand_in)
+    return PipelineFusedLoss(stand_in, **options)
 
 
 def put_head_back(model: nn.Module, name: str = "lm_head") -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge import losses
+from pallas_ce import arguments
+from torch_bridge import checks, losses
 from torch_bridge.functions import Reduction, linear_row_statistics
 
 
@@ -31,7 +32,7 @@ def vocab_parallel_cross_entropy(
     linear_bias: Tensor | None = None,
     token_weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
@@ -68,8 +69,9 @@ def vocab_parallel_cross_entropy(
         Tensor: `[]`, or `[...]` for "none"; float32 (float64 for float64); 0 where nothing counts.
 
     Raises:
-        ValueError: a part that does not lie in the vocabulary, and what `linear_cross_entropy` raises.
-        RuntimeError: `torch.distributed` is not initialised.
+        ValueError: a part that does not lie in the vocabulary, `torch.distributed` that is not initialised, and as
+            `linear_cross_entropy`.
+        TypeError: as `linear_cross_entropy`.
 
     Example:
         On each of two processes that hold half of a head of 1000 entries::
@@ -82,9 +84,17 @@ def vocab_parallel_cross_entropy(
             f"vocab_start={vocab_start} with {linear_weight.shape[0]} rows of the weight does not lie in "
             f"vocab_size={vocab_size}"
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is unknown; choose from 'mean', 'sum', 'none'")
-    counted = (target != ignore_index) & (target >= 0) & (target < vocab_size)
+    arguments.check_reduction(reduction, normalizer, "recompute")
+    leading, ignored = input.shape[:-1], arguments.ignored(ignore_index)
+    checks.labels(target, leading)
+    checks.shape("token_weights", token_weights, leading)
+    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    arguments.scalar("z_loss", z_loss)
+    arguments.normalizer(normalizer)
+    target = target.long()  # narrower integers could not be compared with V
+    counted = (target >= 0) & (target < vocab_size)
+    if ignored is not None:
+        counted &= target != ignored
     names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
     here = linear_row_statistics(
         _apply(_Shared, input, group),

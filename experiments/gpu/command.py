@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from experiments.command_line import positive
 from experiments.gpu import timing
 from experiments.gpu.points import Point, Setting
 from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
@@ -44,7 +45,7 @@ class Section(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser, rounds: str = "times each program of a point is timed") -> None:
     """The options that every command has; `rounds` says what is repeated."""
-    parser.add_argument("--rounds", type=int, default=7, help=rounds)
+    parser.add_argument("--rounds", type=positive, default=7, help=rounds)
     parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")

@@ -1,27 +1,20 @@
 """Result files: one for each section, whole after every point, so that an interrupted run loses nothing and goes on."""
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import write_atomically
+
 FOLDER = Path(__file__).parents[1] / "results"
 
 # What points of one file must share to be compared.
-SAME = ("device", "jax", "torch")
+SAME = ("device", "jax", "torch", "clock", "implementation")
 
 
 class ResultError(Exception):
     """A result file that cannot be read or gone on with; the message says what to do."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def read(path: Path) -> dict[str, Any]:

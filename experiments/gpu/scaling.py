@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.command_line import write_atomically
 from experiments.gpu.report import saved, table
-from experiments.gpu.results import write_atomically
 
 FILE = "gpu_scaling.json"
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from experiments.command_line import write_atomically
 from experiments.lm.config import TrainConfig, default_config, merge, read_toml, to_toml
 from experiments.lm.errors import UsageError
 
@@ -99,8 +100,7 @@ def create(run: Path, config: TrainConfig, overwrite: bool) -> None:
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
             for name in _OURS:
                 (run / name).unlink(missing_ok=True)
-        run.mkdir(parents=True, exist_ok=True)
-        (run / _CONFIG).write_text(to_toml(config), encoding="utf-8")
+        write_atomically(run / _CONFIG, to_toml(config))
     except OSError as error:
         raise UsageError(f"the output folder {run} cannot be written: {error.strerror}") from None
 

@@ -51,10 +51,11 @@ class Teacher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Static facts of one call."""
+    """Static facts of one call; `shards` says how the rows are split inside a `shard_map` that tracks it."""
 
     divergence: Divergence
     streams: Streams
+    shards: Shards
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,7 +77,7 @@ def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
         used, cotangent = first_order_only((saved, cotangent))
         found, teacher = used.kept
         with jax.named_scope("pallas_ce.distillation"):
-            operation = streamed(Shards(), functools.partial(_gradients, call, saved.wanted))
+            operation = streamed(call.shards, functools.partial(_gradients, call, saved.wanted))
             more = (teacher.hidden, teacher.temperature, found, cotangent)
             d_hidden, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
         gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce import arguments
 from pallas_ce.post_training.sequences import Aggregation, aggregate, choice, constants, floats, keep, token_mask
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -70,7 +71,7 @@ def top_k_distillation_loss(
         Knowledge in a Neural Network", arXiv 1503.02531.
     """
     choice("divergence", divergence, ("forward_kl", "reverse_kl", "jsd"))
-    if divergence == "jsd" and not 0 < beta < 1:
+    if divergence == "jsd" and not 0 < arguments.scalar("beta", beta) < 1:
         raise ValueError(f"beta={beta!r} must lie in (0, 1); its limits are divergence='forward_kl' and 'reverse_kl'")
     log_probs = floats("log_probs", log_probs)
     if log_probs.ndim < 2:
@@ -101,7 +102,9 @@ def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple
         total = jnp.sum(jnp.where(present, jnp.exp(log_probs - top), 0.0), axis=-1, keepdims=True)
         return log_probs - top - jnp.log(jnp.where(total > 0, total, 1.0)), present
     rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
-    return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate([present, rest > 0], axis=-1)
+    return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate(
+        [present, jnp.ones_like(rest, bool)], axis=-1
+    )
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array, present: jax.Array) -> jax.Array:

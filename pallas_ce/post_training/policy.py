@@ -13,6 +13,7 @@ from pallas_ce.post_training.sequences import (
     aggregate,
     choice,
     constants,
+    difference,
     floats,
     keep,
     masked_mean,
@@ -137,7 +138,7 @@ def policy_loss(
     clip_high = clip_low if clip_high is None else clip_high
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
-    if ratio_limit is not None and not ratio_limit > 1 + clip_high:
+    if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > 1 + clip_high:
         raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={1 + clip_high}")
     log_probs = keep(mask, log_probs)
     if old_log_probs is None:
@@ -179,13 +180,13 @@ def policy_loss(
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     """log r, `[..., T]` or, for sequences, `[..., 1]`."""
     choice("level", level, ("token", "sequence", "sequence_token"))
-    by_token = _limit(log_probs - old_log_probs)
+    by_token = _limit(difference(log_probs, old_log_probs))
     if level == "token":
         return by_token
     of_sequence = jnp.sum(by_token, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
     if level == "sequence":
         return of_sequence
-    return jax.lax.stop_gradient(of_sequence) + log_probs - jax.lax.stop_gradient(log_probs)
+    return jax.lax.stop_gradient(of_sequence) + difference(log_probs, jax.lax.stop_gradient(log_probs))
 
 
 def _limit(log_ratio: jax.Array) -> jax.Array:
@@ -226,7 +227,7 @@ def kl_estimate(log_probs: Any, ref_log_probs: Any, estimator: Estimator = "k3")
     """
     choice("estimator", estimator, ("k1", "k2", "k3"))
     log_probs = floats("log_probs", log_probs)
-    d = _limit(floats("ref_log_probs", ref_log_probs, log_probs.shape) - log_probs)
+    d = _limit(difference(floats("ref_log_probs", ref_log_probs, log_probs.shape), log_probs))
     if estimator == "k1":
         return -d
     return 0.5 * jnp.square(d) if estimator == "k2" else jnp.expm1(d) - d
@@ -266,6 +267,8 @@ def group_advantages(
     """
     choice("scale", scale, ("group", "batch", "none"))
     rewards = constants("rewards", rewards)
+    if not arguments.is_int(group_size):
+        raise TypeError(f"group_size={group_size!r} must be an int")
     if rewards.ndim != 1 or group_size < 2 or rewards.size % group_size:
         raise ValueError(f"rewards have shape {rewards.shape}; they must be [B], B a multiple of {group_size=} >= 2")
     groups = rewards.reshape(-1, group_size)

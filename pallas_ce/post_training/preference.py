@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_ce import arguments
 from pallas_ce.losses import safe_inverse
-from pallas_ce.post_training.sequences import choice, constants, floats, keep, masked_mean, token_mask
+from pallas_ce.post_training.sequences import choice, constants, difference, floats, keep, masked_mean, token_mask
 
 
 class PreferenceMetrics(NamedTuple):
@@ -107,9 +107,7 @@ def dpo_loss(
     """
     choice("kind", kind, ("sigmoid", "hinge", "ipo"))
     choice("reduction", reduction, ("mean", "sum", "none"))
-    arguments.scalar("beta", beta)
-    if isinstance(beta, int | float) and beta <= 0:
-        raise ValueError(f"beta={beta!r} must be above 0")
+    beta = arguments.above_zero("beta", beta)
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
     smoothed = not arguments.is_known(label_smoothing, 0.0)
     if smoothed and kind != "sigmoid":
@@ -120,7 +118,8 @@ def dpo_loss(
     chosen, rejected = keep(mask, chosen), keep(mask, floats("rejected", rejected, shape))
     ref_chosen = keep(mask, constants("ref_chosen", ref_chosen, shape))
     ref_rejected = keep(mask, constants("ref_rejected", ref_rejected, shape))
-    delta = (chosen - rejected) - (ref_chosen - ref_rejected)
+    chosen_gain, rejected_gain = difference(chosen, ref_chosen), difference(rejected, ref_rejected)
+    delta = difference(chosen_gain, rejected_gain)
     if kind == "sigmoid":
         losses = -jax.nn.log_sigmoid(beta * delta)
         if smoothed:
@@ -133,5 +132,5 @@ def dpo_loss(
     value = {"mean": masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
     if not return_metrics:
         return value
-    rewards = (beta * (chosen - ref_chosen), beta * (rejected - ref_rejected), beta * delta, delta > 0)
+    rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, delta > 0)
     return value, PreferenceMetrics(*(jax.lax.stop_gradient(masked_mean(x, mask)) for x in rewards))

@@ -43,6 +43,12 @@ def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask, x, 0.0)
 
 
+def difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a - b`, and 0 with gradient 0 where both are the same infinity, as of tokens that neither policy allows."""
+    same = (a == b) & jnp.isinf(a)
+    return keep(~same, a) - keep(~same, b)
+
+
 def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Refuses unknown names."""
     if value not in known:
@@ -77,8 +83,11 @@ def aggregate(
     tokens = jnp.sum(mask, axis=-1)
     if how == "sequence_mean":
         values = values * safe_inverse(tokens)[..., None]
+    normalizer = arguments.normalizer(normalizer)
     if normalizer is None:
         normalizer = jnp.sum(tokens) if how == "token_mean" else tokens.size
-    else:
-        arguments.scalar("normalizer", normalizer)
-    return jnp.sum(values) * safe_inverse(jnp.asarray(normalizer) * (1 if length is None else length))
+    # Floating before they are multiplied: the product of two counts may not fit an int.
+    divisor = jnp.asarray(normalizer, values.dtype) * (
+        1.0 if length is None else arguments.above_zero("length", length)
+    )
+    return jnp.sum(values) * safe_inverse(divisor)

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 from pallas_ce import (
     MeshAxes,
     explain,
+    linear_chain_crf,
     linear_cross_entropy,
     linear_distillation,
     linear_row_statistics,
     linear_sample,
     linear_top_k,
+    sampled_softmax_cross_entropy,
 )
 
 B, T, H = 8, 8, 16
@@ -159,10 +161,15 @@ def explicit() -> Iterator[str]:
         for function in (
             lambda h, w: linear_top_k(h, w, 3),
             lambda h, w: linear_sample(key, h, w),
+            lambda h, w: linear_sample(key, h, w, top_k=3),
+            jax.value_and_grad(
+                lambda h, w: sampled_softmax_cross_entropy(h, w, jnp.argmax(h, axis=-1), key=key, num_samples=9)
+            ),
+            jax.value_and_grad(lambda h, w: linear_chain_crf(h, jnp.argmax(h, axis=-1), w[:H])),
             jax.value_and_grad(lambda h, w: linear_distillation(h, w, h[..., ::-1], w)),
         ):
             same(jax.jit(function)(hidden, weight), function(*alone))
-        yield "top-k, samples, distillation"
+        yield "top-k, samples, distillation, sampled softmax, random field"
 
 
 def manual(checked: bool) -> Iterator[str]:
@@ -200,6 +207,31 @@ def manual(checked: bool) -> Iterator[str]:
         reference = functools.partial(loss, padded=True, implementation="reference", normalizer=count)
         same(jax.jit(function)(*given), gradients(reference)(*given))
         yield f"{layout.name}, {mode}, inside={inside}"
+    for inside in (False, True):
+        distilled = functools.partial(linear_distillation, normalizer=B * T)
+        hidden, weight = arrays(64, False)[:2]
+        given = hidden, weight, hidden[..., ::-1], weight
+        specs = (P(ALL), P(), P(ALL), P())
+
+        def whole(*args: Any, distilled: Any = distilled) -> Any:
+            return jax.lax.psum(distilled(*args), ALL)
+
+        def both(*args: Any, whole: Any = whole, distilled: Any = distilled) -> Any:
+            if checked:
+                return jax.value_and_grad(whole, (0, 1))(*args)
+            value, (d_hidden, d_weight) = jax.value_and_grad(distilled, (0, 1))(*args)
+            return jax.lax.psum(value, ALL), (d_hidden, jax.lax.psum(d_weight, ALL))
+
+        if inside:
+            function = jax.shard_map(
+                both, mesh=mesh(), in_specs=specs, out_specs=(P(), (P(ALL), P())), check_vma=checked
+            )
+        else:
+            function = jax.value_and_grad(
+                jax.shard_map(whole, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked), (0, 1)
+            )
+        same(jax.jit(function)(*given), jax.value_and_grad(distilled, (0, 1))(*given))
+        yield f"distillation, inside={inside}"
 
 
 def others() -> Iterator[str]:

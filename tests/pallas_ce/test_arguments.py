@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import explain, linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce import (
+    cross_entropy,
+    explain,
+    linear_chain_crf,
+    linear_cross_entropy,
+    linear_distillation,
+    linear_loss,
+    linear_row_statistics,
+    linear_sample,
+    policy_loss,
+    sampled_softmax_cross_entropy,
+)
 
 HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
 LABELS = jnp.array([0, 1, 2, 4])
@@ -285,3 +296,49 @@ def test_any_leading_shape_is_accepted(leading: tuple[int, ...]) -> None:
     found = linear_row_statistics(hidden, WEIGHT, labels, row_mask=jnp.ones(leading, bool))
     assert found.lse is not None
     assert found.lse.shape == leading
+
+
+LOGITS = jnp.zeros((4, 5))
+BY_NORMALIZER: dict[str, Callable[[Any], Any]] = {
+    "linear_cross_entropy": lambda z: _cross_entropy(normalizer=z),
+    "linear_loss": lambda z: _loss(normalizer=z),
+    "cross_entropy": lambda z: cross_entropy(LOGITS, LABELS, normalizer=z),
+    "linear_distillation": lambda z: linear_distillation(HIDDEN, WEIGHT, HIDDEN, -WEIGHT, normalizer=z),
+    "linear_chain_crf": lambda z: linear_chain_crf(LOGITS, LABELS, jnp.zeros((5, 5)), normalizer=z),
+    "sampled_softmax": lambda z: sampled_softmax_cross_entropy(
+        HIDDEN, WEIGHT, LABELS, key=jax.random.key(0), num_samples=3, normalizer=z
+    ),
+    "policy_loss": lambda z: policy_loss(-jnp.ones((2, 3)), jnp.ones(2), normalizer=z),
+}
+
+
+@pytest.mark.parametrize("name", BY_NORMALIZER)
+def test_counts_that_32_bits_do_not_hold_are_normalizers(name: str) -> None:
+    loss = BY_NORMALIZER[name]
+    for count in (3_000_000_000, np.int64(3_000_000_000), np.array(3_000_000_000)):
+        np.testing.assert_allclose(loss(count), loss(3e9), rtol=1e-6)
+    for wrong in (-1, -0.5, NAN):
+        with pytest.raises(ValueError, match=f"normalizer={wrong} must be a finite number, at least 0"):
+            loss(wrong)
+    with pytest.raises(TypeError, match="normalizer has dtype complex64; it must be real"):
+        loss(jnp.complex64(1))
+
+
+@pytest.mark.parametrize("name", ["token_weights", "class_weights"])
+def test_complex_weights_are_refused(name: str) -> None:
+    weights = jnp.ones(4 if name == "token_weights" else 5, complex)
+    with pytest.raises(TypeError, match=f"{name} has dtype complex64; it must be real"):
+        _cross_entropy(**{name: weights})
+
+
+@pytest.mark.parametrize("key", ["abc", 0, jax.random.split(jax.random.key(0), 5)])
+def test_a_key_that_is_none_is_named(key: Any) -> None:
+    with pytest.raises(TypeError, match=r"key is .*; it must be one key, such as"):
+        linear_sample(key, HIDDEN, WEIGHT)
+    with pytest.raises(TypeError, match=r"key is .*; it must be one key, such as"):
+        sampled_softmax_cross_entropy(HIDDEN, WEIGHT, LABELS, key=key, num_samples=2)
+
+
+def test_labels_are_needed_to_be_validated() -> None:
+    with pytest.raises(ValueError, match="validate_labels=True needs labels, which is None"):
+        _loss(labels=None, validate_labels=True)

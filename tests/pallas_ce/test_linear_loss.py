@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_loss
+from pallas_ce import linear_loss, linear_row_statistics
 from tests.pallas_ce.problems import WAYS
 
 HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
@@ -100,3 +100,13 @@ def test_a_row_without_distribution_has_gradient_zero(implementation: Any, backw
         )  # fmt: skip
 
     assert all(np.all(np.asarray(g) == 0) for g in jax.grad(loss, (0, 1))(HIDDEN, WEIGHT))
+
+
+def test_a_table_as_long_as_there_are_tokens_is_no_row_input() -> None:
+    """What decides is whether the function also serves other numbers of rows."""
+    hidden, weight = jnp.ones((6, 3)), jnp.ones((5, 3))
+    table, entries = jnp.arange(6.0), jnp.array([5, 0, 1, 2, 3, 4])
+    got = linear_loss(lambda s, b: s.lse * table[b], hidden, weight, None, entries, reduction="none")
+    np.testing.assert_allclose(got, table[entries] * linear_row_statistics(hidden, weight, statistics=("lse",)).lse)
+    with pytest.raises(ValueError, match=r"reads an array of shape \(6,\), one entry for each token"):
+        linear_loss(lambda s: s.lse * table, hidden, weight, None)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
         ("auto", 32),
         ("others", 9),
         pytest.param("explicit", 17, marks=pytest.mark.slow),
-        pytest.param("checked", 32, marks=pytest.mark.slow),
-        pytest.param("unchecked", 32, marks=pytest.mark.slow),
+        pytest.param("checked", 34, marks=pytest.mark.slow),
+        pytest.param("unchecked", 34, marks=pytest.mark.slow),
     ],
 )
 def test_eight_devices_give_the_result_of_one(section: str, checks: int) -> None:

@@ -121,3 +121,9 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
         with pytest.raises(kind, match=message) as raised:
             multi_task_cross_entropy(hidden, {"words": Task(weight, labels), "tags": task})
         assert raised.value.__notes__ == ["This is about the task 'tags'."]
+
+
+def test_what_is_no_task_is_named() -> None:
+    with pytest.raises(TypeError, match="it is a tuple; it must be a Task") as raised:
+        multi_task_cross_entropy(jnp.ones((2, 3)), {"tags": (jnp.ones((5, 3)), jnp.zeros(2, int))})  # type: ignore[dict-item]
+    assert raised.value.__notes__ == ["This is about the task 'tags'."]

@@ -174,6 +174,22 @@ def test_rows_that_do_not_count_and_per_token_losses() -> None:
     assert np.all(np.any(np.asarray(gradient) != 0, axis=-1) == counts)
 
 
+@pytest.mark.parametrize("sampler", ["log_uniform", "uniform"])
+def test_rows_that_do_not_count_may_hold_nan_whichever_classes_are_drawn(sampler: Any) -> None:
+    p = make(0, 12, 6, 50)
+    p.labels[:2] = [-100, 50]
+    hidden = jnp.asarray(p.arrays["hidden"]).at[:2].set(jnp.nan)
+
+    @jax.jit
+    def gradients(key: Any) -> Any:
+        return jax.grad(sampled_softmax_cross_entropy, (0, 1))(
+            hidden, jnp.asarray(p.arrays["weight"]), p.labels, key=key, num_samples=9, sampler=sampler
+        )
+
+    for key in jax.random.split(KEY, 6):
+        assert all(np.all(np.isfinite(gradient)) for gradient in gradients(key))
+
+
 def test_neither_logits_nor_a_mask_of_hits_are_stored() -> None:
     n, h, v, samples = 8192, 64, 40_000, 4096
     run = jax.grad(

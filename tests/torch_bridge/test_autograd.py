@@ -258,6 +258,15 @@ def test_megatrons_hooks_still_see_a_gradient(head):
     assert weight.main_grad.any()
 
 
+def test_of_a_tied_weight_megatrons_hooks_see_zeros(head):
+    """To which the embedding's gradient is added, before they go into `main_grad`."""
+    hidden, weight, target = head
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    weight.zero_out_wgrad = True
+    (linear_cross_entropy(hidden, weight, target) + weight.sum()).backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
 def test_statistics_that_are_not_used_cost_no_gradient(head):
     hidden, weight, target = head
     row = linear_row_statistics(hidden, weight, target, statistics=("lse", "entropy", "argmax"))

@@ -137,6 +137,32 @@ def test_labels_that_are_shifted_already_and_tuples_are_understood():
     assert torch.equal(got[0], want)
 
 
+def test_another_ignore_index_is_heeded():
+    model, given = make(), batch()
+    given["labels"] = given["labels"].where(given["labels"] != -100, 7)
+    want = model(**given, ignore_index=7).loss
+    torch.testing.assert_close(patch_causal_lm(model)(**given, ignore_index=7).loss, want)
+
+
+class Adapted(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "lm_head", Adapted(32, VOCABULARY)), "the head of this .* is a Adapted now"),
+        (lambda model: model.lm_head.register_forward_hook(print), "the head of this .* has forward hooks"),
+        (lambda model: setattr(model, "loss_function", print), "was given a loss_function of its own"),
+    ],
+)
+def test_what_changes_the_logits_or_the_loss_after_patching_is_refused(change, message):
+    model = patch_causal_lm(make())
+    change(model)
+    with pytest.raises(ValueError, match=f"{message}.*unpatch_causal_lm"):
+        model(**batch())
+
+
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
     from torch_bridge import huggingface
 

@@ -78,5 +78,16 @@ def test_taking_the_head_moves_its_use_and_not_its_parameters():
     assert not model.lm_head.weight.any()
     with pytest.raises(TypeError, match="not a head that take_head took"):
         put_head_back(model)
+    model.to("meta")
+    loss_fn = take_head(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict({name: torch.randn(x.shape) for name, x in model.state_dict().items()}, assign=True)
+    hidden = model.train()(x)
+    want = nn.functional.linear(hidden, model.lm_head.weight, model.lm_head.bias).flatten(0, 1)
+    loss = loss_fn(hidden, target)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(want, target.flatten()))
+    loss.backward()
+    assert model.lm_head.weight.grad.any()
+    assert loss_fn.weight is model.lm_head.weight
     with pytest.raises(TypeError, match="0 is a ReLU"):
         take_head(nn.Sequential(nn.ReLU()), "0")

@@ -53,6 +53,23 @@ def main() -> None:
         got = gradients(part, (hidden, weight[mine], bias[mine], token_weights))
         for name, x, y in zip(("loss", "input", "weight", "bias", "token_weights"), got, want, strict=True):
             torch.testing.assert_close(x, y[mine] if name in ("weight", "bias") else y, rtol=1e-5, atol=1e-6, msg=name)
+    # A vocabulary whose ids narrow integers do not hold.
+    wide = torch.randn(400, WIDTH)[200 * rank : 200 * rank + 200]
+    few = torch.tensor([1, 5, 31, 120])
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        got, want = (
+            vocab_parallel_cross_entropy(hidden[0], wide, t, vocab_start=200 * rank, vocab_size=60_000)
+            for t in (few.to(dtype), few)
+        )
+        assert torch.equal(got, want), dtype
+    for message, wrong in (
+        ("normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),
+        ("label_smoothing=3.0 must be between 0 and 1", {"label_smoothing": 3.0}),
+        (r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
+        ("ignore_index='a' must be", {"ignore_index": "a"}),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            vocab_parallel_cross_entropy(hidden, weight[mine], target, vocab_start=0, vocab_size=VOCABULARY, **wrong)
     with pytest.raises(ValueError, match="vocab_start=20 with 23 rows"):
         vocab_parallel_cross_entropy(hidden, weight[7:], target, vocab_start=20, vocab_size=VOCABULARY)
     dist.destroy_process_group()

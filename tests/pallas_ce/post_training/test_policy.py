@@ -231,6 +231,8 @@ X = {"log_probs": jnp.zeros((2, 3)), "advantages": jnp.zeros(2)}
         ({"level": "word"}, "level='word' is unknown"),
         ({"aggregation": "fixed_length"}, "length=None is needed"),
         ({"length": 3}, "length=3 is needed for aggregation='fixed_length', and only there"),
+        ({"aggregation": "fixed_length", "length": 0}, "length=0 must be above 0"),
+        ({"aggregation": "fixed_length", "length": -5.0}, "length=-5.0 must be above 0"),
         ({"ratio_limit": 1.1}, "ratio_limit=1.1 must lie above"),
         ({"clip_low": 2.0}, "clip_low=2.0 must be between"),
         ({"normalizer": 2, "aggregation": "none"}, "divides by nothing"),
@@ -247,7 +249,37 @@ def test_errors_of_dtypes_and_of_advantages() -> None:
         policy_loss(**X, mask=jnp.ones((2, 3), int))
     with pytest.raises(TypeError, match="log_probs has dtype int32"):
         policy_loss(jnp.zeros((2, 3), int), jnp.zeros(2))
+    with pytest.raises(TypeError, match="length is a str that JAX cannot read"):
+        policy_loss(**X, aggregation="fixed_length", length="a")
+    with pytest.raises(TypeError, match="ratio_limit is a str"):
+        policy_loss(**X, ratio_limit="a")
+    with pytest.raises(TypeError, match=r"group_size=2\.0 must be an int"):
+        group_advantages(jnp.zeros(4), 2.0)
     with pytest.raises(ValueError, match="group_size=2"):
         group_advantages(jnp.zeros(3), 2)
     with pytest.raises(ValueError, match="estimator='k4'"):
         kl_estimate(jnp.zeros(3), jnp.zeros(3), "k4")  # type: ignore[arg-type]
+
+
+def test_a_fixed_length_of_a_large_batch_does_not_overflow() -> None:
+    x = -jnp.ones((2, 3)), jnp.ones(2)
+    want = policy_loss(*x, aggregation="fixed_length", length=1) / (32768.0 * 65536 / 2)
+    for count in (65536, jnp.int32(65536), jnp.float16(64) * jnp.float32(1024)):
+        got = policy_loss(*x, aggregation="fixed_length", length=32768, normalizer=count)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    small = policy_loss(*x, aggregation="fixed_length", length=4096, normalizer=jnp.float16(64))
+    np.testing.assert_allclose(small, want * 8192, rtol=1e-6)
+
+
+def test_tokens_that_no_policy_allows_have_ratio_1_and_no_gradient() -> None:
+    log_probs, advantages = jnp.array([[-jnp.inf, -1.0]]), jnp.ones(1)
+    for level in ("token", "sequence", "sequence_token"):
+        for old in (None, log_probs):
+            value, gradient = jax.value_and_grad(
+                lambda x, old=old, level=level: policy_loss(x, advantages, old_log_probs=old, level=level)
+            )(log_probs)
+            np.testing.assert_allclose(value, -1.0)
+            assert gradient[0, 0] == 0
+            assert np.isfinite(gradient[0, 1])
+    for estimator in ("k1", "k2", "k3"):
+        assert kl_estimate(jnp.array(-jnp.inf), jnp.array(-jnp.inf), estimator) == 0

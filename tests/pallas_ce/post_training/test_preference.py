@@ -76,6 +76,11 @@ def test_extreme_margins_keep_finite_gradients() -> None:
     assert np.all(np.isfinite(gradient))
 
 
+def test_answers_that_neither_model_allows_are_no_evidence() -> None:
+    impossible, x = jnp.array([-jnp.inf]), jnp.array([-1.0])
+    assert dpo_loss(impossible, x, impossible, x) == dpo_loss(x, x, x, x)
+
+
 def test_metrics() -> None:
     x = ([-1.0, -5.0], [-2.0, -4.0], [-1.5, -5.5], [-1.0, -4.5])
     _, metrics = dpo_loss(*(jnp.array(v) for v in x), beta=0.5, return_metrics=True)
@@ -98,6 +103,7 @@ def test_sequence_log_probs_sum_or_average_what_counts() -> None:
     ("options", "message"),
     [
         ({"beta": 0.0}, "beta=0.0 must be above 0"),
+        ({"beta": np.float32(-1)}, r"beta=np.float32\(-1.0\) must be above 0"),
         ({"label_smoothing": 0.6}, "label_smoothing=0.6 must be between 0 and 0.5"),
         ({"label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing=0.1 is for kind='sigmoid'"),
         ({"kind": "nca"}, "kind='nca' is unknown"),

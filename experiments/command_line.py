@@ -1,0 +1,48 @@
+"""What the command lines of experiments share."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def positive(word: str) -> int:
+    """An int above 0, for `argparse`."""
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no positive int")
+    return number
+
+
+def command(name: str, words: Sequence[str]) -> str:
+    """How a result is made again: the module with the words given, but where to write."""
+    kept = list(words)
+    if "--out" in kept:
+        del kept[kept.index("--out") : kept.index("--out") + 2]
+    return " ".join([f"python -m experiments.{name}", *(word for word in kept if not word.startswith("--out="))])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Writes a result file in one step."""
+    write_atomically(path, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    """A result file to draw; ends the command where there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        parser.error(f"{path} holds no results to draw: {error}")
