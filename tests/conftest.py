@@ -3,15 +3,13 @@
 import os
 
 # Before JAX starts. The tests compile thousands of small programs and run each once: LLVM's optimisation costs more
-# than it gains. Fusion and memory assignment, which some tests read, do not depend on it.
+# than it gains. Fusion and memory assignment, which some tests read, do not depend on it. And a test process of several
+# is faster on processors of its own, without threads that wait for each other's turn.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-
-# Before JAX starts, too: of two test processes each is faster on a processor of its own, without threads that wait for
-# each other's turn.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
-    processors, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.sched_setaffinity(0, processors[int(worker.removeprefix("gw")) % len(processors) :: workers])
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+        processors, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        os.sched_setaffinity(0, processors[int(worker.removeprefix("gw")) % len(processors) :: workers])
 
 import hypothesis
 import jax

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head
-from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands
+from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, walk
 from pallas_ce.mosaic_gpu.config import Config
 
 
@@ -103,7 +103,7 @@ class DlogitsEpilogue:
 
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Stores the gradient, 0 in columns that are not live."""
-        first_column = gemm.start(refs, "first_column")
+        first_column = walk.start(refs, "first_column")
         for first, piece in epilogues.pieces(product, self.width):
             column = first_column + place.column + first
             z = self.logits.logits(refs, column, piece)

@@ -84,7 +84,7 @@ class Part(NamedTuple):
 
     Attributes:
         width: how many at most; static.
-        first: `[]` int32, the first, a multiple of `gemm.STEP`.
+        first: `[]` int32, the first, a multiple of `walk.STEP`.
         live: `[]` int32, how many.
     """
 

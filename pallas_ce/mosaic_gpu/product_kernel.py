@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_ce.blocks import RowBlock
 from pallas_ce.head import HeadSpec
-from pallas_ce.mosaic_gpu import gemm, layouts
+from pallas_ce.mosaic_gpu import gemm, layouts, walk
 from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
 from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part
 
@@ -231,7 +231,7 @@ class ProductEpilogue:
     """Stores a tile of the product, or adds it to what is there.
 
     A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
-    `gemm.STEP`, are where the product begins in what is written to.
+    `walk.STEP`, are where the product begins in what is written to.
 
     Attributes:
         dtype: of what is stored.
@@ -258,7 +258,7 @@ class ProductEpilogue:
         if "multiplier" in refs:
             product = product * refs["multiplier"][0]
         target = refs["product"].at[place.slot] if self.by_window else refs["product"]
-        row, column = place.row + gemm.start(refs, "to_row"), place.column + gemm.start(refs, "to_column")
+        row, column = place.row + walk.start(refs, "to_row"), place.column + walk.start(refs, "to_column")
         add = self.adds if carry is None else carry
         layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
         return carry

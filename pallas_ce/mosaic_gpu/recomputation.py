@@ -14,7 +14,7 @@ from pallas_ce.backends import Plan, Residual
 from pallas_ce.blocks import RowBlock, Tile, Tiles
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec, Products, TileStep, Wanted, WeightSum
-from pallas_ce.mosaic_gpu import dlogits_kernel, entries, gemm, operands, product_kernel
+from pallas_ce.mosaic_gpu import dlogits_kernel, entries, operands, product_kernel, walk
 from pallas_ce.mosaic_gpu.config import GradientConfigs
 from pallas_ce.mosaic_gpu.operands import Part
 
@@ -24,7 +24,7 @@ COLUMN_STEP = 256
 
 def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
     """Whether blocks of so many rows and columns are worked on in place."""
-    fits = columns == spec.vocab_size or (columns % COLUMN_STEP == 0 and spec.vocab_size % gemm.STEP == 0)
+    fits = columns == spec.vocab_size or (columns % COLUMN_STEP == 0 and spec.vocab_size % walk.STEP == 0)
     return fits and product_kernel.serves(spec, rows) and operands.stored_shape(rows, columns) == (rows, columns)
 
 
