@@ -25,12 +25,6 @@ def in_automatic_region(function: Callable[..., Any], by_row: Any, rows: jax.Arr
     return jax.sharding.auto_axes(function, out_sharding=places)(*arguments)
 
 
-def replicated(x: jax.Array) -> jax.Array:
-    """`x`, which lies whole on every device where a mesh is known of; else XLA decides."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if mesh.auto_axes and not mesh.manual_axes else x
-
-
 def _explicit_mesh(tree: Any) -> AbstractMesh | None:
     for leaf in jax.tree.leaves(tree):
         mesh = jax.typeof(leaf).sharding.mesh

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -84,6 +85,33 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
         return jax.tree.unflatten(out_structure, call(*leaves, *consts))
 
     return entered
+
+
+@jax.custom_vjp
+def replicated(x: jax.Array) -> jax.Array:
+    """`x` whole on every device, and so its gradient: how either is made does not decide how what reads it is split."""
+    return x if jax.sharding.get_abstract_mesh().manual_axes else _replicated(x)
+
+
+replicated.defvjp(lambda x: (replicated(x), None), lambda _, gradient: (replicated(gradient),))
+
+
+@custom_vmap
+def _replicated(x: jax.Array) -> jax.Array:
+    call = custom_partitioning(lambda x: x)
+
+    def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
+        del given, result
+        place = NamedSharding(mesh, PartitionSpec())
+        return mesh, lambda x: x, place, (place,)
+
+    here, there = (ArrayMapping(*(f"{side}{axis}" for axis in range(x.ndim))) for side in ("in", "out"))
+    call.def_partition(partition=partition, sharding_rule=SdyShardingRule((here,), (there,)))
+    found: jax.Array = call(x)
+    return found
+
+
+_replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))
 
 
 def split(

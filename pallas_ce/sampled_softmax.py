@@ -13,7 +13,8 @@ from pallas_ce.backends import Implementation
 from pallas_ce.class_samplers import ClassSampler, Name
 from pallas_ce.head import HeadSpec
 from pallas_ce.losses import Reduction
-from pallas_ce.meshes import in_automatic_region, replicated
+from pallas_ce.meshes import in_automatic_region
+from pallas_ce.partitioning import replicated
 from pallas_ce.reductions import reduce_rows
 from pallas_ce.row_statistics import linear_row_statistics
 
@@ -181,7 +182,7 @@ def _sampled_softmax(
         replicated(jax.lax.slice_in_dim(columns, 0, count, axis=axis)),  # or they would be split as the labels are
         jnp.where(mask, places, label_rule.NO_TARGET),
         row_mask=mask,
-        bias=None if biases is None else biases[:count],
+        bias=None if biases is None else replicated(biases[:count]),
         vocab_axis=axis,
         logit_scale=1.0 if scale is None else scale,
         dtype=spec.dtype,

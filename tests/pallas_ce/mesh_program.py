@@ -295,6 +295,24 @@ def others() -> Iterator[str]:
             same(step(*given), expected(layout.vocabulary, True))
         yield f"axes of sizes {shape}"
 
+    def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
+        return sampled_softmax_cross_entropy(
+            hidden, weight, jnp.argmax(hidden, axis=-1), key=jax.random.key(0), num_samples=9, **options
+        )
+
+    alone = arrays(64, False)[:2]
+    want = jax.value_and_grad(sampled, (0, 1))(*alone)
+    for layout in LAYOUTS[:3]:
+        same(jax.jit(jax.value_and_grad(sampled, (0, 1)))(*placed(layout, on, False)[:2]), want)
+    mapped_loss = jax.shard_map(
+        lambda h, w: jax.lax.psum(sampled(h, w, normalizer=B * T), ALL), mesh=on, in_specs=(P(ALL), P()), out_specs=P()
+    )
+    same(jax.jit(jax.value_and_grad(mapped_loss, (0, 1)))(*alone), want)
+    each_alone = jax.grad(lambda w: jax.vmap(lambda h: sampled(h, w))(alone[0]).sum())
+    in_turn = sum(jax.grad(lambda w, h=h: sampled(h, w))(alone[1]) for h in alone[0])
+    same(each_alone(alone[1]), in_turn)
+    yield "sampled softmax with a number of classes that divides over no axis"
+
     weight_alone = jax.random.normal(jax.random.key(0), (24, H))
     rows, ids = jax.random.normal(jax.random.key(1), (8, 4, H)), jnp.arange(32).reshape(8, 4) % 24
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
     ("section", "checks"),
     [
         ("auto", 32),
-        ("others", 9),
+        ("others", 10),
         pytest.param("explicit", 17, marks=pytest.mark.slow),
         pytest.param("checked", 34, marks=pytest.mark.slow),
         pytest.param("unchecked", 34, marks=pytest.mark.slow),
