@@ -7,6 +7,7 @@ through the same programs, saved tensors and gradients.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import torch
 from torch import Tensor
 
@@ -48,10 +49,13 @@ class Eager(torch.autograd.Function):
         """The program's outputs; what else the backward needs is only saved."""
         *tensors, ctx.call = inputs
         program = ctx.call.program
-        found = calls.forward(program, tensors)
-        graph.save(ctx, program.layout, tensors, found)
-        outputs = found[: len(program.layout.outputs)]
-        ctx.mark_non_differentiable(*outputs[program.layout.differentiable :])
+        layout = program.layout
+        found = calls.forward_keeping(program, tensors, layout.staying)
+        # Beside autograd's own, until the graph goes: a number a row each.
+        ctx.staying = {i: found[i] for i in layout.staying}
+        graph.save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
+        outputs = [x for x in found[: len(layout.outputs)] if isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*outputs[layout.differentiable :])
         return tuple(outputs)
 
     @staticmethod
@@ -62,12 +66,16 @@ class Eager(torch.autograd.Function):
         count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
         gradients: dict[str, Tensor | None] = {}
         if asked := graph.asked(ctx, signature, ctx.needs_input_grad, given):
-            tensors, found = saved[:count], saved[count:]
+            tensors, found = saved[:count], list(saved[count:])
+            for place, array in ctx.staying.items():
+                found[place] = array
             # Only the operator raises where these gradients are to be differentiated in turn.
             if serves((*saved, *given)) and not torch.is_grad_enabled():
                 computed = _computed(call.program, tensors, found, given, asked)
             else:
                 named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
+                for place, array in ctx.staying.items():
+                    found[place] = calls.as_tensor(array, tensors[0].shape[0])
                 computed = call.operation.call_backward(named, call.static, found, given, asked)
             gradients = graph.placed(ctx, asked, computed)
         return (*[gradients.get(name) for name, _ in signature.arrays], None)
@@ -76,7 +84,7 @@ class Eager(torch.autograd.Function):
 def _computed(
     program: Program,
     tensors: Sequence[Tensor],
-    found: Sequence[Tensor | None],
+    found: Sequence[Tensor | jax.Array | None],
     given: Sequence[Tensor | None],
     asked: tuple[str, ...],
 ) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch_bridge.programs import Layout, Signature
 _WEIGHT = 1
 
 
-def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> None:
+def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
     """Saves what the backward of a forward on `inputs` needs, of those and of what it found."""
     # An output that is not needed is not saved: the caller may change it in place.
     reread = [x if i in layout.reread or i >= len(layout.outputs) else None for i, x in enumerate(found)]

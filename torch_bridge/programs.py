@@ -107,6 +107,15 @@ class Layout(NamedTuple):
     kept: tuple[Shape, ...]
     taken: tuple[tuple[str, Shape], ...]
 
+    @property
+    def staying(self) -> frozenset[int]:
+        """Of all that the forward returns, the places of what only a backward reads and takes a number a row.
+
+        Where autograd need not see it, it stays with JAX, which saves two exchanges each.
+        """
+        first = len(self.outputs)
+        return frozenset(first + i for i, shape in enumerate(self.kept) if shape.by_row and len(shape.axes) == 1)
+
 
 class Backward(NamedTuple):
     """The compiled backward of some gradients, for cotangents of some outputs.

@@ -92,9 +92,11 @@ def test_without_gradients_the_three_tensors_and_the_loss_are_exchanged_and_noth
     assert exchanged == {"to": 3, "from": 1}
 
 
-@pytest.mark.parametrize(("mode", "read"), [("in_forward", 2), ("recompute", 4)])
-def test_a_backward_exchanges_what_it_reads_the_cotangent_and_two_gradients(head, exchanged, mode, read):
+@pytest.mark.parametrize(("mode", "found", "read"), [("in_forward", 3, 2), ("recompute", 1, 3)])
+def test_a_pass_exchanges_what_autograd_sees_and_no_numbers_by_row(head, exchanged, mode, found, read):
+    """The loss, and two sums of in_forward; what a backward reads of these and of the inputs, and the gradients."""
     loss = linear_cross_entropy(*head, backward=mode)
+    assert exchanged == {"to": 3, "from": found}
     exchanged.update({"to": 0, "from": 0})
     loss.backward(retain_graph=True)
     assert exchanged == {"to": read + 1, "from": 2}
