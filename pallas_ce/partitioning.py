@@ -87,13 +87,9 @@ def partitioned(operation: Operation) -> Callable[..., tuple[Any, Any]]:
     return entered
 
 
-@jax.custom_vjp
 def replicated(x: jax.Array) -> jax.Array:
     """`x` whole on every device, and so its gradient: how either is made does not decide how what reads it is split."""
-    return x if jax.sharding.get_abstract_mesh().manual_axes else _replicated(x)
-
-
-replicated.defvjp(lambda x: (replicated(x), None), lambda _, gradient: (replicated(gradient),))
+    return x if jax.sharding.get_abstract_mesh().manual_axes else _with_replicated_gradient(x)
 
 
 @custom_vmap
@@ -112,6 +108,14 @@ def _replicated(x: jax.Array) -> jax.Array:
 
 
 _replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))
+
+
+@jax.custom_vjp
+def _with_replicated_gradient(x: jax.Array) -> jax.Array:
+    return _replicated(x)
+
+
+_with_replicated_gradient.defvjp(lambda x: (_replicated(x), None), lambda _, gradient: (_replicated(gradient),))
 
 
 def split(

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
         ("auto", 32),
         ("others", 10),
         pytest.param("explicit", 17, marks=pytest.mark.slow),
-        pytest.param("checked", 34, marks=pytest.mark.slow),
+        pytest.param("checked", 35, marks=pytest.mark.slow),
         pytest.param("unchecked", 34, marks=pytest.mark.slow),
     ],
 )
