@@ -178,12 +178,8 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
         many = isinstance(value, np.ndarray)
         if not (right.all() if many else right):
             wrong = np.asarray(value)[~np.asarray(right)].flat[0]
-            least = (
-                f"at least 0 (if not 0, {_LEAST_TEMPERATURE:.2g})"
-                if zero
-                else f"above 0 (at least {_LEAST_TEMPERATURE:.2g})"
-            )
-            raise ValueError(f"temperature={wrong:g} must be a finite number {least}")
+            least = "at least 0 (if not 0," if zero else "above 0 (at least"
+            raise ValueError(f"temperature={wrong:g} must be a finite number {least} {_LEAST_TEMPERATURE:.2g})")
         if not many:
             return float(value)
     values = array("temperature", value)
@@ -243,9 +239,10 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
 
 def above_zero(name: str, value: Any) -> Any:
     """`scalar`, and a plain number must be above 0."""
-    if is_plain(scalar(name, value)) and not value > 0:
+    number = scalar(name, value)
+    if is_plain(number) and not number > 0:
         raise ValueError(f"{name}={value!r} must be above 0")
-    return scalar(name, value)
+    return number
 
 
 def normalizer(value: Any | None) -> Any | None:

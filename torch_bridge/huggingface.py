@@ -63,8 +63,9 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
 
     Raises:
         TypeError: no such model, no such head, or an unknown option.
-        ValueError: a model that is patched already, that adds other losses, or whose logits are not what its head makes
-            of the backbone's hidden states.
+        ValueError: a model that is patched already, that adds other losses, has forward hooks on its head or a
+            loss_function of its own (a call raises it where these come later), or whose logits are not what its head
+            makes of the backbone's hidden states.
 
     Example:
         >>> import torch
@@ -122,6 +123,8 @@ def _check_model(model: Any) -> None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TypeError(f"the head of {name} is a {type(head).__name__}; patch_causal_lm needs an nn.Linear")
+    if why := _passed_over(model, head):
+        raise ValueError(why)
     if _backbone(model) is model:
         raise TypeError(f"{name} has no backbone under base_model_prefix={model.base_model_prefix!r}")
     if getattr(model.config, "output_router_logits", False):
@@ -193,7 +196,8 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
 
     for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
     head = model.get_output_embeddings()
-    _check_unchanged(model, head)
+    if why := _passed_over(model, head):  # changed since it was patched
+        raise ValueError(f"{why}: undo that, or use unpatch_causal_lm(model)")
     out = _backbone(model)(**for_backbone, return_dict=True)
     labels, ignored = given.get("shift_labels"), given.get("ignore_index", _IGNORED)
     if labels is None:
@@ -217,19 +221,16 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
     return found if given.get("return_dict", True) is not False else found.to_tuple()
 
 
-def _check_unchanged(model: Any, head: Any) -> None:
-    """Raises ValueError where head or loss were changed after patching into what the patch would pass over."""
-    name, changed = type(model).__name__, None
+def _passed_over(model: Any, head: Any) -> str | None:
+    """What of the model's head or loss the patch would pass over; None for nothing."""
+    name = type(model).__name__
     if type(head) is not nn.Linear:
-        changed = (
-            f"the head of this {name} is a {type(head).__name__} now, of which the patch would read `weight` alone"
-        )
-    elif head._forward_hooks or head._forward_pre_hooks:
-        changed = f"the head of this {name} has forward hooks, which the patch would not call"
-    elif "_loss_function" in model.__dict__:
-        changed = f"this {name} was given a loss_function of its own, which the patch would not call"
-    if changed:
-        raise ValueError(f"{changed}: undo that, or use unpatch_causal_lm(model)")
+        return f"the head of this {name} is a {type(head).__name__} now, of which the patch would read `weight` alone"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return f"the head of this {name} has forward hooks, which the patch would not call"
+    if "_loss_function" in model.__dict__:
+        return f"this {name} was given a loss_function of its own, which the patch would not call"
+    return None
 
 
 def _is_zero(logits_to_keep: Any) -> bool:

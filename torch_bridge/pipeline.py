@@ -78,7 +78,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         Raises:
             ValueError: the stage returned logits.
         """
-        layer = self.__dict__["layer"]
+        layer: Any = self.layer
         if self.weight is not layer.weight or self.bias is not getattr(layer, "bias", None):
             self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
         rows, width = self.weight.shape

@@ -99,6 +99,8 @@ class Layout(NamedTuple):
         reread: indices of the outputs that the backward needs.
         kept: what it needs beside those and the inputs.
         taken: all that a backward can take: inputs, outputs, kept, and cotangents, with names for messages.
+        staying: of all that the forward returns, the places of what only a backward reads and takes a number a row.
+            Where autograd need not see it, it stays with JAX, which saves two exchanges each.
     """
 
     outputs: tuple[Shape, ...]
@@ -106,15 +108,7 @@ class Layout(NamedTuple):
     reread: frozenset[int]
     kept: tuple[Shape, ...]
     taken: tuple[tuple[str, Shape], ...]
-
-    @property
-    def staying(self) -> frozenset[int]:
-        """Of all that the forward returns, the places of what only a backward reads and takes a number a row.
-
-        Where autograd need not see it, it stays with JAX, which saves two exchanges each.
-        """
-        first = len(self.outputs)
-        return frozenset(first + i for i, shape in enumerate(self.kept) if shape.by_row and len(shape.axes) == 1)
+    staying: frozenset[int]
 
 
 class Backward(NamedTuple):
@@ -247,4 +241,5 @@ def layout(signature: Signature) -> Layout:
     outputs, kept = tuple(map(shape, probed.outputs)), tuple(map(shape, probed.kept))
     taken = [("what the forward kept", x) for x in outputs + kept]
     taken += [("a cotangent", x) for x in outputs[: probed.differentiable]]
-    return Layout(outputs, probed.differentiable, probed.reread, kept, (*signature.arrays, *taken))
+    staying = frozenset(i for i, shape in enumerate(kept, len(outputs)) if shape.by_row and len(shape.axes) == 1)
+    return Layout(outputs, probed.differentiable, probed.reread, kept, (*signature.arrays, *taken), staying)

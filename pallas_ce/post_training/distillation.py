@@ -102,9 +102,8 @@ def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple
         total = jnp.sum(jnp.where(present, jnp.exp(log_probs - top), 0.0), axis=-1, keepdims=True)
         return log_probs - top - jnp.log(jnp.where(total > 0, total, 1.0)), present
     rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
-    return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate(
-        [present, jnp.ones_like(rest, bool)], axis=-1
-    )
+    there = jnp.ones_like(rest, bool)
+    return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate([present, there], axis=-1)
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array, present: jax.Array) -> jax.Array:

@@ -22,6 +22,14 @@ def exact_head(seed: int, n: int, h: int, v: int, closed: float = 0.0) -> dict[s
     }
 
 
+def two_heads(seed: int, n: int, h: int, v: int, scale: float = 1.0, teacher_h: int = 7) -> dict[str, np.ndarray]:
+    """Random hidden states and weights of a student and a teacher."""
+    rng = np.random.default_rng(seed)
+    shapes = {"hidden": (n, h), "weight": (v, h), "teacher_hidden": (n, teacher_h), "teacher_weight": (v, teacher_h)}
+    scales = {"weight": scale / np.sqrt(h), "teacher_weight": scale / np.sqrt(teacher_h)}
+    return {k: (rng.normal(size=s) * scales.get(k, 1.0)).astype(np.float32) for k, s in shapes.items()}
+
+
 def stored_logits(hidden: Any, weight: Any, bias: Any = None, scale: Any = 1.0, **options: Any) -> np.ndarray:
     """Capped logits `[N, V]` of a weight `[V', H]`, in the inputs' dtype."""
     v, cap = options.get("vocab_size") or weight.shape[0], options.get("logit_softcap")

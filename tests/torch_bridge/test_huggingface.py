@@ -156,11 +156,13 @@ class Adapted(torch.nn.Linear):
         (lambda model: setattr(model, "loss_function", print), "was given a loss_function of its own"),
     ],
 )
-def test_what_changes_the_logits_or_the_loss_after_patching_is_refused(change, message):
+def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_after(change, message):
     model = patch_causal_lm(make())
     change(model)
     with pytest.raises(ValueError, match=f"{message}.*unpatch_causal_lm"):
         model(**batch())
+    with pytest.raises((TypeError, ValueError), match=r"the head of|loss_function of its own"):
+        patch_causal_lm(unpatch_causal_lm(model))
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
