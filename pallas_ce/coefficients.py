@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch
+from pallas_ce.powers import exponent_above, power_of_two
 from pallas_ce.statistics import places_in_tile, spread
 
 
@@ -131,12 +132,10 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     if coefficients.logit_weights is not None:
         bounds.append(abs(coefficients.logit_weights) * logit_weights_max)
     bound = jnp.max(sum(bounds[1:], bounds[0]), initial=0.0)
-    usable = (bound > 0) & jnp.isfinite(bound)
-    _, exponent = jnp.frexp(jnp.where(usable, bound, 1.0))
-    # Kept within the exponents whose powers are normal float32 numbers, in both directions.
-    shift = jnp.clip(exponent - _TARGET_EXPONENT, -120, 120)
-    one = jnp.ones((), bound.dtype)
-    return jax.tree.map(lambda c: c * jnp.ldexp(one, -shift), coefficients), jnp.ldexp(one, shift)
+    # Within the exponents whose powers are normal float32 numbers, in both directions.
+    shift = jnp.clip(exponent_above(bound) - _TARGET_EXPONENT, -120, 120)
+    down = power_of_two(-shift, bound.dtype)
+    return jax.tree.map(lambda c: c * down, coefficients), power_of_two(shift, bound.dtype)
 
 
 def dlogits(

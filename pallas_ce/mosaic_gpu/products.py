@@ -23,6 +23,7 @@ from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec, Wanted
 from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, operands, product_kernel, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config, GradientConfigs
+from pallas_ce.powers import exponent_above, power_of_two
 from pallas_ce.statistics import Partial, finalise, merge, partial_of_tile
 
 # Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
@@ -290,8 +291,8 @@ def _add_weight(
     # float16 has no room for it: there another power of two keeps them in range, and both are applied afterwards.
     late: jax.Array | None = None
     if spec.dtype == jnp.float16:
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(rows)))
-        late, factor = factor * jnp.exp2(exponent - 13.0), jnp.exp2(13.0 - exponent)
+        shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
+        late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
     rows = (rows * factor).astype(spec.dtype)
     if not product_kernel.skips(spec, block):
         a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from pallas_ce import linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce import MeshAxes, linear_cross_entropy, linear_loss, linear_row_statistics
 from pallas_ce.head_cross_entropy import compute
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import STREAMED
@@ -52,6 +54,27 @@ def test_the_same_vjp_called_twice(loss: Loss, batch: Any) -> None:
     _, vjp = jax.vjp(lambda h, w: loss(h, w, labels), hidden, weight)
     once, again = vjp(jnp.float32(1.0)), vjp(jnp.float32(-2.0))
     assert_close(again, jax.tree.map(lambda g: -2 * np.asarray(g), once), 1e-6)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_a_checked_shard_map_of_one_device(backward: Any, batch: Any) -> None:
+    """Every operation must tell over which mesh axes its results vary; `test_meshes` has more devices."""
+    hidden, weight, labels = (x[0] for x in batch)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+
+    def part(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        axes = MeshAxes(rows="data")
+        loss = linear_cross_entropy(
+            hidden, weight, labels, implementation="xla", backward=backward, reduction="sum", mesh_axes=axes
+        )
+        return jax.lax.psum(loss, "data")
+
+    specs = P("data"), P(), P("data")
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
+    got = jax.jit(jax.grad(sharded, argnums=(0, 1)))(hidden, weight, labels)
+    count = jnp.sum(labels >= 0)
+    want = jax.grad(lambda h, w: count * REFERENCE(h, w, labels), argnums=(0, 1))(hidden, weight)
+    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
 
 
 @streamed
