@@ -4,6 +4,8 @@ Exponents are read and written as bits: `jnp.frexp` and `jnp.ldexp` of JAX 0.12.
 results vary, which a checked `shard_map` refuses.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +14,17 @@ from jax import lax
 
 def exponent_above(x: jax.Array) -> jax.Array:
     """int32: the least e with `x < 2**e`, for a normal number x > 0; 1 for 0 and what is not finite."""
-    facts = jnp.finfo(x.dtype)
+    facts = np.finfo(x.dtype)
     x = jnp.where((x > 0) & jnp.isfinite(x), x, jnp.ones((), x.dtype))
     return (lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
 
 
 def power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     """`2**exponent`, exact; the nearest normal number of `dtype` where that is none."""
-    facts = jnp.finfo(dtype)
+    facts = np.finfo(dtype)
     biased = jnp.clip(exponent, facts.minexp, facts.maxexp - 1) + (facts.maxexp - 1)
     return lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
 
 
-def _integers(facts: jnp.finfo) -> np.dtype:
+def _integers(facts: np.finfo[Any]) -> np.dtype:
     return np.dtype(f"int{facts.bits}")

@@ -10,6 +10,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
         processors, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         os.sched_setaffinity(0, processors[int(worker.removeprefix("gw")) % len(processors) :: workers])
+    # XLA's threads, of which every warpgroup that the GPU interpreter has waiting keeps one.
+    os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import jax

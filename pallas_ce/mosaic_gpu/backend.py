@@ -101,7 +101,8 @@ class MosaicGpuBackend:
     ) -> Partial:
         """One kernel; the tail and the targets by XLA."""
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
-        config = self._config("forward", head, batch.hidden.shape[0], len(names))
+        # The target's logit is no affair of the kernel's.
+        config = self._config("forward", head, batch.hidden.shape[0], len(names - {"target_logit"}))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, live_rows)
         if (rest := operands.tail(head)) is not None:
             partial = merge(partial, products.tail_logits_and_partial(head, rest, batch.hidden, names)[1])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import config, tables
-from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_stages
+from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_overlap, most_stages
 from pallas_ce.mosaic_gpu.tables import Entry, ShapeClass, Table
 
 _ROW_GROUPS = (4, 8, 16)
@@ -50,18 +50,17 @@ Measure = Callable[[Case, Config], Times | str]
 
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
-    schedules = ((1, 0), (1, 2))
-    for (rows, columns, piece), cluster, (in_flight, lead) in itertools.product(
-        TILES[kernel], ("columns", "rows", None), schedules
-    ):
+    for (rows, columns, piece), cluster, ahead in itertools.product(TILES[kernel], ("columns", "rows", None), (0, 2)):
+        overlaps = rows == 64 and most_overlap(kernel, columns) > 0
         yield Config(
             rows=rows,
             columns=columns,
             piece=piece,
             stages=most_stages(kernel, rows, columns),
             cluster=cluster,  # type: ignore[arg-type]
-            in_flight=in_flight,
-            lead=lead,
+            in_flight=1,
+            lead=0 if overlaps else ahead,
+            overlap=ahead if overlaps else 0,
         )
 
 

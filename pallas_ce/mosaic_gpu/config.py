@@ -48,6 +48,9 @@ class Config:
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
+        overlap: steps of the next tile that are under way while a piece of a tile's epilogue works, a piece after each
+            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on. 0:
+            the epilogue comes first.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -61,6 +64,7 @@ class Config:
     cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
     lead: int = 0
+    overlap: int = 0
     row_group: int = 8
     windows: int | None = None
     piece: int | None = None
@@ -69,14 +73,19 @@ class Config:
     def __post_init__(self) -> None:
         if self.rows % 64:
             raise ValueError(f"rows={self.rows} must be a multiple of 64, the rows of one wgmma instruction")
-        if self.columns % 64 or not 64 <= self.columns <= 256:
-            raise ValueError(f"columns={self.columns} must be 64, 128, 192 or 256")
-        if self.width % 64 or self.columns % self.width:
-            raise ValueError(f"piece={self.piece} must be a multiple of 64 that divides columns={self.columns}")
+        if self.columns % 16 or not 64 <= self.columns <= 256:
+            raise ValueError(f"columns={self.columns} must be a multiple of 16 from 64 to 256")
+        if self.width % 16 or self.columns % self.width:
+            raise ValueError(f"piece={self.piece} must be a multiple of 16 that divides columns={self.columns}")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
         if not 0 <= self.lead <= self.stages:
             raise ValueError(f"lead={self.lead} must be between 0 and stages={self.stages}")
+        if not 0 <= self.overlap < self.stages or (self.overlap and (self.lead or not self.in_flight)):
+            raise ValueError(
+                f"overlap={self.overlap} must be between 0 and stages={self.stages} - 1; above 0 it goes with "
+                "in_flight=1 and lead=0"
+            )
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
 
@@ -108,7 +117,7 @@ class Config:
 
 # Tiles (rows, columns, piece) of a kernel with few vectors by row, with which no register spills.
 TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
-    "forward": ((64, 256, None), (128, 128, None)),
+    "forward": ((64, 256, None), (64, 192, 32), (128, 128, None)),
     "stash": ((64, 256, 128), (64, 256, None)),
     "dlogits": ((64, 256, 64), (128, 128, None)),
 }
@@ -118,6 +127,11 @@ def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
     fixed = _RESERVED_BYTES + (0 if kernel == "forward" else _STAGED_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
+
+
+def most_overlap(kernel: Kernel, columns: int) -> int:
+    """The largest `overlap` of tiles of 64 rows: none where an epilogue stores, or two accumulators are too many."""
+    return 2 if kernel == "forward" and columns <= 192 else 0
 
 
 def choose(kernel: Kernel, vectors: int, options: int) -> Config:
@@ -130,6 +144,8 @@ def choose(kernel: Kernel, vectors: int, options: int) -> Config:
     """
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
+    if kernel == "forward" and options == 0 and vectors <= 2:
+        return Config(rows=64, columns=192, piece=32, stages=5, in_flight=1, overlap=2)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
         "stash": Config(rows=64, columns=256, piece=128, in_flight=1, lead=2),

@@ -6,9 +6,11 @@ for each statistic.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, operands, partials
@@ -68,14 +70,17 @@ class StatisticsEpilogue:
     def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
         """Measures the tile from its own maximum, and merges it into the window."""
         column = place.column
-        z = self.logits.mask(refs, column, self.logits.logits(refs, column, product))
-        top = z.max(axis=1) if "max" in self.fields else None
+        z = self.logits.logits(refs, column, product)
+        parts = [(column + first, piece) for first, piece in epilogues.pieces(z, self.width)]
+        if self.logits.counted or not place.full:
+            parts = [(start, self.logits.mask(refs, start, piece)) for start, piece in parts]
+        top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
         reference = None if top is None else epilogues.finite_or_zero(top)
         # A piece's own maximum only matters for finding its place.
         fields = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
         total: Partial | None = None
-        for first, piece in epilogues.pieces(z, self.width):
-            part, _ = epilogues.piece_partial(self.logits, fields, refs, column + first, piece, reference)
+        for start, piece in parts:
+            part, _ = epilogues.piece_partial(self.logits, fields, refs, start, piece, reference)
             total = part if total is None else partials.add(total, part)
         assert total is not None
         return merge(carry, total._replace(max=top))

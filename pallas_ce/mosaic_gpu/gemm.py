@@ -10,7 +10,7 @@ may carry values from tile to tile of a window, and never sees the pipeline.
 """
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -43,12 +43,14 @@ class Place(NamedTuple):
         row: first row.
         slot: which of the partial results this one is.
         column: first column; that of the window where there is no tile.
+        full: whether the tile is known not to be the window's last, so that all of its columns are the operands'.
     """
 
     warpgroup: jax.Array
     row: jax.Array
     slot: jax.Array
     column: jax.Array
+    full: bool = False
 
 
 class Epilogue(Hashable, Protocol):
@@ -262,11 +264,16 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: E
             def _() -> None:
                 plgpu.barrier_arrive(ring["ahead"])
 
-    def product(steps: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One tile's product, and the slot after its last one."""
+    def product(
+        steps: jax.Array, slot: jax.Array, beside: Sequence[Callable[[Carry], Carry]], carry: Carry
+    ) -> tuple[jax.Array, jax.Array, Carry]:
+        """One tile's product, the slot after its last one, and what the functions `beside` make of `carry`.
+
+        Each of these works while one of the first steps is multiplied.
+        """
         follow(steps)
 
-        def scoped(accumulator: Any) -> tuple[jax.Array, jax.Array]:
+        def scoped(accumulator: Any) -> tuple[jax.Array, jax.Array, Carry]:
             def multiply(slot: jax.Array) -> None:
                 plgpu.barrier_wait(ring["filled"].at[slot])
                 if problem.left_axis == 0:
@@ -276,17 +283,42 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: E
                 right = ring["right_smem"].at[slot]
                 plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if problem.right_axis == 0 else right)
 
+            def give_back(slot: jax.Array) -> None:
+                plgpu.barrier_arrive(ring["free"].at[slot])
+
             if config.in_flight == 0:
 
                 def step(k: jax.Array, slot: jax.Array) -> jax.Array:
                     multiply(slot)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(ring["free"].at[slot])
+                    give_back(slot)
                     tell(k, steps)
                     return walk.next(slot)
 
                 after = lax.fori_loop(0, steps, step, slot)
-                return accumulator[...], after
+                return accumulator[...], after, carry
+
+            # `overlap` steps are under way while a piece works; the oldest is waited for when one more has been issued.
+            under_way: list[jax.Array] = []
+            after, made = slot, carry
+
+            def issue(slot: jax.Array) -> jax.Array:
+                multiply(slot)
+                under_way.append(slot)
+                return walk.next(slot)
+
+            def wait(left: int) -> None:
+                plgpu.wgmma_wait(left)
+                give_back(under_way.pop(0))
+
+            for _ in range(config.overlap if beside else 0):
+                after = issue(after)
+            for work in beside:
+                made = work(made)
+                after = issue(after)
+                wait(config.overlap)
+            for left in reversed(range(1, len(under_way))):
+                wait(left)
 
             # With one product in flight, a slot is given back when the product after its own has been issued; the last
             # one only when the accumulator has been read, which waits for all of them.
@@ -294,22 +326,15 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: E
                 previous, slot = slots
                 multiply(slot)
                 plgpu.wgmma_wait(1)
-
-                @pl.when(k > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(ring["free"].at[previous])
-
+                pl.when(k > 0)(lambda: give_back(previous))
                 tell(k, steps)
                 return slot, walk.next(slot)
 
-            last, after = lax.fori_loop(0, steps, step_behind, (slot, slot))
+            done = config.overlap + len(beside) if beside else 0
+            last, after = lax.fori_loop(done, steps, step_behind, (under_way[0] if beside else slot, after))
             value = accumulator[...]
-
-            @pl.when(steps > 0)
-            def _() -> None:
-                plgpu.barrier_arrive(ring["free"].at[last])
-
-            return value, after
+            pl.when(steps > 0)(lambda: give_back(last))
+            return value, after, made
 
         return pl.run_scoped(scoped, plgpu.ACC((config.rows, config.columns), jnp.float32))
 
@@ -319,11 +344,33 @@ def _compute(ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: E
 
         def tile(i: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
             slot, carry = state
-            value, slot = product(item.steps, slot)
-            where = place._replace(column=walk.column(item.block + i))
-            return slot, epilogue.tile(refs, where, value, carry)
+            value, slot, _ = product(item.steps, slot, (), None)
+            return slot, epilogue.tile(refs, place._replace(column=walk.column(item.block + i)), value, carry)
 
-        slot, carry = lax.fori_loop(0, item.tiles, tile, (slot, epilogue.start(refs, place)))
+        def pieces(i: jax.Array, value: jax.Array, *, full: bool) -> list[Callable[[Carry], Carry]]:
+            """The epilogue of tile i, cut into tiles of fewer columns."""
+
+            def piece(first: int, carry: Carry) -> Carry:
+                where = place._replace(column=walk.column(item.block + i) + first, full=full)
+                return epilogue.tile(refs, where, value[:, first : first + config.width], carry)
+
+            return [functools.partial(piece, first) for first in range(0, config.columns, config.width)]
+
+        def tile_behind(i: jax.Array, state: tuple[jax.Array, Carry, jax.Array]) -> tuple[jax.Array, Carry, jax.Array]:
+            slot, carry, previous = state
+            value, slot, new = product(item.steps, slot, pieces(i - 1, previous, full=True), carry)
+            # Before the first tile there is none.
+            kept = jax.tree.map(lambda x, y: lax.select(lax.broadcast(i > 0, x.shape), x, y), new, carry)
+            return slot, kept, value
+
+        carry = epilogue.start(refs, place)
+        if config.overlap and -(-problem.length // config.depth) >= config.overlap + config.columns // config.width:
+            nothing = layouts.constant((config.rows, config.columns), 0.0)
+            slot, carry, value = lax.fori_loop(0, item.tiles, tile_behind, (slot, carry, nothing))
+            for work in pieces(item.tiles - 1, value, full=False):
+                carry = work(carry)
+        else:
+            slot, carry = lax.fori_loop(0, item.tiles, tile, (slot, carry))
         epilogue.finish(refs, place, carry)
         return slot
 

@@ -62,6 +62,31 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
     np.testing.assert_allclose(chosen, z.max(axis=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("h", "v", "options"),
+    [
+        (144, 328, {"cluster": "columns", "windows": 2}),
+        (264, 640, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 2, "overlap": 2}),
+        (200, 640, {"cluster": "rows", "columns": 128, "piece": 32, "windows": 3}),
+        (72, 192, {"cluster": None, "columns": 96, "piece": 48, "windows": 1}),
+        (64, 248, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 1}),
+    ],
+)
+def test_statistics_beside_the_next_tile(
+    h: int, v: int, options: dict[str, Any], interpreted: Callable[..., Any]
+) -> None:
+    """Windows of one and several tiles, the last one ragged; products of fewer steps than a tile has pieces."""
+    p = make_problem(n=150, h=h, v=v, scale=-1.3)
+    config = Config(**{**SMALL, "in_flight": 1, "overlap": 1, **options})
+    partial = interpreted(lambda head, hidden: forward_kernel.statistics(head, hidden, EVERY, config))(p.head, p.hidden)
+    got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
+    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
+    for name in EVERY - {"argmax"}:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    chosen = jnp.take_along_axis(logits_of(p), got["argmax"][:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(chosen, want["max_logit"], rtol=1e-5, atol=1e-5)
+
+
 def test_statistics_that_are_not_asked_for_are_not_computed(interpreted: Callable[..., Any]) -> None:
     p, config = case(0)
     partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, config))(p.head, p.hidden)

@@ -47,7 +47,10 @@ def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:
         ({"columns": 320}, "columns=320 must be"),
         ({"stages": 1}, "stages=1 must be at least 2"),
         ({"in_flight": 2}, "in_flight=2 must be 0 or 1"),
-        ({"piece": 96}, "piece=96 must be a multiple of 64"),
+        ({"piece": 96}, "piece=96 must be a multiple of 16 that divides columns=128"),
+        ({"columns": 72}, "columns=72 must be a multiple of 16"),
+        ({"overlap": 1}, "overlap=1 .* goes with in_flight=1 and lead=0"),
+        ({"overlap": 4, "in_flight": 1}, "overlap=4 must be between 0 and stages=4 - 1"),
     ],
 )
 def test_impossible_tiles_are_refused(change: dict[str, int], match: str) -> None:

@@ -20,9 +20,9 @@ CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row
 
 def document() -> dict[str, Any]:
     config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1}
-    config |= {"lead": 0, "row_group": 4}
+    config |= {"lead": 0, "overlap": 0, "row_group": 4}
     entry = {**KEY._asdict(), "config": config, "microseconds": 9.5, "rule_microseconds": 10}
-    return {"format": 1, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
+    return {"format": 2, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
 
 
 def changed(**changes: Any) -> Any:
@@ -82,8 +82,8 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
         (b" " * (2**20 + 1), "larger than 1048576 bytes"),
         (b"[]", r"the table is \[\] and not an object"),
         (b"null", "the table is None and not an object"),
-        (changed(format=2), "its format is 2 and not 1"),
-        (changed(format=True), "its format is True and not 1"),
+        (changed(format=1), "its format is 1 and not 2"),
+        (changed(format=True), "its format is True and not 2"),
         (changed(device="NVIDIA H100"), "for the device 'NVIDIA H100' and not for 'NVIDIA H200'"),
         (changed(device=["NVIDIA H200"]), "for the device"),
         (changed(entries={}), '"entries" must be a list'),
@@ -109,6 +109,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
         (changed(entry__config__cluster="both"), "cluster of the config of entry 0 is 'both'"),
         (changed(entry__config__cluster={}), "cluster of the config of entry 0 is"),
         (changed(entry__config__in_flight=2), "in_flight of the config"),
+        (changed(entry__config__overlap=1), "overlap of the config of entry 0 is 1 and not a whole number from 0 to 0"),
         (changed(entry__config__row_group=0), "row_group of the config"),
         (changed(entry__microseconds=float("nan")), "microseconds of entry 0 is nan"),
         (changed(entry__microseconds=-1), "microseconds of entry 0 is -1"),

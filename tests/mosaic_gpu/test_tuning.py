@@ -141,7 +141,7 @@ def test_the_rules_tiles_are_among_the_candidates(kernel: Kernel) -> None:
 
 
 def test_no_more_stages_are_taken_than_shared_memory_holds() -> None:
-    assert {most_stages(kernel, *tile[:2]) for kernel in KERNELS for tile in TILES[kernel]} == {4}
+    assert {most_stages(kernel, *tile[:2]) for kernel in KERNELS for tile in TILES[kernel]} == {4, 5}
     assert most_stages("forward", 64, 128) == 7
     assert most_stages("stash", 64, 128) == 6
 
@@ -195,16 +195,16 @@ def test_without_a_gain_beyond_the_noise_the_rules_tiles_stay() -> None:
 def test_a_candidate_that_fails_is_reported_and_the_others_are_measured() -> None:
     table, left, _, refused = filled(Fake(fail=lambda config: config.rows == 64), [case()])
     assert table.entries[CLASS].config.rows == 128
-    assert refused == ["it does not run"] * 6
+    assert refused == ["it does not run"] * 12
     assert left == 0
 
 
 def test_when_time_is_up_only_whole_classes_are_kept() -> None:
     measure = Fake()
-    table, left, saved, _ = filled(measure, [case(), case(1024), case(16384)], limit=20)
+    table, left, saved, _ = filled(measure, [case(), case(1024), case(16384)], limit=26)
     assert list(table.entries) == [CLASS]
     assert (left, saved) == (2, [1])
-    assert measure.measured == 21  # the first class, its best once more, and what time was left for
+    assert measure.measured == 27  # the first class, its best once more, and what time was left for
 
 
 def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
@@ -271,14 +271,14 @@ def test_an_interrupted_command_keeps_what_it_measured(
 ) -> None:
     measure = Fake()
 
-    def interrupted_at_20(case: Case, config: Config) -> Times | str:
-        if measure.measured == 20:
+    def interrupted_at_26(case: Case, config: Config) -> Times | str:
+        if measure.measured == 26:
             raise KeyboardInterrupt
         return measure(case, config)
 
     monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda launches: interrupted_at_20)
+    monkeypatch.setattr(tune, "OnDevice", lambda launches: interrupted_at_26)
     words = ["--shape", "8192,131072,4096", "--shape", "1024,131072,4096", "--kernels", "forward"]
     assert tune.main([*words, "--out", str(tmp_path / "table.json")]) == 0
     assert "table.json: 1 classes of shapes, 1 left for the next run" in capsys.readouterr().out
