@@ -10,12 +10,11 @@ Layouts, each with both backward modes and beside the canonical loss, which XLA 
 
 Forward and backward, for both gradients, in bfloat16, at H 4096, V 262144, N 16384 by default. Times are of the wall
 clock, of calls one after the other. All layouts and losses of a number of GPUs take turns, in either direction, since
-clocks drift by more than what is to be measured. One JSON file under `experiments/results/`, with the machine and
-versions, is written after each number of GPUs; `--resume` goes on where a budget of time ended.
+clocks drift by more than what is to be measured. Each number of GPUs has a JSON file under `experiments/results/`, with
+the machine and versions; `--resume` goes on where a budget of time ended.
 """
 
 import argparse
-import concurrent.futures
 import json
 import math
 import os
@@ -32,11 +31,10 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.command_line import positive, write_atomically
 from experiments.gpu.results import FOLDER
-from experiments.gpu.scaling import FILE
+from experiments.gpu.scaling import file_name
 from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
-RESULTS = FOLDER / FILE
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 _NCCL = {"NCCL_NVLS_ENABLE": "0"}
 
@@ -139,18 +137,15 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
     losses_of = contenders(implementation)
     programs: dict[tuple[str, str], Any] = {}
     data: dict[str, tuple[jax.Array, ...]] = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for name, layout in LAYOUTS.items():
-            devices = jax.devices()[: 1 if layout.alone else gpus]
-            mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
-            data[name] = inputs(shape, layout, mesh)
-            places = (
-                None if layout.apart else (NamedSharding(mesh, P()), (data[name][0].sharding, data[name][1].sharding))
-            )
-            for loss_name, loss in losses_of.items():
-                jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
-                programs[name, loss_name] = pool.submit(lambda f, a: f.lower(*a).compile(), jitted, data[name])
-    programs = {key: job.result() for key, job in programs.items()}
+    for name, layout in LAYOUTS.items():
+        devices = jax.devices()[: 1 if layout.alone else gpus]
+        mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
+        data[name] = inputs(shape, layout, mesh)
+        places = None if layout.apart else (NamedSharding(mesh, P()), (data[name][0].sharding, data[name][1].sharding))
+        for loss_name, loss in losses_of.items():
+            jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
+            # One after the other: XLA chooses among cuBLAS's products by timing them.
+            programs[name, loss_name] = jitted.lower(*data[name]).compile()
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
     losses: dict[tuple[str, str], float] = {}
     for repeat in range(rounds + 1):
@@ -234,15 +229,15 @@ def _check_divides(shape: Shape, gpus: Sequence[int], parser: argparse.ArgumentP
                 parser.error(f"--shape has {name} {size}, which does not divide evenly over {count} GPUs")
 
 
-def _earlier(path: Path, document: dict[str, Any], parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """The records of an earlier run that this one goes on with."""
+def _is_there(path: Path, document: dict[str, Any], parser: argparse.ArgumentParser) -> bool:
+    """Whether an earlier run has written the file; one that measured something else is refused."""
     if not path.is_file():
-        return []
+        return False
     stored = json.loads(path.read_text())
-    for name in sorted(set(document) - {"command", "date", "records", "left_out"}):
+    for name in sorted(set(document) - {"command", "date"}):
         if stored.get(name) != document[name]:
             parser.error(f"{path} was measured with {name} {stored.get(name)}, now it is {document[name]}")
-    return list(stored["records"])
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,8 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no number of GPUs after these"
     )
-    parser.add_argument("--resume", action="store_true", help="keep the records that the file holds")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="leave out numbers of GPUs whose files are there")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the results")
     options = parser.parse_args(argv)
     start = time.monotonic()
     for name, value in _NCCL.items():
@@ -267,23 +262,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{name} is {os.environ[name]}; these measurements are made with {name}={value}")
     gpus, shape = _counts(options.gpus, parser), Shape(*options.shape)
     _check_divides(shape, gpus, parser)
-    made_by = {"gpus": gpus, "shape": shape, "rounds": [options.rounds], "iterations": [options.iterations]}
+    made_by = {"shape": shape, "rounds": [options.rounds], "iterations": [options.iterations]}
     words = [f"--{name} {' '.join(map(str, values))}" for name, values in made_by.items()]
-    document: dict[str, Any] = {
-        "command": " ".join(["python -m experiments.gpu_scaling", *words]),
+    facts: dict[str, Any] = {
         **describe(),
         "environment": {name: os.environ.get(name, "") for name in (*_NCCL, "XLA_FLAGS")},
         **shape._asdict(),
         "implementation": options.implementation,
     }
-    # Through JSON, as the stored ones have been.
-    records = _earlier(options.out, json.loads(json.dumps(document)), parser) if options.resume else []
-    waiting = [count for count in gpus if count not in {record["gpus"] for record in records}]
+    waiting = [
+        count for count in gpus if not (options.resume and _is_there(options.out / file_name(count), facts, parser))
+    ]
     while waiting and time.monotonic() - start < options.budget:
-        found = measure(waiting.pop(0), shape, options.rounds, options.iterations, options.implementation)
-        records += found
-        text = json.dumps(document | {"records": records, "left_out": waiting}, indent=2)
-        write_atomically(options.out, f"{text}\n")
+        count = waiting.pop(0)
+        found = measure(count, shape, options.rounds, options.iterations, options.implementation)
+        command = " ".join(["python -m experiments.gpu_scaling", f"--gpus {count}", *words])
+        text = json.dumps({"command": command, **facts, "records": found}, indent=2)
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out / file_name(count), f"{text}\n")
         for record in found:
             for contender, numbers in record["results"].items():
                 shown = "  ".join(f"{k} {number:.4g}" for k, number in numbers.items() if k not in ("loss", "samples"))

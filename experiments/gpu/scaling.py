@@ -1,4 +1,4 @@
-"""`gpu_scaling.json` as a table and a plot; every number in them comes from the file."""
+"""`gpu_scaling_<GPUs>.json` as a table and a plot; every number in them comes from these files."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,18 @@ from typing import Any, NamedTuple
 from experiments.command_line import write_atomically
 from experiments.gpu.report import saved, table
 
-FILE = "gpu_scaling.json"
-
 Record = dict[str, Any]
+
+
+def file_name(gpus: int | str) -> str:
+    """The result file of that number of GPUs."""
+    return f"gpu_scaling_{gpus}.json"
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The folder's result files, fewest GPUs first."""
+    found = [json.loads(path.read_text()) for path in folder.glob(file_name("*"))]
+    return sorted(found, key=lambda document: int(document["records"][0]["gpus"]))
 
 
 class Target(NamedTuple):
@@ -37,11 +46,16 @@ _MODES = ("in_forward", "recompute")
 _COLUMNS = ("ms", "efficiency", "to_tensor", "to_canonical", "inputs_mib", "temporary_mib")
 
 
-def markdown(document: dict[str, Any]) -> str:
+def markdown(documents: list[dict[str, Any]]) -> str:
     """Targets, and all that was measured."""
-    records: list[Record] = document["records"]
-    facts = ", ".join(f"{name} {document[name]}" for name in ("device", "python", "jax", "date", "n", "v", "h"))
-    parts = ["# The head on several GPUs", f"`{document['command']}`: {facts}.", "## Targets", _targets(records)]
+    records = _records(documents)
+    made = [
+        f"`{document['command']}`: "
+        + ", ".join(f"{name} {document[name]}" for name in ("device", "python", "jax", "date", "n", "v", "h"))
+        + "."
+        for document in documents
+    ]
+    parts = ["# The head on several GPUs", *made, "## Targets", _targets(records)]
     rows = [
         [record["layout"], f"{record['gpus']}", name, *(_number(result.get(column)) for column in _COLUMNS)]
         for record in records
@@ -49,6 +63,10 @@ def markdown(document: dict[str, Any]) -> str:
     ]
     parts += ["## Times and memory of one GPU", table(["layout", "GPUs", "loss", *_COLUMNS], rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _records(documents: list[dict[str, Any]]) -> list[Record]:
+    return [record for document in documents for record in document["records"]]
 
 
 def _targets(records: list[Record]) -> str:
@@ -71,14 +89,15 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def plot(document: dict[str, Any], path: Path) -> Path:
+def plot(documents: list[dict[str, Any]], path: Path) -> Path:
     """Efficiency by the number of GPUs, a panel a layout."""
     from matplotlib.figure import Figure
 
-    layouts = list(dict.fromkeys(record["layout"] for record in document["records"] if record["layout"] != "one"))
+    every = _records(documents)
+    layouts = list(dict.fromkeys(record["layout"] for record in every if record["layout"] != "one"))
     figure = Figure(figsize=(4 * len(layouts), 4), layout="constrained")
     for axes, layout in zip(figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0], layouts, strict=True):
-        records = [record for record in document["records"] if record["layout"] == layout]
+        records = [record for record in every if record["layout"] == layout]
         counts = [1, *(record["gpus"] for record in records)]
         for name in records[0]["results"]:
             axes.plot(counts, [1.0, *(record["results"][name]["efficiency"] for record in records)], "o-", label=name)
@@ -89,9 +108,9 @@ def plot(document: dict[str, Any], path: Path) -> Path:
 
 
 def write(folder: Path) -> list[Path]:
-    """Makes `gpu_scaling.md` and a plot from the result file in the folder; the files written, none without it."""
-    if not (source := folder / FILE).exists():
+    """Makes `gpu_scaling.md` and a plot from the result files in the folder; the files written, none without any."""
+    if not (documents := read(folder)):
         return []
-    document = json.loads(source.read_text())
-    write_atomically(source.with_suffix(".md"), markdown(document))
-    return [source.with_suffix(".md"), plot(document, source.with_suffix(".png"))]
+    text = folder / "gpu_scaling.md"
+    write_atomically(text, markdown(documents))
+    return [text, plot(documents, text.with_suffix(".png"))]

@@ -192,21 +192,24 @@ def test_published_results_are_readable_and_the_report_is_made_from_them() -> No
         assert not (folder / "gpu_report.md").exists()
 
 
-def test_the_published_scaling_is_made_from_its_result_file() -> None:
-    folder = Path(report.__file__).parents[1] / "results"
-    document = json.loads((folder / scaling.FILE).read_text())
-    assert (folder / "gpu_scaling.md").read_text() == scaling.markdown(document)
+RESULTS = Path(report.__file__).parents[1] / "results"
+
+
+def test_the_published_scaling_is_made_from_its_result_files() -> None:
+    documents = scaling.read(RESULTS)
+    assert [document["records"][0]["gpus"] for document in documents] == [2, 4]
+    assert (RESULTS / "gpu_scaling.md").read_text() == scaling.markdown(documents)
 
 
 def test_a_figure_that_misses_its_bound_is_said_to(tmp_path: Path) -> None:
-    document = json.loads((Path(report.__file__).parents[1] / "results" / scaling.FILE).read_text())
-    tensor, sequence = (next(r for r in document["records"] if r["layout"] == name) for name in ("tensor", "sequence"))
+    two, four = scaling.read(RESULTS)
+    tensor, sequence = (next(r for r in two["records"] if r["layout"] == name) for name in ("tensor", "sequence"))
     for value, said in ((0.96, "no"), (0.98, "yes")):
         tensor["results"]["in_forward"]["efficiency"] = value
-        assert f"| tensor on 2, in_forward: efficiency | ≥ 0.97 | {value:.3f} | {said} |" in scaling.markdown(document)
+        assert f"| tensor on 2, in_forward: efficiency | ≥ 0.97 | {value:.3f} | {said} |" in scaling.markdown([two])
     sequence["results"]["in_forward"]["to_tensor"] = 1.05
-    assert "to_tensor | ≤ 1.04 | 1.050 | no |" in scaling.markdown(document)
-    (tmp_path / scaling.FILE).write_text(json.dumps(document))
+    assert "to_tensor | ≤ 1.04 | 1.050 | no |" in scaling.markdown([two, four])
+    (tmp_path / scaling.file_name(2)).write_text(json.dumps(two))
     assert [path.name for path in scaling.write(tmp_path)] == ["gpu_scaling.md", "gpu_scaling.png"]
 
 

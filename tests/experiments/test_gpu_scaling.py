@@ -42,7 +42,7 @@ def test_fewer_devices_than_asked_for_are_refused(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([*arguments, "--out", str(tmp_path / "out.json")])
+        main([*arguments, "--out", str(tmp_path / "out")])
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -58,7 +58,7 @@ def _run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 def test_every_number_of_gpus_is_measured_within_the_budget_or_on_resuming(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "out"
     begun = _run("--out", str(out), "--budget", "0.001")
     assert begun.returncode == 0, begun.stderr
     assert "--resume measures [2] GPUs" in begun.stdout
@@ -66,9 +66,8 @@ def test_every_number_of_gpus_is_measured_within_the_budget_or_on_resuming(tmp_p
 
     done = _run("--out", str(out), "--resume")
     assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text())
+    document = json.loads((out / "gpu_scaling_2.json").read_text())
     assert [(r["layout"], r["gpus"]) for r in document["records"]] == [(layout, 2) for layout in LAYOUTS]
-    assert document["left_out"] == []
     assert document["environment"]["NCCL_NVLS_ENABLE"] == "0"
     assert document["command"].startswith("python -m experiments.gpu_scaling --gpus 2 --shape ")
     every = [record["results"] for record in document["records"]]
@@ -81,7 +80,7 @@ def test_every_number_of_gpus_is_measured_within_the_budget_or_on_resuming(tmp_p
     one, apart, *_, data = (results["recompute"]["loss"] for results in every)
     assert apart == pytest.approx(data, rel=1e-6)
     assert apart != one
-    assert not list(tmp_path.glob("*.tmp"))
+    assert [path.name for path in out.iterdir()] == ["gpu_scaling_2.json"]
 
     again = _run("--out", str(out), "--resume", "--implementation", "xla")
     assert again.returncode == 2
