@@ -18,6 +18,7 @@ import torch
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.mosaic_gpu import gemm, operands, partials, tuning
 from pallas_ce.mosaic_gpu.forward_kernel import StatisticsEpilogue
+from pallas_ce.mosaic_gpu.pipeline import Epilogue
 from pallas_ce.mosaic_gpu.stash_kernel import StashEpilogue
 
 _NAMES = frozenset({"lse"})
@@ -101,7 +102,7 @@ def _operands(name: Any, hidden: jax.Array, weight: jax.Array, fields: tuple[str
 
 
 def _kernel(
-    name: str, given: operands.Operands, epilogue: gemm.Epilogue, inputs: tuple[str, ...], outputs: dict[str, Any]
+    name: str, given: operands.Operands, epilogue: Epilogue, inputs: tuple[str, ...], outputs: dict[str, Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernel on the operands and the arrays of those inputs, vectors by row."""
     shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())

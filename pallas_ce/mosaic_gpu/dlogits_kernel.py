@@ -17,6 +17,7 @@ from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, walk
 from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
 
 def dlogits(
@@ -96,12 +97,12 @@ class DlogitsEpilogue:
         """Staging for what is written."""
         return {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs."""
         names = (*sorted(self.present), "lse", "labels", "argmax_column")
         return {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the gradient, 0 in columns that are not live."""
         first_column = walk.start(refs, "first_column")
         for first, piece in epilogues.pieces(product, self.width):
@@ -118,7 +119,7 @@ class DlogitsEpilogue:
             )
         return carry
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Waits until the last tile has left shared memory."""
         plgpu.wait_smem_to_gmem(0)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, operands, partials
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 from pallas_ce.statistics import Partial, merge
 
 
@@ -63,11 +64,11 @@ class StatisticsEpilogue:
         """Staging for what is written."""
         return partials.staging(config)
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Nothing seen yet."""
         return epilogues.no_columns(refs["partials_smem"].shape[1], self.fields)
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Measures the tile from its own maximum, and merges it into the window."""
         column = place.column
         z = self.logits.logits(refs, column, product)
@@ -85,6 +86,6 @@ class StatisticsEpilogue:
         assert total is not None
         return merge(carry, total._replace(max=top))
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the window's statistics."""
         partials.write(refs, place, carry)

@@ -14,11 +14,12 @@ import numpy as np
 from pallas_ce.backends import Residual
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import LogitsSpec
-from pallas_ce.mosaic_gpu import gemm, layouts, operands, partials, tile_stream
+from pallas_ce.mosaic_gpu import layouts, operands, partials, tile_stream
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config, Schedule, device_refusal, schedule
 from pallas_ce.mosaic_gpu.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.mosaic_gpu.epilogues import LogitSpec
 from pallas_ce.mosaic_gpu.forward_kernel import StatisticsEpilogue
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 from pallas_ce.statistics import Partial
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
@@ -118,19 +119,19 @@ class InPlaceEpilogue:
         """That of the formula."""
         return self.formula.scratch(config)
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs."""
         live = layouts.rows_of(refs["live"], place.row, self.formula.rows) if "live" in refs else None
         return live, self.formula.start(refs, place)
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Rows that do not count have coefficients of 0; logits of 0 there keep their nan or inf from mattering."""
         live, by_row = carry
         if live is not None:
             product = jnp.where(layouts.along_columns(live, product.shape) > 0, product, 0.0)
         return live, self.formula.tile({**refs, "dlogits": refs["matrix"]}, place, product, by_row)
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Waits until the last tile has left shared memory."""
         self.formula.finish(refs, place, carry[1])
 

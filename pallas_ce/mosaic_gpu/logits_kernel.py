@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, partials
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 from pallas_ce.statistics import Partial, merge
 
 # Columns of a group: 128 bytes, which is what memory hands out at a time. A tile's width is a multiple.
@@ -85,7 +86,7 @@ class LogitsEpilogue:
             "maxima_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
         }
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs."""
         rows = refs["partials_smem"].shape[1]
         by_row = None
@@ -93,7 +94,7 @@ class LogitsEpilogue:
             by_row = layouts.rows_of(refs["inverse_temperature"], place.row, rows)
         return by_row, epilogues.no_columns(rows, _FIELDS)
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the logits first: they are on their way while the rest is computed."""
         inverse_temperature, window = carry
         z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product))
@@ -110,11 +111,11 @@ class LogitsEpilogue:
         self._store_maxima(refs, place, maxima)
         return inverse_temperature, merge(window, part._replace(max=top))
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the window's statistics, and waits until all has left shared memory."""
         partials.write(refs, place, carry[1])
 
-    def _store_maxima(self, refs: dict[str, Any], place: gemm.Place, maxima: list[jax.Array]) -> None:
+    def _store_maxima(self, refs: dict[str, Any], place: Place, maxima: list[jax.Array]) -> None:
         # The tile's first store of logits has waited until all earlier stores had read theirs, that of maxima included.
         staged = refs["maxima_smem"].at[place.warpgroup]
         for index, by_row in enumerate(maxima):

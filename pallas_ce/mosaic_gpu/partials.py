@@ -8,8 +8,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_ce.mosaic_gpu import gemm
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
+from pallas_ce.mosaic_gpu.pipeline import Place
 from pallas_ce.statistics import Partial, merge
 
 _OUTPUT = "partial_"
@@ -44,7 +44,7 @@ def staging(config: Config) -> dict[str, Any]:
     return {"partials_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.rows), jnp.float32)}
 
 
-def write(refs: dict[str, Any], place: gemm.Place, partial: Partial) -> None:
+def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
     """Writes a warpgroup's `Partial` to the `outputs`."""
     staged = refs["partials_smem"].at[place.warpgroup]
     for field, value in partial._asdict().items():

@@ -24,6 +24,7 @@ from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import gemm, layouts, walk
 from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
 from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
 # XLA's products are faster by 2 to 6 per cent, but skip no rows. For fewer rows than this there is little to skip.
 LEAST_ROWS = 2048
@@ -249,11 +250,11 @@ class ProductEpilogue:
         """Staging for what is written."""
         return {"product_smem": layouts.tile_staging(self.columns, self.dtype)}
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Whether to add."""
         return refs["first"][0] == 0 if "first" in refs else None
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the tile."""
         if "multiplier" in refs:
             product = product * refs["multiplier"][0]
@@ -263,7 +264,7 @@ class ProductEpilogue:
         layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
         return carry
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Waits until the last tile has left shared memory."""
         plgpu.wait_smem_to_gmem(0)
 

@@ -18,6 +18,7 @@ import jax
 from pallas_ce.head import Head
 from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, partials
 from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 from pallas_ce.statistics import Partial
 
 
@@ -74,12 +75,12 @@ class StashEpilogue:
             "stash_smem": layouts.tile_staging(self.columns, self.dtype),
         }
 
-    def start(self, refs: dict[str, Any], place: gemm.Place) -> gemm.Carry:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs."""
         rows = refs["partials_smem"].shape[1]
         return layouts.rows_of(refs["reference"], place.row, rows), epilogues.no_columns(rows, self.fields)
 
-    def tile(self, refs: dict[str, Any], place: gemm.Place, product: jax.Array, carry: gemm.Carry) -> gemm.Carry:
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores exponentials of the unrounded values that are summed."""
         reference, window = carry
         for first, piece in epilogues.pieces(product, self.width):
@@ -91,6 +92,6 @@ class StashEpilogue:
             window = partials.add(window, part)
         return reference, window
 
-    def finish(self, refs: dict[str, Any], place: gemm.Place, carry: gemm.Carry) -> None:
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the window's statistics."""
         partials.write(refs, place, carry[1])

@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_ce.mosaic_gpu import gemm, layouts
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, SHARED_MEMORY_BYTES, Config, Schedule
+from pallas_ce.mosaic_gpu.pipeline import Carry, Epilogue, Place
 
 # Registers of a thread, set when the kernel starts, as in `gemm`.
 _COMPUTE_REGISTERS = 232
@@ -42,7 +43,7 @@ def run(
     matrix: Any,
     config: Config,
     plan: Schedule,
-    epilogue: gemm.Epilogue,
+    epilogue: Epilogue,
     inputs: dict[str, jax.Array],
     outputs: dict[str, Any],
 ) -> dict[str, jax.Array]:
@@ -69,7 +70,7 @@ def _program(
     name: str,
     config: Config,
     plan: Schedule,
-    epilogue: gemm.Epilogue,
+    epilogue: Epilogue,
     input_names: tuple[str, ...],
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
 ) -> Any:
@@ -82,7 +83,7 @@ def _program(
     return gemm.warpgroups(name, body, [x[1:] for x in outputs], plan.clusters)
 
 
-def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: gemm.Epilogue) -> None:
+def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: Epilogue) -> None:
     matrix = refs["matrix"]
     dtype, shape = matrix.dtype, (config.stages, config.tile_rows, config.columns)
     transforms = layouts.swizzled(dtype, matrix.shape[1], config.columns)
@@ -136,9 +137,9 @@ def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: gemm
 
         def one(index: jax.Array, slot: jax.Array) -> jax.Array:
             row, window, first, count = item(index)
-            place = gemm.Place(warpgroup, row + warpgroup * config.rows, window, first * config.columns)
+            place = Place(warpgroup, row + warpgroup * config.rows, window, first * config.columns)
 
-            def tile(i: jax.Array, state: tuple[jax.Array, gemm.Carry]) -> tuple[jax.Array, gemm.Carry]:
+            def tile(i: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
                 slot, carry = state
                 plgpu.barrier_wait(ring["filled"].at[slot])
                 rows = pl.ds(warpgroup * config.rows, config.rows)
