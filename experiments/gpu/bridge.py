@@ -1,7 +1,8 @@
 """What `torch_bridge` adds to the library's own call in JAX: time on the host, time on the device, memory.
 
 All callers compute loss and gradients of the same bfloat16 head, by the same implementation and backward mode. Beside
-bridge and native call stand, where they can, the bridge told that every row counts, and kernels launched by themselves.
+bridge and native call stand, where they can, the bridge told that every row counts, and kernels launched by themselves;
+on the host also a function of PyTorch's that computes nothing.
 """
 
 import functools
@@ -23,7 +24,7 @@ from experiments.gpu import direct, timing, torch_timing
 from experiments.gpu.programs import Program, both, ours
 from experiments.gpu.used import allocated_peak_bytes, used_bytes
 
-Caller = Literal["bridge", "native", "unmasked", "direct"]
+Caller = Literal["bridge", "native", "unmasked", "direct", "nothing"]
 Shape = tuple[int, int, int]
 
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
@@ -71,16 +72,38 @@ def made(caller: Caller, setting: Setting, differentiate: bool) -> Callable[...,
         return native(setting, differentiate)
     if caller == "direct":
         return direct.called(differentiate)
+    if caller == "nothing":
+        return called(lambda hidden, weight, _: _Nothing.apply(hidden, weight), differentiate)  # type: ignore[no-untyped-call]
     return bridged(setting, differentiate, **{} if caller == "bridge" else {"ignore_index": None})
 
 
+class _Nothing(torch.autograd.Function):
+    """What PyTorch's own engine costs: memory for the results, and two of its threads that tell each other."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del upstream
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
 def bridged(setting: Setting, differentiate: bool, **options: Any) -> Callable[..., Any]:
-    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors; `backward` as a training step calls it."""
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors."""
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return torch_bridge.linear_cross_entropy(
             hidden, weight, labels, backward=cast(Any, setting.mode), implementation=setting.implementation, **options
         )
+
+    return called(loss, differentiate)
+
+
+def called(loss: Callable[..., Any], differentiate: bool) -> Callable[..., Any]:
+    """The loss, or loss and gradients; `backward` as a training step calls it."""
 
     def forward(*given: Any) -> Any:
         with torch.no_grad():
@@ -118,7 +141,7 @@ def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
     runs = {
         f"{caller} {name}": made(caller, setting, differentiate)
         for name, differentiate in _CALLS.items()
-        for caller in callers(setting)
+        for caller in (*callers(setting), "nothing")
     }
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(1 + -(-calls // _IN_A_ROW)):
