@@ -51,7 +51,7 @@ Measure = Callable[[Case, Config], Times | str]
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
     for (rows, columns, piece), cluster, ahead in itertools.product(TILES[kernel], ("columns", "rows", None), (0, 2)):
-        overlaps = rows == 64 and most_overlap(kernel, columns) > 0
+        overlaps = most_overlap(kernel, rows, columns) > 0
         yield Config(
             rows=rows,
             columns=columns,

@@ -129,9 +129,9 @@ def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int
     return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
 
 
-def most_overlap(kernel: Kernel, columns: int) -> int:
-    """The largest `overlap` of tiles of 64 rows: none where an epilogue stores, or two accumulators are too many."""
-    return 2 if kernel == "forward" and columns <= 192 else 0
+def most_overlap(kernel: Kernel, rows: int, columns: int) -> int:
+    """The largest `overlap`: none where an epilogue stores, or the registers do not hold two accumulators."""
+    return 2 if kernel == "forward" and rows * columns <= 64 * 192 else 0
 
 
 def choose(kernel: Kernel, vectors: int, options: int) -> Config:

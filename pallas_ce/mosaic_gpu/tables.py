@@ -180,7 +180,7 @@ def _config(where: str, kernel: Kernel, raw: Any) -> Config:
         cluster=raw["cluster"],
         in_flight=_whole(f"in_flight of {where}", raw["in_flight"], 0, 1),
         lead=_whole(f"lead of {where}", raw["lead"], 0, 2),
-        overlap=_whole(f"overlap of {where}", raw["overlap"], 0, most_overlap(kernel, columns) if rows == 64 else 0),
+        overlap=_whole(f"overlap of {where}", raw["overlap"], 0, most_overlap(kernel, rows, columns)),
         row_group=_whole(f"row_group of {where}", raw["row_group"], 1, _LARGEST_ROW_GROUP),
     )
 
