@@ -49,8 +49,8 @@ class Config:
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
         overlap: steps of the next tile that are under way while a piece of a tile's epilogue works, a piece after each
-            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on. 0:
-            the epilogue comes first.
+            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on, and
+            read nothing by column: it also works before the first tile, for nothing. 0: the epilogue comes first.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.

@@ -64,7 +64,7 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
     def part(matrix: Any, axis: int, along: Any, depth: Any) -> Any:
         return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
 
-    def load(row: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
+    def fill(row: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
         depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
         left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
         columns = pl.ds(walk.first_column + column, config.columns)
@@ -80,7 +80,7 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
 
         def tile(i: jax.Array, slot: jax.Array) -> jax.Array:
             column = walk.column(item.block + i)
-            return lax.fori_loop(0, item.steps, lambda k, slot: load(item.row, column, item.step + k, slot), slot)
+            return lax.fori_loop(0, item.steps, lambda k, slot: fill(item.row, column, item.step + k, slot), slot)
 
         return lax.fori_loop(0, item.tiles, tile, slot)
 

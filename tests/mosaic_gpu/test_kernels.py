@@ -12,7 +12,7 @@ import pytest
 from pallas_ce import coefficients as coef
 from pallas_ce import reference
 from pallas_ce.head import Batch
-from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, operands, stash_kernel
+from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, gemm, operands, pipeline, stash_kernel
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import finalise
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
@@ -63,22 +63,36 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("h", "v", "options"),
+    ("h", "v", "overlaps", "options"),
     [
-        (144, 328, {"cluster": "columns", "windows": 2}),
-        (264, 640, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 2, "overlap": 2}),
-        (200, 640, {"cluster": "rows", "columns": 128, "piece": 32, "windows": 3}),
-        (72, 192, {"cluster": None, "columns": 96, "piece": 48, "windows": 1}),
-        (64, 248, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 1}),
+        (144, 328, True, {"cluster": "columns", "windows": 2}),
+        (264, 640, True, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 2, "overlap": 2}),
+        (328, 640, True, {"cluster": "rows", "columns": 128, "piece": 32, "windows": 3}),
+        (200, 192, True, {"cluster": None, "columns": 96, "piece": 48, "windows": 1}),
+        (64, 248, False, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 1}),
     ],
 )
 def test_statistics_beside_the_next_tile(
-    h: int, v: int, options: dict[str, Any], interpreted: Callable[..., Any]
+    h: int,
+    v: int,
+    overlaps: bool,
+    options: dict[str, Any],
+    interpreted: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows of one and several tiles, the last one ragged; products of fewer steps than a tile has pieces."""
+    plain, traced = pipeline.Multiplier._tiles_overlapping, []
+
+    def seen(*arguments: Any) -> Any:
+        traced.append(True)
+        return plain(*arguments)
+
+    monkeypatch.setattr(pipeline.Multiplier, "_tiles_overlapping", seen)
+    gemm.kernel_function.cache_clear()
     p = make_problem(n=150, h=h, v=v, scale=-1.3)
     config = Config(**{**SMALL, "in_flight": 1, "overlap": 1, **options})
     partial = interpreted(lambda head, hidden: forward_kernel.statistics(head, hidden, EVERY, config))(p.head, p.hidden)
+    assert bool(traced) == overlaps
     got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
     want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     for name in EVERY - {"argmax"}:
