@@ -214,7 +214,9 @@ def _local_statistics_and_sums(
         skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
         blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=skipped)
         sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
-        hidden_sum = jnp.zeros(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
+        # Where every row counts each is written once, and nothing need be there before.
+        blank = lax.empty if mask is None else jnp.zeros
+        hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
         init = empty_statistics(call.names, rows.batch, head), hidden_sum, sums
         # The weight's sum has one product a block only where a stash is in one piece; tiles add to parts of it.
         return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)

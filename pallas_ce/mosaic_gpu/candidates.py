@@ -51,17 +51,17 @@ Measure = Callable[[Case, Config], Times | str]
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
     for (rows, columns, piece), cluster, ahead in itertools.product(TILES[kernel], ("columns", "rows", None), (0, 2)):
-        overlaps = most_overlap(kernel, rows, columns) > 0
-        yield Config(
+        overlaps = most_overlap(rows, columns) > 0
+        candidate = Config(
             rows=rows,
             columns=columns,
             piece=piece,
-            stages=most_stages(kernel, rows, columns),
             cluster=cluster,  # type: ignore[arg-type]
             in_flight=1,
             lead=0 if overlaps else ahead,
             overlap=ahead if overlaps else 0,
         )
+        yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
 
 
 def refinements(kernel: Kernel, best: Config) -> Iterator[Config]:

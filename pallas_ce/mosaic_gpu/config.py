@@ -21,9 +21,8 @@ COMPUTE_WARPGROUPS = 2
 # Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
 SHARED_MEMORY_BYTES = 232448
 
-# Two blocks of 64 rows of 128 bytes on their way to memory, for each warpgroup (four in exchange for a pipeline stage
-# measured slower); and a vector for each, barriers, alignment.
-_STAGED_BYTES = COMPUTE_WARPGROUPS * 2 * 64 * 128
+# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup; and a vector for each, barriers, alignment.
+_STAGED_BYTES = COMPUTE_WARPGROUPS * 64 * 128
 _RESERVED_BYTES = 3072
 
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
@@ -49,8 +48,9 @@ class Config:
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
         overlap: steps of the next tile that are under way while a piece of a tile's epilogue works, a piece after each
-            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on, and
-            read nothing by column: it also works before the first tile, for nothing. 0: the epilogue comes first.
+            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on and
+            store by `Place.row`, and read nothing by column: it also works before the first tile, for nothing, with a
+            row that no array has. 0: the epilogue comes first.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -95,6 +95,14 @@ class Config:
         return self.piece or self.columns
 
     @property
+    def staged(self) -> int:
+        """Where an epilogue stores: blocks of 64 rows of 128 bytes that a warpgroup may have on their way to memory.
+
+        Four in exchange for a pipeline stage measured slower. Beside a product they are a step or more apart.
+        """
+        return 1 if self.overlap else 2
+
+    @property
     def tile_rows(self) -> int:
         """Rows of a thread block's tile."""
         return COMPUTE_WARPGROUPS * self.rows
@@ -118,20 +126,20 @@ class Config:
 # Tiles (rows, columns, piece) of a kernel with few vectors by row, with which no register spills.
 TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
     "forward": ((64, 256, None), (64, 192, 32), (128, 128, None)),
-    "stash": ((64, 256, 128), (64, 256, None)),
-    "dlogits": ((64, 256, 64), (128, 128, None)),
+    "stash": ((64, 256, 128), (64, 256, None), (64, 192, 64)),
+    "dlogits": ((64, 256, 64), (128, 128, None), (64, 192, 64)),
 }
 
 
-def most_stages(kernel: Kernel, rows: int, columns: int, depth: int = 64) -> int:
+def most_stages(kernel: Kernel, config: Config) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
-    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else _STAGED_BYTES)
-    return (SHARED_MEMORY_BYTES - fixed) // (2 * depth * (COMPUTE_WARPGROUPS * rows + columns))
+    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
+    return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
 
 
-def most_overlap(kernel: Kernel, rows: int, columns: int) -> int:
-    """The largest `overlap`: none where an epilogue stores, or the registers do not hold two accumulators."""
-    return 2 if kernel == "forward" and rows * columns <= 64 * 192 else 0
+def most_overlap(rows: int, columns: int) -> int:
+    """The largest `overlap`: none where the registers do not hold two accumulators."""
+    return 2 if rows * columns <= 64 * 192 else 0
 
 
 def choose(kernel: Kernel, vectors: int, options: int) -> Config:
@@ -144,8 +152,9 @@ def choose(kernel: Kernel, vectors: int, options: int) -> Config:
     """
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
-    if kernel == "forward" and options == 0 and vectors <= 2:
-        return Config(rows=64, columns=192, piece=32, stages=5, in_flight=1, overlap=2)
+    if options == 0 and vectors <= 2:
+        piece = 32 if kernel == "forward" else 64  # what is stored at a time
+        return Config(rows=64, columns=192, piece=piece, stages=5, in_flight=1, overlap=2)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
         "stash": Config(rows=64, columns=256, piece=128, in_flight=1, lead=2),
@@ -289,6 +298,13 @@ def schedule(
         least = min(least, most, column_blocks)
         windows = choose_windows(row_blocks, column_blocks, min(config.row_group, row_blocks), clusters, least, most)
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
+
+
+def area(config: Config, rows: int, columns: int) -> int:
+    """`rows` × `columns` and what is lost to full blocks and full rounds of all processors, if no round is wasted."""
+    clusters = max(1, (config.processors or processors()) // config.cluster_size)
+    blocks = -(-rows // config.block_rows) * -(-columns // config.block_columns)
+    return -(-blocks // clusters) * clusters * config.block_rows * config.block_columns
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Head
-from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands, walk
+from pallas_ce.mosaic_gpu import epilogues, gemm, layouts, operands
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
@@ -95,24 +95,24 @@ class DlogitsEpilogue:
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
+        return {"dlogits_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Vectors by row that the whole window needs."""
+        """Vectors by row that the whole window needs, and numbers."""
         names = (*sorted(self.present), "lse", "labels", "argmax_column")
-        return {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
+        carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
+        return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the gradient, 0 in columns that are not live."""
-        first_column = walk.start(refs, "first_column")
         for first, piece in epilogues.pieces(product, self.width):
-            column = first_column + place.column + first
+            column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
-            if self.logits.ragged:
+            if self.logits.cuts(place.full):
                 gradient = jnp.where(self.logits.live(refs, column, z.shape), gradient, 0.0)
-            if "zeros_before" in refs:
-                before = layouts.column_ids(z.shape) < refs["zeros_before"][0] - column
+            if "zeros_before" in carry:
+                before = layouts.column_ids(z.shape) < carry["zeros_before"] - column
                 gradient = jnp.where(before, 0.0, gradient)
             layouts.store_piece(
                 refs["dlogits_smem"], place.warpgroup, refs["dlogits"], place.row, place.column, first, gradient

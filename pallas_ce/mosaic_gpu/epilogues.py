@@ -54,14 +54,18 @@ class LogitSpec:
             z = self.softcap * tanh(z * (1.0 / self.softcap))
         return z
 
+    def cuts(self, full: bool) -> bool:
+        """Whether a tile may have columns that are not live; `full` as in `Place`."""
+        return self.ragged and (self.counted or not full)
+
     def live(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`shape` bool: which entries belong to the vocabulary."""
         count = refs["live"][0] if self.counted else self.columns
         return layouts.column_ids(shape) < count - column
 
-    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
-        """Logits with -inf where not live."""
-        if not self.ragged:
+    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, full: bool) -> jax.Array:
+        """Logits with -inf where not live; `full` as in `Place`."""
+        if not self.cuts(full):
             return z
         return jnp.where(self.live(refs, column, z.shape), z, -jnp.inf)
 

@@ -72,9 +72,10 @@ class StatisticsEpilogue:
         """Measures the tile from its own maximum, and merges it into the window."""
         column = place.column
         z = self.logits.logits(refs, column, product)
-        parts = [(column + first, piece) for first, piece in epilogues.pieces(z, self.width)]
-        if self.logits.counted or not place.full:
-            parts = [(start, self.logits.mask(refs, start, piece)) for start, piece in parts]
+        parts = [
+            (column + first, self.logits.mask(refs, column + first, piece, place.full))
+            for first, piece in epilogues.pieces(z, self.width)
+        ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
         reference = None if top is None else epilogues.finite_or_zero(top)
         # A piece's own maximum only matters for finding its place.

@@ -17,10 +17,9 @@ from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Tiles are stored in blocks of so many rows, and bytes of each row, two at a time.
+# Tiles are stored in blocks of so many rows, and bytes of each row.
 BLOCK = 64
 BLOCK_BYTES = 128
-_STAGED = 2
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -69,9 +68,9 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
 
 
-def tile_staging(columns: int, dtype: Any) -> Any:
-    """Shared memory through which `store_piece` passes; rows of the stored array have `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, _STAGED, BLOCK, _block_columns(dtype))
+def tile_staging(blocks: int, columns: int, dtype: Any) -> Any:
+    """Shared memory for `blocks` of what `store_piece` stores in rows of `columns` numbers."""
+    shape = (COMPUTE_WARPGROUPS, blocks, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 
@@ -95,6 +94,7 @@ def store_piece(
     bool or `[]`, `x` is added to what is there.
     """
     slots, wide = staging.shape[1], staging.shape[-1]
+    assert x.shape[1] % wide == 0
     per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
     x = x.astype(staging.dtype)
     earlier = first // wide * per_column

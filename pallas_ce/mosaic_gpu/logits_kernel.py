@@ -82,7 +82,7 @@ class LogitsEpilogue:
         """Staging for what is written."""
         return {
             **partials.staging(config),
-            "logits_smem": layouts.tile_staging(self.columns, jnp.float32),
+            "logits_smem": layouts.tile_staging(config.staged, self.columns, jnp.float32),
             "maxima_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
         }
 
@@ -97,7 +97,7 @@ class LogitsEpilogue:
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the logits first: they are on their way while the rest is computed."""
         inverse_temperature, window = carry
-        z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product))
+        z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product), place.full)
         layouts.store_piece(refs["logits_smem"], place.warpgroup, refs["logits"], place.row, place.column, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = maxima[0]

@@ -139,7 +139,10 @@ class Multiplier:
             """The epilogue of tile i, as those of tiles of fewer columns."""
 
             def piece(first: int, carry: Carry) -> Carry:
-                where = place._replace(column=self.walk.column(item.block + i) + first, full=full)
+                # Before the first tile there is none: what would be stored goes behind all rows, where it is dropped.
+                row = jnp.where(i >= 0, place.row, place.row + self.walk.rows)
+                column = self.walk.column(item.block + jnp.maximum(i, 0)) + first
+                where = place._replace(row=row, column=column, full=full)
                 return self.epilogue.tile(self.refs, where, value[:, first : first + config.width], carry)
 
             return [functools.partial(piece, first) for first in range(0, config.columns, config.width)]
@@ -147,7 +150,6 @@ class Multiplier:
         def tile(i: jax.Array, state: tuple[jax.Array, Carry, jax.Array]) -> tuple[jax.Array, Carry, jax.Array]:
             slot, carry, previous = state
             value, slot, new = self._product(item.steps, slot, pieces(i - 1, previous, full=True), carry)
-            # Before the first tile there is none.
             kept = jax.tree.map(lambda x, y: lax.select(lax.broadcast(i > 0, x.shape), x, y), new, carry)
             return slot, kept, value
 

@@ -3,7 +3,7 @@
 from pallas_ce.backends import Mode, Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import operands, product_kernel, recomputation, tuning
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, area, choose, schedule
 
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -23,6 +23,13 @@ _OPERATIONS_PER_BLOCK = 56 * 10**9
 _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
+
+# Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
+# each of its H numbers (700 TFLOP/s, 4 TB/s), of which the product hides about half; and operations in the 20 us that
+# the small kernels of a block's tile take.
+_WIDTHS = 24
+_LOGITS_PER_BYTE = 44
+_OPERATIONS_PER_TILE = 14 * 10**9
 
 
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
@@ -53,21 +60,13 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
-    """Of recompute: blocks of rows and tiles of the vocabulary that move the least besides the products themselves.
-
-    Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
-    the tile's weight `[columns, H]`, and its hidden states may be gathered for each tile again.
-    """
+    """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = _even_rows(tokens, blocks)
-        if columns := _most_columns(spec, rows, budget, blocks):
-            tiles = -(-spec.vocab_size // columns)
-            moved = 8 * tokens * tiles
-            if blocks > 1:
-                moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles
-            choices.append((moved, blocks, rows, columns))
+        for columns in _tile_columns(spec, rows, budget, blocks):
+            choices.append((_recompute_cost(spec, tokens, blocks, rows, columns), blocks, rows, columns))
     if choices:
         _, blocks, rows, columns = min(choices)
     else:
@@ -94,22 +93,40 @@ def _even_rows(tokens: int, blocks: int) -> int:
     return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
 
 
-def _most_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> int:
-    """The widest tile within the budget, 0 if none is; in full tiles, and evenly where several are needed."""
+def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[int]:
+    """Widths to choose from: all of the vocabulary, or the largest multiples of a step within the budget."""
 
     def scratch(columns: int) -> int:
         return _scratch(spec, "recompute", rows, columns, blocks=blocks)
 
     step = recomputation.COLUMN_STEP
     if scratch(spec.vocab_size) <= budget:
-        return spec.vocab_size
+        return [spec.vocab_size]
     most = spec.vocab_size // step
     while most and scratch(most * step) > budget:
         most = min(most - 1, budget * most // scratch(most * step))
-    if not most:
-        return 0
-    tiles = -(-spec.vocab_size // (most * step))
-    return min(most * step, operands.round_up(-(-spec.vocab_size // tiles), step))
+    return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+
+
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> int:
+    """Logits of one product that take as long as all three, and what they move besides.
+
+    Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
+    the tile's weight `[columns, H]`, and its hidden states may be gathered for each tile again.
+    """
+    size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
+    last = spec.vocab_size - (tiles - 1) * columns
+
+    def products(width: int) -> int:
+        dlogits = area(choose("dlogits", 2, 0), rows, width)
+        for_hidden = area(product_kernel.HIDDEN_SUM, rows, size) * width // size
+        return dlogits + for_hidden + area(product_kernel.WEIGHT, width, size) * rows // size
+
+    moved = 8 * tokens * tiles
+    if blocks > 1:
+        moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles
+    small = blocks * tiles * _OPERATIONS_PER_TILE // (2 * size)
+    return blocks * ((tiles - 1) * products(columns) + products(last)) + _LOGITS_PER_BYTE * moved + small
 
 
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2) -> int:

@@ -248,7 +248,8 @@ class ProductEpilogue:
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"product_smem": layouts.tile_staging(self.columns, self.dtype)}
+        assert not config.overlap  # "to_row" would bring a row that no array has back into one
+        return {"product_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Whether to add."""

@@ -72,7 +72,7 @@ class StashEpilogue:
         """Staging for what is written."""
         return {
             **partials.staging(config),
-            "stash_smem": layouts.tile_staging(self.columns, self.dtype),
+            "stash_smem": layouts.tile_staging(config.staged, self.columns, self.dtype),
         }
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
@@ -85,7 +85,7 @@ class StashEpilogue:
         reference, window = carry
         for first, piece in epilogues.pieces(product, self.width):
             column = place.column + first
-            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
+            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece), place.full)
             part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
             assert exp is not None
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)

@@ -172,17 +172,18 @@ def _config(where: str, kernel: Kernel, raw: Any) -> Config:
     rows, columns, piece = next(known for known in TILES[kernel] if known == tile)
     if raw["cluster"] not in ("rows", "columns", None):
         raise ValueError(f"cluster of {where} is {_shown(raw['cluster'])} and not 'rows', 'columns' or null")
-    return Config(
+    config = Config(
         rows=rows,
         columns=columns,
         piece=piece,
-        stages=_whole(f"stages of {where}", raw["stages"], 2, most_stages(kernel, rows, columns)),
         cluster=raw["cluster"],
         in_flight=_whole(f"in_flight of {where}", raw["in_flight"], 0, 1),
         lead=_whole(f"lead of {where}", raw["lead"], 0, 2),
-        overlap=_whole(f"overlap of {where}", raw["overlap"], 0, most_overlap(kernel, rows, columns)),
+        overlap=_whole(f"overlap of {where}", raw["overlap"], 0, most_overlap(rows, columns)),
         row_group=_whole(f"row_group of {where}", raw["row_group"], 1, _LARGEST_ROW_GROUP),
     )
+    stages = _whole(f"stages of {where}", raw["stages"], 2, most_stages(kernel, config))
+    return dataclasses.replace(config, stages=stages)
 
 
 def _check_keys(where: str, raw: Any, wanted: tuple[str, ...]) -> None:

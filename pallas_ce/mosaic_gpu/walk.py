@@ -44,6 +44,7 @@ class Walk:
     def __init__(self, launch: Launch, refs: dict[str, Any]) -> None:
         self.problem, self.config, self.schedule = launch
         schedule, config = self.schedule, self.config
+        self.rows = schedule.row_blocks * config.block_rows  # those of all arrays end before
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
 
         def blocks(name: str, size: int, most: int) -> jax.Array:

@@ -62,6 +62,20 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
     np.testing.assert_allclose(chosen, z.max(axis=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Holds something once a kernel has been traced whose epilogues work beside the next tile's product."""
+    plain, traced = pipeline.Multiplier._tiles_overlapping, list[bool]()
+
+    def seen(*arguments: Any) -> Any:
+        traced.append(True)
+        return plain(*arguments)
+
+    monkeypatch.setattr(pipeline.Multiplier, "_tiles_overlapping", seen)
+    gemm.kernel_function.cache_clear()
+    return traced
+
+
 @pytest.mark.parametrize(
     ("h", "v", "overlaps", "options"),
     [
@@ -78,21 +92,13 @@ def test_statistics_beside_the_next_tile(
     overlaps: bool,
     options: dict[str, Any],
     interpreted: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    overlapped: list[bool],
 ) -> None:
     """Windows of one and several tiles, the last one ragged; products of fewer steps than a tile has pieces."""
-    plain, traced = pipeline.Multiplier._tiles_overlapping, []
-
-    def seen(*arguments: Any) -> Any:
-        traced.append(True)
-        return plain(*arguments)
-
-    monkeypatch.setattr(pipeline.Multiplier, "_tiles_overlapping", seen)
-    gemm.kernel_function.cache_clear()
     p = make_problem(n=150, h=h, v=v, scale=-1.3)
     config = Config(**{**SMALL, "in_flight": 1, "overlap": 1, **options})
     partial = interpreted(lambda head, hidden: forward_kernel.statistics(head, hidden, EVERY, config))(p.head, p.hidden)
-    assert bool(traced) == overlaps
+    assert bool(overlapped) == overlaps
     got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
     want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
     for name in EVERY - {"argmax"}:
@@ -171,13 +177,44 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     assert not stored[:n, v:].any()
 
 
+@pytest.mark.parametrize(
+    ("n", "h", "v", "options"),
+    [
+        (150, 264, 328, {"cluster": "columns", "columns": 128, "windows": 2}),
+        (300, 328, 584, {"cluster": "rows", "columns": 192, "overlap": 2, "windows": 2}),
+        (5, 136, 640, {"cluster": None, "windows": 3}),
+    ],
+)
+def test_stash_and_dlogits_beside_the_next_tile(
+    n: int, h: int, v: int, options: dict[str, Any], interpreted: Callable[..., Any], overlapped: list[bool]
+) -> None:
+    """Nothing is stored before a window's first tile, whose place another window may have filled."""
+    p = make_problem(n=n, h=h, v=v)
+    config = Config(**{**SMALL, "piece": 64, "in_flight": 1, "overlap": 1, **options})
+    want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
+    by_row = jnp.arange(1.0, n + 1.0)
+
+    def run(head: Any, h: jax.Array, e: jax.Array, lse: jax.Array) -> Any:
+        partial, stored = stash_kernel.stash(head, h, e, LSE, config)
+        coefficients = coef.Coefficients(prob=by_row)
+        return finalise(partial, LSE)["lse"], stored, dlogits_kernel.dlogits(head, h, lse, coefficients, config)
+
+    lse, stored, dlogits = interpreted(run)(p.head, p.hidden, want - 1.5, want)
+    assert len(overlapped) >= 2
+    np.testing.assert_allclose(lse, want, rtol=2e-5)
+    exact = jnp.exp(logits_of(p) - want[:, None])
+    for got, factor in ((stored, jnp.exp(1.5)), (dlogits, by_row[:, None])):
+        np.testing.assert_allclose(got[:n, :v].astype(jnp.float32), factor * exact, rtol=6e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_dlogits_of_a_part_are_those_columns_of_the_whole(
     vocab_axis: int, cluster: Any, interpreted: Callable[..., Any]
 ) -> None:
     p = make_problem(96, 64, 336, vocab_axis=vocab_axis, **ALL_OPTIONS)
-    config = Config(**{**SMALL, "cluster": cluster})
+    # With clusters of one, tiles that reach beyond a part.
+    config = Config(**{**SMALL, "cluster": cluster, "columns": 64 if cluster else 192})
     lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
     coefficients = entries.without(all_coefficients(96))
 
