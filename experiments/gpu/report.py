@@ -47,7 +47,7 @@ def _targets(sections: summary.Sections) -> str:
     rows = []
     for target in summary.TARGETS:
         found = target.found(sections)
-        shown = "not measured" if found is None else f"{found:.3g}"
+        shown = "not measured" if found is None else f"{found:.4g}"
         verdict = "" if found is None else ("yes" if target.reached(found) else "no")
         rows.append([target.what, f"{'≥' if target.at_least else '≤'} {target.bound:g}", shown, verdict])
     return table(["figure", "target", "measured", "reached"], rows)
