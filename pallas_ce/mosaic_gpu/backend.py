@@ -160,7 +160,9 @@ class MosaicGpuBackend:
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, products.Stash]:
         """See `products.make`."""
-        config, fallback = (self._config(k, head, batch.hidden.shape[0], len(names)) for k in ("stash", "forward"))
+        rows = batch.hidden.shape[0]
+        config = self._config("stash", head, rows, len(names))
+        fallback = self._config("forward", head, rows, len(names), rare=True)
         return products.make(head, batch, names, config, fallback, block)
 
     def stash_products(
@@ -177,7 +179,7 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN, plan)
+        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN, plan, rare=True)
         return products.products(
             head,
             batch.hidden,
@@ -193,16 +195,19 @@ class MosaicGpuBackend:
         )
 
     def _gradient_configs(
-        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan
+        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan, *, rare: bool = False
     ) -> GradientConfigs:
+        """`rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
         vectors = sum(c is not None for c in entries.without(coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
+            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
             self.config or hidden,
             self.config or product_kernel.WEIGHT,
         )
 
-    def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
+    def _config(
+        self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None, *, rare: bool = False
+    ) -> Config:
         """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
         if head.live_columns is not None and not self.serves_padding(head.spec):
             raise NotImplementedError(
@@ -211,11 +216,11 @@ class MosaicGpuBackend:
             )
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
         options = sum(option is not None for option in given)
-        return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options).config
+        return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options, rare).config
 
     def _choice(
-        self, kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int
+        self, kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int, rare: bool = False
     ) -> tuning.Choice:
         if self.config is not None:
             return tuning.Choice(self.config, "given")
-        return tuning.choose(kernel, spec, rows, columns, vectors, options)
+        return tuning.choose(kernel, spec, rows, columns, vectors, options, rare=rare)

@@ -142,17 +142,18 @@ def most_overlap(rows: int, columns: int) -> int:
     return 2 if rows * columns <= 64 * 192 else 0
 
 
-def choose(kernel: Kernel, vectors: int, options: int) -> Config:
+def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
     """The rule: tiles with which no register spills. `tuning.choose` asks measured tables first.
 
     Args:
         kernel: which one.
         vectors: how many statistics or coefficients it keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
+        rare: whether it runs in few calls only: then tiles that compile in half the time, and run a little longer.
     """
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
-    if options == 0 and vectors <= 2:
+    if options == 0 and vectors <= 2 and not rare:
         piece = 32 if kernel == "forward" else 64  # what is stored at a time
         return Config(rows=64, columns=192, piece=piece, stages=5, in_flight=1, overlap=2)
     plain: dict[Kernel, Config] = {

@@ -29,7 +29,9 @@ class Choice(NamedTuple):
     source: str
 
 
-def choose(kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int) -> Choice:
+def choose(
+    kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False
+) -> Choice:
     """Tiles for `rows` × `columns` logits.
 
     Args:
@@ -39,14 +41,16 @@ def choose(kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int
         columns: vocabulary entries.
         vectors: how many statistics or coefficients the kernel keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
+        rare: see `config.choose`; no table is asked then.
     """
     device = config.device_kind()
-    if device is not None and vectors <= _PLAIN_VECTORS and options == 0:
+    if device is not None and not rare and vectors <= _PLAIN_VECTORS and options == 0:
         key = tables.class_of(kernel, rows, columns, spec.hidden_size, spec.vocab_axis)
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
             if key in table.entries:
                 return Choice(table.entries[key].config, source)
-    return Choice(config.with_least_padding(config.choose(kernel, vectors, options), rows), "the default rule")
+    rule = config.choose(kernel, vectors, options, rare=rare)
+    return Choice(config.with_least_padding(rule, rows), "the default rule")
 
 
 def user_path(device: str) -> Path:
