@@ -14,7 +14,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.coefficients import Coefficients
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, stash_kernel
+from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, gemm, stash_kernel
 from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
 from pallas_ce.settings import never_waiting
 from tests import compile_for_h200 as h200
@@ -194,6 +194,22 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     scopes = {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
     assert scopes == kernels
     assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
+
+
+def test_whether_rows_are_skipped_or_not_exponentials_are_one_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the count of what is compiled: for a topology, arguments and constants are on different meshes."""
+    made, plain = list[str](), gemm.warpgroups
+
+    def seen(name: str, *given: Any, **mesh: Any) -> Any:
+        made.append(name)
+        return plain(name, *given, **mesh)
+
+    monkeypatch.setattr(gemm, "warpgroups", seen)
+    gemm.kernel_function.cache_clear()
+    program = jax.make_jaxpr(jax.value_and_grad(loss_of("in_forward"), argnums=(0, 1)))
+    traced = str(program(*arguments(8192, 131072, 4096, 0)[:3]))
+    assert traced.count("name=pallas_ce_stash") >= 2
+    assert made.count("pallas_ce_stash") == 1
 
 
 @pytest.mark.parametrize(
