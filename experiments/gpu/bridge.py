@@ -71,7 +71,7 @@ def made(caller: Caller, setting: Setting, differentiate: bool) -> Callable[...,
     if caller == "native":
         return native(setting, differentiate)
     if caller == "direct":
-        return direct.called(differentiate)
+        return called(direct.loss, differentiate)
     if caller == "nothing":
         return called(lambda hidden, weight, _: _Nothing.apply(hidden, weight), differentiate)  # type: ignore[no-untyped-call]
     return bridged(setting, differentiate, **{} if caller == "bridge" else {"ignore_index": None})

@@ -25,23 +25,14 @@ _NAMES = frozenset({"lse"})
 _SAMPLE = 64
 
 
-def called(differentiate: bool) -> Callable[..., Any]:
-    """`(hidden, weight, labels) -> loss`, or loss and gradients, of CUDA tensors in bfloat16, as `bridge.bridged`."""
-
-    def forward(hidden: Any, weight: Any, labels: Any) -> Any:
-        with torch.no_grad():
-            tops, sums = _launched(forward_kernel)(hidden, weight)
-            top = tops.amax(0)
-            lse = top + (sums * (tops - top).exp()).sum(0).log()
-            return (lse[: len(hidden)] - _target_logits(hidden, weight, labels)).mean()
-
-    def forward_and_backward(hidden: Any, weight: Any, labels: Any) -> Any:
-        hidden.grad = weight.grad = None
-        value = _InForward.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
-        value.backward()
-        return value, (hidden.grad, weight.grad)
-
-    return forward_and_backward if differentiate else forward
+def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+    """The loss of CUDA tensors in bfloat16; differentiable where PyTorch records."""
+    if torch.is_grad_enabled():
+        return _InForward.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
+    tops, sums = _launched(forward_kernel)(hidden, weight)
+    top = tops.amax(0)
+    lse = top + (sums * (tops - top).exp()).sum(0).log()
+    return (lse[: len(hidden)] - _target_logits(hidden, weight, labels)).mean()
 
 
 def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
