@@ -102,6 +102,9 @@ class Backend(Protocol):
     def serves_padding(self, spec: HeadSpec) -> bool:
         """Whether it serves a device's share of a padded vocabulary, a head of `spec` with `Head.live_columns`."""
 
+    def takes_padding(self, spec: HeadSpec) -> bool:
+        """Whether it is better at padding for vocabulary (`Head.with_padding`) than at a smaller one."""
+
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 

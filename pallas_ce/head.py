@@ -74,6 +74,11 @@ class HeadSpec:
         """1/V, the u of `mean_logit` where none is given."""
         return 1.0 / (self.whole_vocab_size or self.vocab_size)
 
+    def with_padding(self) -> "HeadSpec":
+        """Likewise, with the padding for vocabulary."""
+        whole = self.whole_vocab_size or self.vocab_size
+        return dataclasses.replace(self, vocab_size=self.weight_rows, whole_vocab_size=whole)
+
     @property
     def accumulator(self) -> np.dtype:
         """The dtype of products, statistics and losses: float32, or float64 for float64."""
@@ -215,6 +220,16 @@ class Head:
         if self.logit_weights is None:
             return jnp.full((size,), self.spec.uniform_weight, self.spec.accumulator)
         return jax.lax.dynamic_slice_in_dim(self.logit_weights, start, size)
+
+    def with_padding(self) -> "Head":
+        """The same head, its padding taken for vocabulary of which `live_columns` exist."""
+        spec, u = self.spec, self.logit_weights
+        return dataclasses.replace(
+            self,
+            logit_weights=None if u is None else jnp.pad(u, (0, spec.weight_rows - spec.vocab_size)),
+            spec=spec.with_padding(),
+            live_columns=jnp.int32(spec.vocab_size),
+        )
 
     @property
     def largest_logit_weight(self) -> jax.Array | float:

@@ -97,6 +97,11 @@ class Settings:
         served = chosen._incapable(head.spec, None if head.live_columns is None else head.spec) is None
         return self.default.ways(chosen, instead, served)
 
+    def worked_on(self, head: Head) -> Head:
+        """The head as the backend works on it best."""
+        takes = head.live_columns is None and self.backend.takes_padding(head.spec)
+        return head.with_padding() if takes else head
+
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
 

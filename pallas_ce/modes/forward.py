@@ -50,7 +50,7 @@ def _local_statistics(
     names: frozenset[str], shards: Shards, settings: Settings, rows: RowArrays, head: Head
 ) -> Statistics:
     """Those of the rows that one device works on."""
-    tokens = rows.batch.hidden.shape[0]
+    tokens, head = rows.batch.hidden.shape[0], settings.worked_on(head)
     whole, backend = settings.plan(head.spec, tokens, None), settings.backend
 
     def visit(counted: Rows, plan: Plan) -> Statistics:

@@ -174,6 +174,7 @@ def _local_statistics_and_sums(
     head: Head,
     shared_inputs: Any,
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
+    head = call.settings.worked_on(head)
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
     sum_bytes = call.settings.sum_bytes(spec, weight_dtype, wanted, shards)
     plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)

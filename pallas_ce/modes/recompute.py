@@ -122,6 +122,7 @@ def _gradients(
 def _local_gradients(
     wanted: Wanted, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
+    head = settings.worked_on(head)
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:

@@ -31,6 +31,9 @@ _LARGEST_VOCABULARY = 2**24
 # 16 bytes of them.
 _ALIGNED_COLUMNS = 8
 
+# Padding is computed for nothing.
+_VOCABULARY_PER_PADDING = 64
+
 # What each pass launches, and the vectors by row of the plain cross entropy: two statistics, or two coefficients.
 _KERNELS: dict[Mode | None, Kernel] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
 _PLAIN_VECTORS = 2
@@ -71,6 +74,12 @@ class MosaicGpuBackend:
     def serves_padding(self, spec: HeadSpec) -> bool:
         """Where no entries are left to XLA."""
         return operands.covered(spec) == spec.vocab_size
+
+    def takes_padding(self, spec: HeadSpec) -> bool:
+        """A little, where it makes rows of 32 bytes: products then read stored logits and weight where they are."""
+        padding = spec.weight_rows - spec.vocab_size
+        aligned = spec.weight_rows % operands.LENGTH_MULTIPLE == 0
+        return aligned and 0 < padding <= spec.vocab_size // _VOCABULARY_PER_PADDING
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""

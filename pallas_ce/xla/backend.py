@@ -42,6 +42,10 @@ class XlaBackend:
         """Any."""
         return True
 
+    def takes_padding(self, spec: HeadSpec) -> bool:
+        """No: columns are masked where they are not live, and fewer where they are left out."""
+        return False
+
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
         return _scratch(spec, mode, 1, 1)

@@ -141,10 +141,7 @@ def as_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def enter(self: Shards, rows: Any, head: Head) -> Any:
         rows, head = original(self, rows, head)
-        spec, u = head.spec, head.logit_weights
-        local = dataclasses.replace(spec, vocab_size=spec.weight_rows, whole_vocab_size=spec.vocab_size)
-        u = None if u is None else jnp.pad(u, (0, spec.weight_rows - spec.vocab_size))
-        return rows, dataclasses.replace(head, spec=local, logit_weights=u, live_columns=jnp.int32(spec.vocab_size))
+        return rows, head.with_padding()
 
     monkeypatch.setattr(Shards, "enter", enter)
 
@@ -171,6 +168,29 @@ def test_shards_of_a_padded_vocabulary(
         )  # fmt: skip
 
     check(interpreted, loss, given, mode, TOLERANCE[jnp.bfloat16])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "class_weights": np.linspace(0.5, 2, 648)}])
+def test_a_little_padding_is_worked_on_as_vocabulary(
+    mode: str, options: dict[str, Any], interpreted: Callable[..., Any]
+) -> None:
+    """So that no part of weight or stored logits is copied; with more padding it would be worked on for nothing."""
+
+    def loss(given: dict[str, jax.Array], implementation: str, backward: str) -> jax.Array:
+        labels = labels_of(70, 648)
+        return linear_cross_entropy(
+            **given, labels=labels, vocab_size=648, implementation=implementation, backward=backward, **options
+        )
+
+    given = arrays(70, 256, 656)
+    check(interpreted, loss, given, mode, TOLERANCE[jnp.bfloat16])
+    gradient = jax.grad(lambda given: loss(given, "mosaic_gpu", mode))
+    assert not np.any(interpreted(gradient)(given)["weight"][648:])
+    spec = HeadSpec(256, 656, 648, 0, np.dtype(jnp.bfloat16), None)
+    for rows, vocabulary, taken in ((656, 648, True), (656, 656, False), (656, 600, False), (649, 648, False)):
+        changed = dataclasses.replace(spec, weight_rows=rows, vocab_size=vocabulary)
+        assert pallas_ce.mosaic_gpu.BACKEND.takes_padding(changed) == taken
 
 
 def test_a_shard_of_padding_only_leaves_nothing(interpreted: Callable[..., Any]) -> None:

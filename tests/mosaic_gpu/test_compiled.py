@@ -196,6 +196,16 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     assert all(re.search(r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)', line) for line in calls)
 
 
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_nothing_is_copied_to_leave_out_a_little_padding(mode: str) -> None:
+    hidden, weight, labels = arguments(8192, 50304, 768, 0)[:3]
+    loss = functools.partial(linear_cross_entropy, vocab_size=50257, implementation="mosaic_gpu", backward=mode)
+    program, report = h200.compile_for_h200(jax.value_and_grad(loss, argnums=(0, 1)), hidden, weight, labels)
+    assert_clean(report, SKIPPING_BYTES)
+    assert "50257]" not in (text := program.as_text())
+    assert "50257,768]" not in text
+
+
 def test_whether_rows_are_skipped_or_not_exponentials_are_one_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the count of what is compiled: for a topology, arguments and constants are on different meshes."""
     made, plain = list[str](), gemm.warpgroups
