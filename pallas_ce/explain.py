@@ -184,8 +184,7 @@ def explain(
         )
     mode = choice.settings.mode if wanted else None
     backend = choice.settings.backend
-    if part is None and backend.takes_padding(spec):
-        spec = spec.with_padding()
+    spec = choice.settings.spec_worked_on(spec)
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
     if mode == "in_forward":

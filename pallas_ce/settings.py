@@ -99,8 +99,11 @@ class Settings:
 
     def worked_on(self, head: Head) -> Head:
         """The head as the backend works on it best."""
-        takes = head.live_columns is None and self.backend.takes_padding(head.spec)
-        return head.with_padding() if takes else head
+        return head if self.spec_worked_on(head.spec) == head.spec else head.with_padding()
+
+    def spec_worked_on(self, spec: HeadSpec) -> HeadSpec:
+        """That head's static facts."""
+        return spec.with_padding() if self.backend.takes_padding(spec) else spec
 
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
@@ -113,6 +116,7 @@ class Settings:
         if padded_share is not None and not self.backend.serves_padding(padded_share):
             entries = padded_share.weight_rows
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {entries}"
+        spec = self.spec_worked_on(spec)
         least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
         if self.scratch_bytes is not None and least > self.scratch_bytes:
             mode = self.mode or "forward"
@@ -130,6 +134,7 @@ class Settings:
         block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
         free: neither adds to the largest amount in use.
         """
+        spec = self.spec_worked_on(spec)
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
             alone = self._plan(spec, tokens, mode, default + sum_bytes)
