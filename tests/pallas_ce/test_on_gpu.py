@@ -102,6 +102,16 @@ def test_a_model_sized_head(backward: str, vocab_axis: int) -> None:
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("ignored", [0.0, 0.7])
+def test_a_little_padding(backward: str, ignored: float) -> None:
+    p = make(0, 2304, 512, 4096)
+    p.labels[np.random.default_rng(1).random(2304) < ignored] = -100
+    p.options["vocab_size"] = 4090
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    assert_as_accurate_as_rounded_dlogits(p, backward)
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 def test_a_single_class_has_no_gradient(backward: str) -> None:
     p = make(4, 300, 32, 1)
     p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
