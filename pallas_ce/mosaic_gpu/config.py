@@ -301,9 +301,9 @@ def schedule(
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
 
 
-def area(config: Config, rows: int, columns: int) -> int:
+def area(config: Config, rows: int, columns: int, processors: int) -> int:
     """`rows` × `columns` and what is lost to full blocks and full rounds of all processors, if no round is wasted."""
-    clusters = max(1, (config.processors or processors()) // config.cluster_size)
+    clusters = max(1, processors // config.cluster_size)
     blocks = -(-rows // config.block_rows) * -(-columns // config.block_columns)
     return -(-blocks // clusters) * clusters * config.block_rows * config.block_columns
 

@@ -1,9 +1,11 @@
 """Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
 
+import functools
+
 from pallas_ce.backends import Mode, Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import operands, product_kernel, recomputation, tuning
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, area, choose, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, area, choose, processors, schedule
 
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -61,12 +63,19 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
+    return _recompute(spec, tokens, scratch_bytes, processors())
+
+
+@functools.lru_cache(maxsize=1024)
+def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, processors: int) -> Plan:
+    """Likewise, on so many processors; a hundredth of a second's work, which a call outside of `jit` would repeat."""
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = _even_rows(tokens, blocks)
         for columns in _tile_columns(spec, rows, budget, blocks):
-            choices.append((_recompute_cost(spec, tokens, blocks, rows, columns), blocks, rows, columns))
+            cost = _recompute_cost(spec, tokens, blocks, rows, columns, processors)
+            choices.append((cost, blocks, rows, columns))
     if choices:
         _, blocks, rows, columns = min(choices)
     else:
@@ -108,7 +117,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
 
 
-def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> int:
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int, processors: int) -> int:
     """Logits of one product that take as long as all three, and what they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
@@ -118,9 +127,9 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> int:
-        dlogits = area(choose("dlogits", 2, 0), rows, width)
-        for_hidden = area(product_kernel.HIDDEN_SUM, rows, size) * width // size
-        return dlogits + for_hidden + area(product_kernel.WEIGHT, width, size) * rows // size
+        dlogits = area(choose("dlogits", 2, 0), rows, width, processors)
+        for_hidden = area(product_kernel.HIDDEN_SUM, rows, size, processors) * width // size
+        return dlogits + for_hidden + area(product_kernel.WEIGHT, width, size, processors) * rows // size
 
     moved = 8 * tokens * tiles
     if blocks > 1:
