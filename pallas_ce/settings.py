@@ -99,7 +99,7 @@ class Settings:
 
     def worked_on(self, head: Head) -> Head:
         """The head as the backend works on it best."""
-        return head if self.spec_worked_on(head.spec) == head.spec else head.with_padding()
+        return head.with_padding() if self.backend.takes_padding(head.spec) else head
 
     def spec_worked_on(self, spec: HeadSpec) -> HeadSpec:
         """That head's static facts."""

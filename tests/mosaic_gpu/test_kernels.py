@@ -1,10 +1,12 @@
 """Each kernel against plain arithmetic, under the GPU interpreter with race detection."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,16 @@ import pytest
 from pallas_ce import coefficients as coef
 from pallas_ce import reference
 from pallas_ce.head import Batch
-from pallas_ce.mosaic_gpu import dlogits_kernel, entries, forward_kernel, gemm, operands, pipeline, stash_kernel
+from pallas_ce.mosaic_gpu import (
+    dlogits_kernel,
+    entries,
+    forward_kernel,
+    gemm,
+    layouts,
+    operands,
+    pipeline,
+    stash_kernel,
+)
 from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.statistics import finalise
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
@@ -205,6 +216,28 @@ def test_stash_and_dlogits_beside_the_next_tile(
     exact = jnp.exp(logits_of(p) - want[:, None])
     for got, factor in ((stored, jnp.exp(1.5)), (dlogits, by_row[:, None])):
         np.testing.assert_allclose(got[:n, :v].astype(jnp.float32), factor * exact, rtol=6e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("cluster", ["rows", "columns", None])
+def test_every_number_is_stored_once(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any], overlapped: list[bool]
+) -> None:
+    """Shown by adding in place of storing: what is stored for no tile must not even be overwritten later."""
+    monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
+    p = make_problem(n=150, h=264, v=584)
+    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "overlap": 1, "windows": 3})
+    lse = jnp.zeros(150)  # so that a product of 0 would store 1
+
+    def run(head: Any, h: jax.Array, lse: jax.Array) -> jax.Array:
+        def write(stored: Any) -> None:
+            dlogits_kernel.dlogits(head, h, lse, coef.Coefficients(prob=jnp.ones(150)), config, into=stored)
+
+        return pl.run_state(write)(jnp.zeros(operands.stored_shape(150, 584), h.dtype))
+
+    got = interpreted(run)(p.head, p.hidden, lse)
+    assert overlapped
+    exact = jnp.exp(logits_of(p))
+    np.testing.assert_allclose(got[:150, :584].astype(jnp.float32), exact, rtol=6e-3)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
