@@ -108,6 +108,16 @@ def compile_for_h200(
     )
 
 
+def slices_of_kernels(compiled: Any) -> list[str]:
+    """The slices, but for those at an array's beginning, that a program's Mosaic kernels read or write where they lie.
+
+    XLA fuses them with the kernel, whatever their addresses.
+    """
+    fusions = re.findall(r"^%dynamic-slice-fusion.*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for fusion in fusions if "mosaic_gpu" in fusion for line in fusion.splitlines()]
+    return [line for line in lines if re.search(r" dynamic-(update-)?slice\(| slice\(.*slice={\[[1-9]", line)]
+
+
 @contextlib.contextmanager
 def _printing_to(file: Any) -> Iterator[None]:
     """Sends the process's standard output there; the assembler prints from C++."""

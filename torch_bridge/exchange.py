@@ -17,8 +17,9 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from torch_bridge import streams
 
-# XLA's CPU code assumes it; JAX copies without saying so where it does not hold.
+# XLA's CPU code assumes it; JAX copies without saying so where it does not hold. On a GPU the kernels ask for it.
 _CPU_ALIGNMENT = 64
+CUDA_ALIGNMENT = 256
 
 _WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
 
@@ -28,7 +29,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
 
     The array is an alias: writing to the tensor while a JAX computation may still read it is a race, as between two
     CUDA streams. `requires_grad` is dropped. Strided, sliced, transposed and expanded views are made contiguous, and
-    CPU tensors that do not start at a multiple of 64 bytes are copied, where JAX would do so silently.
+    tensors that do not start at a multiple of 64 bytes, or 256 on a CUDA device, are copied: such as `x[1:]` of rows of
+    other lengths, or parameters that lie in one flat tensor.
 
     Args:
         tensor: dense, on a CPU or a CUDA device that JAX uses too.
@@ -94,7 +96,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _CPU_ALIGNMENT else tensor
+    alignment = _CPU_ALIGNMENT if tensor.is_cpu else CUDA_ALIGNMENT
+    return tensor.clone() if tensor.data_ptr() % alignment else tensor
 
 
 def _import(

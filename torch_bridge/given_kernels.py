@@ -15,9 +15,6 @@ from torch_bridge import chunks, exchange, streams
 
 Arrays = dict[str, jax.Array]
 
-# Of what TMA reads.
-_ALIGNMENT = 16
-
 
 class Loss(NamedTuple):
     """Static options of `pallas_ce.cross_entropy`.
@@ -106,7 +103,7 @@ def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
     if not logits.is_cuda or targets.local_cuda() is None or given_blocks.refusal("mosaic_gpu", spec):
         return None
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
-    return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % _ALIGNMENT == 0 else None
+    return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
 
 
 @functools.lru_cache(maxsize=256)

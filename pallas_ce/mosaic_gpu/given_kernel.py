@@ -56,7 +56,7 @@ def statistics(
     inputs = _weights(spec, plan, config, logit_weights if "mean_logit" in names else None)
     outputs = partials.outputs(fields, plan.windows, plan.row_blocks * config.block_rows)
     epilogue = StatisticsEpilogue(of_logits, fields, config.width)
-    found = tile_stream.run("pallas_ce_given_statistics", logits, config, plan, epilogue, inputs, outputs)
+    found = tile_stream.run("pallas_ce_given_statistics", _aligned(logits), config, plan, epilogue, inputs, outputs)
     return partials.read(found, fields, logits.shape[0])
 
 
@@ -106,7 +106,12 @@ def dlogits(
     def write(stored: Any) -> None:
         tile_stream.run("pallas_ce_given_dlogits", stored, config, plan, InPlaceEpilogue(formula), inputs, {})
 
-    return pl.run_state(write)(logits)
+    return pl.run_state(write)(_aligned(logits))
+
+
+def _aligned(logits: jax.Array) -> jax.Array:
+    """`operands.apart`, but for what is sliced by rows that all begin at such multiples, since logits are large."""
+    return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else operands.apart(logits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,9 @@ from pallas_ce.mosaic_gpu.epilogues import LogitSpec
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
 
+# Bytes at whose multiples Mosaic wants all arrays to begin.
+ALIGNMENT = 256
+
 
 def weight_copied(spec: HeadSpec) -> bool:
     """Whether the kernels need a padded copy of the weight."""
@@ -54,6 +57,15 @@ def tail(head: Head) -> Head | None:
     )
 
 
+def apart(x: jax.Array) -> jax.Array:
+    """`x` as an array of its own, which begins at a multiple of `ALIGNMENT`.
+
+    What is sliced, by us or by a user, XLA hands to a kernel where it lies and does not look at its address. Behind a
+    barrier it copies slices; whole arrays it does not.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
 def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
     """`x` padded at the end of each axis to `sizes`."""
     if x.shape == sizes:
@@ -69,7 +81,7 @@ def round_up(size: int, multiple: int) -> int:
 def weight_of(head: Head) -> jax.Array:
     """The weight in the compute dtype, of a shape the kernels can read."""
     spec = head.spec
-    weight = head.weight.astype(spec.dtype)
+    weight = apart(head.weight.astype(spec.dtype))
     width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     if spec.vocab_axis == 1:
         return pad(weight, (width, round_up(spec.weight_rows, LENGTH_MULTIPLE)))
@@ -187,7 +199,7 @@ def operands(
     return Operands(
         launch=Launch(Problem(length, 0, spec.vocab_axis), config, plan),
         logits=logits,
-        hidden=pad(hidden.astype(spec.dtype), (round_up(rows, ROW_MULTIPLE), length)),
+        hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
         weight=weight_of(head),
         inputs=inputs,
         rows=rows,

@@ -23,7 +23,7 @@ from pallas_ce.blocks import RowBlock
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import gemm, layouts, walk
 from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
-from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part
+from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part, apart
 from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
 # XLA's products are faster by 2 to 6 per cent, but skip no rows. For fewer rows than this there is little to skip.
@@ -218,6 +218,7 @@ def put_for_weight(
 def _for_weight(
     stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config
 ) -> tuple[Launch, jax.Array, jax.Array]:
+    rows = apart(rows)
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
     plan = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
     return Launch(Problem(stored.shape[0], 1, 1), config, plan), left, right

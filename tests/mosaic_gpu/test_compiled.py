@@ -206,6 +206,28 @@ def test_nothing_is_copied_to_leave_out_a_little_padding(mode: str) -> None:
     assert "50257,768]" not in text
 
 
+@pytest.mark.parametrize("v", [2000, 2003])
+@pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])
+def test_kernels_read_no_slices_where_they_lie(mode: Any, v: int) -> None:
+    """They need matrices that begin at multiples of 256 bytes, and XLA does not look where a slice begins."""
+    n, h = 264, 176
+
+    def loss(rows: Any, parameters: Any, labels: Any) -> Any:
+        weight = parameters[7 : 7 + v * h].reshape(v, h)  # of parameters in one vector
+        given = rows[1:], weight, labels
+        if mode is None:
+            return linear_row_statistics(*given, statistics=("lse",), implementation="mosaic_gpu").lse
+        return linear_cross_entropy(*given, backward=mode, implementation="mosaic_gpu")
+
+    mesh = h200.h200_mesh()
+    shapes = ((n + 1, h), jnp.bfloat16), ((8 + v * h,), jnp.bfloat16), ((n,), jnp.int32)
+    arguments = [h200.shaped(mesh, *shape) for shape in shapes]
+    program = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
+    compiled, report = h200.compile_for_h200(program, *arguments)
+    assert report.kernels >= 1
+    assert not h200.slices_of_kernels(compiled)
+
+
 def test_whether_rows_are_skipped_or_not_exponentials_are_one_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the count of what is compiled: for a topology, arguments and constants are on different meshes."""
     made, plain = list[str](), gemm.warpgroups

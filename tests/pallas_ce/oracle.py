@@ -108,11 +108,13 @@ def cross_entropy(
     cotangent: Any = 1.0,
     round_dlogits: Any = None,
     disturb: Callable[[np.ndarray], np.ndarray] | None = None,
+    disturb_others: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[Any, Arrays]:
     """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`.
 
     With `round_dlogits`, a dtype, the gradients are those of dlogits rounded to it, scaled to its range; with
-    `disturb`, those of what it makes of the dlogits.
+    `disturb`, those of what it makes of the dlogits; with `disturb_others`, of what it makes of the probabilities but
+    for the targets'.
     """
     o = to64(options)
     logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))
@@ -124,6 +126,8 @@ def cross_entropy(
     alpha, beta = o.get("label_smoothing", 0.0), o.get("z_loss", 0.0)
     w = np.where(counts, logits.a.get("token_weights", np.ones(n)), 0.0)
     target = np.arange(v) == safe[:, None]
+    if disturb_others is not None:
+        p = np.where(target, p, disturb_others(p))
 
     nll = -logits.log_p[np.arange(n), safe]
     ce = (1 - alpha) * c[safe] * nll - alpha / v * logits.log_p @ c

@@ -74,6 +74,19 @@ def test_values_alone_take_a_block(device: str, name: str) -> None:
     assert f"f32[{N},{V}]" not in compiled.as_text()
 
 
+@pytest.mark.parametrize(("v", "copied"), [(V, False), (V + 16, True)])
+def test_rows_of_larger_logits_are_copied_only_where_they_may_begin_anywhere(v: int, copied: bool) -> None:
+    def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(logits[1:], labels)
+
+    mesh = h200.h200_mesh()
+    arguments = h200.shaped(mesh, (N + 1, v), jnp.bfloat16), h200.shaped(mesh, (N,), jnp.int32)
+    compiled, report = h200.compile_for_h200(loss, *arguments)
+    assert report.kernels == 1
+    assert bool(h200.slices_of_kernels(compiled)) is not copied
+    assert (compiled.memory_analysis().temp_size_in_bytes > 2 * N * v) is copied
+
+
 def test_logits_made_inside_a_step_give_their_buffer_to_the_gradient() -> None:
     """One array of the logits' size in the whole step, hidden states and weight differentiated."""
     n, h, v = 4096, 64, 32768

@@ -103,6 +103,33 @@ def test_gradients_that_are_handed_over_are_those_that_are_computed(dtype, upstr
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
+def test_tensors_may_begin_anywhere(mode):
+    tokens, width, vocabulary = 64, 176, 1504
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(tokens + 1, width, device="cuda", generator=generator).bfloat16()
+    flat = torch.randn(vocabulary * width + 7, device="cuda", generator=generator).bfloat16()
+    ids = torch.randint(0, vocabulary, (tokens + 1,), device="cuda", generator=generator)
+    views = rows[1:], flat[7:].view(vocabulary, width), ids[1:]
+    assert all(view.data_ptr() % 256 for view in views)
+
+    def results(hidden, weight, target):
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss = linear_cross_entropy(*leaves, target, backward=mode)
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    for got, want in zip(results(*views), results(*(view.clone() for view in views)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_stored_logits_may_begin_anywhere():
+    stored = torch.randn(1025, 8208, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    target = torch.arange(1024, device="cuda")
+    assert stored[1:].data_ptr() % 256
+    loss, same = cross_entropy(stored[1:], target), cross_entropy(stored[1:].clone(), target)
+    torch.testing.assert_close(loss, same, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("inplace", [True, False])
 def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_gradient(inplace, monkeypatch):
     placed = []
