@@ -132,14 +132,15 @@ class Settings:
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
         block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
-        free: neither adds to the largest amount in use.
+        free, whatever the caller's bound: neither adds to the largest amount in use.
         """
         spec = self.spec_worked_on(spec)
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
             alone = self._plan(spec, tokens, mode, default + sum_bytes)
-            return alone if alone.rows >= tokens else self._plan(spec, tokens, mode, default, sum_bytes // 2)
-        return self._plan(spec, tokens, mode, default)
+            if alone.rows >= tokens:
+                return alone
+        return self._plan(spec, tokens, mode, default, sum_bytes // 2)
 
     def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)

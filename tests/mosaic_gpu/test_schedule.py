@@ -119,3 +119,6 @@ def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, 
     plan = settings.plan(spec, n, "in_forward", sums)
     assert plan.rows == rows
     assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else 0)
+    half = dataclasses.replace(settings, scratch_bytes=plan.scratch_bytes // 2).plan(spec, n, "in_forward", sums)
+    assert half.scratch_bytes <= plan.scratch_bytes // 2
+    assert half.rows >= rows // 4  # a bound does not count what lies where the gradient will
