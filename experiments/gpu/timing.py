@@ -30,6 +30,9 @@ _MOST_LAUNCHES = 250
 _PROFILED_MILLISECONDS = 150.0
 _KEPT_BYTES = 16 * 2**30
 
+# Arrays as large as the logits that compiling one program may take.
+_LOGITS_OF_A_COMPILATION = 6
+
 Clock = Callable[[Any, tuple[Any, ...]], float]
 
 
@@ -80,13 +83,21 @@ def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
 CLOCKS: dict[str, Clock] = {"launches": back_to_back, "profiler": kernels_only}
 
 
-def compile_all(programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Compiles all programs at once, on as many threads as the machine has."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+def compile_all(
+    programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]], most: int | None = None
+) -> dict[str, Any]:
+    """Compiles programs, at most so many at once; None: on as many threads as the machine has."""
+    with concurrent.futures.ThreadPoolExecutor(most) as pool:
         jobs = {
             n: pool.submit(lambda p, a: jax.jit(p).lower(*a).compile(), p, arguments[n]) for n, p in programs.items()
         }
         return {name: job.result() for name, job in jobs.items()}
+
+
+def _compiled_at_once(logits_bytes: int) -> int | None:
+    """How many programs: XLA chooses their products by timing some, on arrays as large as the logits of its own."""
+    bound = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if bound is None else max(1, bound // (_LOGITS_OF_A_COMPILATION * logits_bytes))
 
 
 def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
@@ -101,7 +112,7 @@ def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int,
     logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
     programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
     arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
-    ready = compile_all(programs, arguments)
+    ready = compile_all(programs, arguments, _compiled_at_once(logits.nbytes))
     for name, program in ready.items():  # a first launch of each sets up what later ones find
         jax.block_until_ready(program(*arguments[name]))
     samples: dict[str, list[float]] = {name: [] for name in programs}

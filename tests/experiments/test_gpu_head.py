@@ -149,3 +149,15 @@ def test_variants_and_windows_are_timed_on_the_gpu(clock: str) -> None:
     programs = variants(Setting()) | small
     record = timing.measure((512, 4096, 256), programs, 1, timing.CLOCKS[clock])
     assert all(record["results"][name]["ratio"] > 0 for name in programs)
+
+
+@pytest.mark.parametrize(("logits_bytes", "most"), [(2**30, 16), (2**33, 2), (2**35, 1)])
+def test_programs_are_compiled_at_once_as_memory_allows(
+    logits_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 100 * 2**30}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    assert timing._compiled_at_once(logits_bytes) == most

@@ -134,9 +134,10 @@ def test_slices_may_begin_anywhere(v: int, backward: Any) -> None:
     hidden, weight = rows[1:], parameters[7:].reshape(v, h)
     want, (for_hidden, for_weight) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
     got, (for_rows, for_parameters) = of_slices((rows, parameters))
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(for_rows[1:], for_hidden)
-    np.testing.assert_array_equal(for_parameters[7:].reshape(v, h), for_weight)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    unit = float(ml_dtypes.finfo(jnp.bfloat16).eps) / 2  # XLA's own products may add in another order
+    assert relative_error(for_rows[1:], for_hidden) <= unit
+    assert relative_error(for_parameters[7:].reshape(v, h), for_weight) <= unit
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
