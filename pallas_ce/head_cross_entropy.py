@@ -78,7 +78,8 @@ def linear_cross_entropy(
             bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
             "xla"; `explain` tells which and why.
         scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
-            most 1 GiB, and never more than float32 logits would take (but at least 1 MiB).
+            most 1 GiB, and never more than float32 logits would take (but at least 1 MiB). What lies where the weight's
+            gradient will, once it is made, does not count.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
