@@ -5,6 +5,7 @@ without options, in one block of rows. It does less than the bridge, so that its
 counts, and nothing is computed again where an exponential does not fit its reference.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -84,12 +85,13 @@ def _target_logits(hidden: Any, weight: Any, labels: Any) -> Any:
 
 
 def _operands(name: Any, hidden: jax.Array, weight: jax.Array, fields: tuple[str, ...]) -> operands.Operands:
-    """Of sizes that need no padding, so that they are the arrays themselves."""
+    """Of sizes that need no padding: the arrays themselves, not behind a barrier, which `as_torch_kernel` refuses."""
     v, h = weight.shape
     spec = HeadSpec(h, v, v, 0, np.dtype(weight.dtype), None)
     config = tuning.choose(name, spec, hidden.shape[0], v, len(_NAMES), 0).config
     head = Head(weight, None, None, None, spec)
-    return operands.operands(head, hidden, config, weighted_mean=False, bytes_per_row=4 * len(fields))
+    given = operands.operands(head, hidden, config, weighted_mean=False, bytes_per_row=4 * len(fields))
+    return dataclasses.replace(given, hidden=hidden, weight=weight)
 
 
 def _kernel(
