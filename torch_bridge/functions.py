@@ -45,7 +45,8 @@ def linear_cross_entropy(
 
     Args:
         input: `[..., H]` bfloat16, float16, float32 or float64 (which needs JAX's 64-bit mode); zero tokens included.
-        linear_weight: `[V', H]`, as in `torch.nn.Linear`; a transposed view of contiguous memory costs no copy.
+        linear_weight: `[V', H]`, as in `torch.nn.Linear`; a transposed view of contiguous memory costs no copy,
+            one that does not begin at a multiple of 256 bytes (of a flat parameter, say) does on a CUDA device.
         target: `[...]`, integers; those outside `[0, vocab_size)` count as ignored.
         linear_bias: `[V']`.
         class_weights: `[V]`, PyTorch's `weight`; a constant.

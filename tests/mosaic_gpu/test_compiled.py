@@ -267,6 +267,18 @@ def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, h: int, b
     assert mode == "recompute" or f"f32[{v},{h}]{{1,0}} broadcast(" not in text
 
 
+def test_exponentials_that_a_bound_does_not_count_take_no_memory() -> None:
+    """Blocks of 2048 rows, of whose exponentials the bound could hold 256."""
+    n, v, h, bound = 16384, 131072, 4096, 65 * MIB
+    loss = functools.partial(
+        linear_cross_entropy, implementation="mosaic_gpu", backward="in_forward", scratch_bytes=bound
+    )
+    given = arguments(n, v, h, 0)[:3]
+    compiled = h200.compile_for_h200(jax.value_and_grad(loss, argnums=(0, 1)), *given)[0]
+    assert f"bf16[2048,{v}]" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * v * h + bound
+
+
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str) -> None:
     loss = loss_of(mode)
