@@ -1,6 +1,6 @@
 """Tables and plots from the GPU benchmarks' result files: `python -m experiments.gpu_report`.
 
-Reads `gpu_head_*.json`, `peers.json`, `ladder.json` and `gpu_scaling_*.json` in `experiments/results/`, and writes
+Reads `gpu_head_*.json`, `peers*.json`, `ladder.json` and `gpu_scaling_*.json` in `experiments/results/`, and writes
 `gpu_report.md`, `gpu_scaling.md` and plots beside them. With `--step "what changed"` the grid's figures are first added
 to the ladder of versions.
 """

@@ -3,7 +3,8 @@
 Each peer that is installed is checked against float32 first, then timed over the paper's grid; one that is missing,
 fails or is wrong is left out with the reason, in the output and in the result file. It is a command of its own because
 two frameworks in one process would share the GPU's memory; every command times the bare products of its own process,
-and ratios to those are what is compared.
+and ratios to those are what is compared. Those named by `--peers`, as need be where they cannot be installed beside
+each other, have a result file of their own.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
         lambda shape: torch_timing.measure(shape, chosen, options.rounds),
         told,
         options,
+        ("--peers", *options.peers) if options.peers else (),
     )
 
 

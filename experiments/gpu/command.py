@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +70,7 @@ def run_file[P](
     measure: Callable[[P], dict[str, Any]],
     told: Callable[[str, dict[str, Any]], None],
     options: argparse.Namespace,
+    chosen: Sequence[str] = (),
 ) -> int:
     """Measures the points of a command with one result file, writes each as it goes; returns the exit status.
 
@@ -79,9 +82,12 @@ def run_file[P](
         measure: makes a point's record.
         told: prints a point's name and record.
         options: those of `add_options`.
+        chosen: an option of the command and its values, which have a file of their own.
     """
     try:
-        results = _opened(name, f"python -m experiments.{name}", machine, options)
+        words = "".join(f" {shlex.quote(word)}" for word in chosen)
+        file = re.sub(r"\W+", "_", "_".join([name, *chosen[1:]]))
+        results = _opened(file, f"python -m experiments.{name}{words}", machine, options)
     except ResultError as error:
         print(error, file=sys.stderr)
         return 2

@@ -14,9 +14,10 @@ _PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANO
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The documents found in the folder, by section; those of further losses and "peers" among them."""
+    """The documents found in the folder, by section; those of further losses and of peers among them."""
     files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
-    files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES} | {"peers": folder / "peers.json"}
+    files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
+    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))}
     return {name: read(path) for name, path in files.items() if path.exists()}
 
 
@@ -25,8 +26,9 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     sections = {name: document["points"] for name, document in documents.items()}
     parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
     parts += ["## Targets", _targets(sections)]
-    if "grid" in sections and "peers" in sections:
-        won, counted = summary.wins(sections["grid"], sections["peers"])
+    peers = [points for name, points in sections.items() if name.startswith("peers")]
+    if "grid" in sections and peers:
+        won, counted = summary.wins(sections["grid"], *peers)
         parts.append(f"in_forward is the fastest of all that were measured at {won} of {counted} points.")
     for name, document in documents.items():
         parts += [f"## {name.replace('_', ' ').capitalize()}", _machine(document), _section(document["points"])]

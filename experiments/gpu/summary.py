@@ -32,19 +32,20 @@ def scratch_mib(point: Mapping[str, Any], program: str) -> float:
     return temporary - point["n"] * point["h"] * 4 / 2**20 if program.startswith(RECOMPUTE) else temporary
 
 
-def wins(grid: Points, peers: Points) -> tuple[int, int]:
+def wins(grid: Points, *peers: Points) -> tuple[int, int]:
     """At how many points in_forward is faster than every other program measured there, and at how many it was measured.
 
-    Peers of another process are compared through their ratios to the bare products of that process.
+    Peers of other processes are compared through their ratios to the bare products of their process.
     """
     won = counted = 0
     for name, point in grid.items():
         if IN_FORWARD not in point["results"]:
             continue
         others = [point["results"][CANONICAL]["ratio"]] if CANONICAL in point["results"] else []
-        for other, result in peers.get(name, {"results": {}})["results"].items():
-            if "ratio" in result and not other.startswith(FORWARD):
-                others.append(result["ratio"])
+        for points in peers:
+            for other, result in points.get(name, {"results": {}})["results"].items():
+                if "ratio" in result and not other.startswith(FORWARD):
+                    others.append(result["ratio"])
         counted += 1
         won += all(point["results"][IN_FORWARD]["ratio"] < other for other in others)
     return won, counted

@@ -1,5 +1,6 @@
 """Result files of the GPU benchmarks: whole after each point, gone on with after an interruption, never mixed."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments import gpu_report
-from experiments.gpu import ladder, report, scaling, summary, timing
-from experiments.gpu.results import Budget, ResultError, Results, run_points
+from experiments.gpu import command, ladder, report, scaling, summary, timing
+from experiments.gpu.results import Budget, ResultError, Results, read, run_points
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
 
@@ -134,6 +135,19 @@ def test_a_win_is_over_stored_logits_and_every_peer_at_the_same_point() -> None:
     assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 1.2}}}}) == (1, 2)
     assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 0.99}}}}) == (0, 2)
     assert summary.wins(points, {"1024x32768": {"results": {"forward quack": {"ratio": 0.5}}}}) == (1, 2)
+    others = {"1024x32768": {"results": {"Liger": {"ratio": 1.2}}}}
+    assert summary.wins(points, others, {"1024x32768": {"results": {"quack": {"ratio": 0.99}}}}) == (0, 2)
+
+
+def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp_path: Path) -> None:
+    options = argparse.Namespace(out=tmp_path, again=False, minutes=None)
+    chosen = ("--peers", "quack", "torch, bfloat16 logits")
+    command.run_file(
+        "peers", MACHINE, [1024], str, lambda n: record(n, 32768, quack=1.2), lambda *_: None, options, chosen
+    )
+    document = read(tmp_path / "peers_quack_torch_bfloat16_logits.json")
+    assert document["command"] == "python -m experiments.peers --peers quack 'torch, bfloat16 logits'"
+    assert report.load(tmp_path) == {"peers_quack_torch_bfloat16_logits": document}
 
 
 def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_path: Path) -> None:
