@@ -63,6 +63,8 @@ def share(
 ) -> list[Any]:
     """Dense tensors on `device` as arrays, behind one event on `stream`, PyTorch's current one.
 
+    They are for one program that takes them all, also those that it does not use (`keep_unused` of `jax.jit`).
+
     Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
     `words_to_int32` puts together.
     """
@@ -103,18 +105,26 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _import(
     named: Sequence[tuple[str, torch.Tensor]], device: torch.device, stream: torch.cuda.Stream | None
 ) -> list[Any]:
-    """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own."""
+    """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own.
+
+    Only the first array on a GPU is ready when its event has happened, all others at once: whatever reads them must
+    read that one too. An event costs the host as much again as the exchange.
+    """
     if not named:
         return []
     to = _device(device, named[0][0])
+    if stream is None:
+        return [_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, None, None) for _, tensor in named]
     # Behind all that made the tensors plain.
-    handle = None if stream is None else streams.behind(stream, to)
-    return [
-        tensor.numpy()
-        if tensor.is_cpu and stream is not None
-        else _jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, handle, None)
-        for _, tensor in named
-    ]
+    handle: int | None = streams.behind(stream, to)
+    arrays: list[Any] = []
+    for _, tensor in named:
+        if tensor.is_cpu:
+            arrays.append(tensor.numpy())
+        else:
+            arrays.append(_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, handle, None))
+            handle = None
+    return arrays
 
 
 @functools.lru_cache

@@ -115,7 +115,7 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
         chosen = given.Given(kernels.spec, implementation=kernels.implementation)
         return function(chosen, what, dict(zip(inputs, arrays, strict=True)))
 
-    return jax.jit(named, donate_argnums=0 if replaces else ())
+    return jax.jit(named, donate_argnums=0 if replaces else (), keep_unused=True)
 
 
 def _statistics(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -143,7 +143,7 @@ class Program:
         self._backwards: dict[Hashable, Backward] = {}
         self.scaled: dict[str, int] = {}
         self._count = self.differentiable = 0
-        self.forward = jax.jit(self._forward)
+        self.forward = jax.jit(self._forward, keep_unused=True)
         self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
         found = jax.eval_shape(self.forward, *self.inputs)
         self.outputs, self.kept = found[: self._count], found[self._count :]
@@ -173,7 +173,7 @@ class Program:
         there = (position for position, struct in enumerate(flat) if struct is not None)
         reads = tuple(position for position, is_used in zip(there, used, strict=True) if is_used)
         closed = jax.extend.core.ClosedJaxpr(jaxpr, traced.consts)
-        return Backward(reads, jax.jit(jax.extend.core.jaxpr_as_fun(closed)))
+        return Backward(reads, jax.jit(jax.extend.core.jaxpr_as_fun(closed), keep_unused=True))
 
     def _named(self, inputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
         return {

@@ -2,8 +2,8 @@
 
 Order between the frameworks is kept by events, never by waiting on the host:
 
-* PyTorch to JAX: JAX lends a stream, which is made to wait for an event on PyTorch's current one. All tensors of a call
-  are imported on it, and are ready behind that one event.
+* PyTorch to JAX: JAX lends a stream, which is made to wait for an event on PyTorch's current one. One tensor of a call
+  is imported on it; a program that takes them all runs behind that one event.
 * JAX to PyTorch: PyTorch names its current stream, and JAX makes it wait for the array. The host waits until JAX has
   queued what computes the array: a stream can wait for nothing that is not queued, and memory has no address before.
 

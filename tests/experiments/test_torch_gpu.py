@@ -143,4 +143,5 @@ def test_every_kind_of_point_is_measured_on_the_gpu(mode: str) -> None:
     shape = (512, 4096, 256)
     assert bridge.host_time(shape, setting, 3)["results"]["bridge forward"]["us"] > 0
     assert bridge.device_time(shape, setting, 1)["ratio"] > 0
-    assert bridge.memory(shape, setting)["ratio"] > 0
+    # The driver's count is of all processes, of which tests have several.
+    assert all(result["in_use_mib"] > 0 for result in bridge.memory(shape, setting)["results"].values())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge import to_jax, to_torch
+from torch_bridge import programs, to_jax, to_torch
 from torch_bridge.exchange import check_one_device, share, words_to_int32
 from torch_bridge.functions import linear_cross_entropy
 
@@ -154,3 +154,15 @@ def test_inputs_dropped_or_overwritten_after_a_call_do_not_change_its_results():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not failures
+
+
+def test_a_program_takes_all_that_it_is_given_as_one_event_orders_it():
+    """On a GPU only one array brings an event: a program that left that one out would not wait for the others."""
+    function = programs.Function(
+        read=lambda _, arrays: arrays, keep=lambda *_: {}, compute=lambda arrays, _: ((arrays["used"].sum(),), ())
+    )
+    shape = programs.Shape((None, 3), np.dtype(np.float32))
+    signature = programs.Signature(function, None, (("unused", shape), ("used", shape)), ("used",))
+    program = programs.Program(signature, 5)
+    taken = program.forward.lower(*program.inputs).compile().as_text().split("entry_computation_layout={(")[1]
+    assert taken.startswith("f32[5,3]{1,0}, f32[5,3]{1,0})")
