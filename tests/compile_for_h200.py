@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -85,9 +85,12 @@ def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec |
 
 
 def compile_for_h200(
-    function: Callable[..., Any], *arguments: Any, donate_argnums: int | tuple[int, ...] = ()
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate_argnums: int | tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Report]:
-    """The program compiled for the arguments' devices, and the report on its kernels."""
+    """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels."""
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
@@ -99,7 +102,7 @@ def compile_for_h200(
                     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
             else:
                 lowered = jitted.lower(*arguments)
-            compiled = lowered.compile()
+            compiled = lowered.compile(options)
         log.seek(0)
         said = log.read().decode(errors="replace")
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
@@ -109,13 +112,18 @@ def compile_for_h200(
 
 
 def slices_of_kernels(compiled: Any) -> list[str]:
-    """The slices, but for those at an array's beginning, that a program's Mosaic kernels read or write where they lie.
+    """The slices, but for those at an array's beginning, that Mosaic's and cuBLAS's kernels read or write in place.
 
-    XLA fuses them with the kernel, whatever their addresses.
+    XLA fuses them with the kernel, whatever their addresses. Of those that cuBLAS takes only parts of vectors count:
+    rows of a matrix are as well aligned as they are long, and by their length it chooses what it does.
     """
     fusions = re.findall(r"^%dynamic-slice-fusion.*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for fusion in fusions if "mosaic_gpu" in fusion for line in fusion.splitlines()]
-    return [line for line in lines if re.search(r" dynamic-(update-)?slice\(| slice\(.*slice={\[[1-9]", line)]
+    found = []
+    for fusion in fusions:
+        of_rows = r" dynamic-(update-)?slice\(| slice\(.*slice={\[[1-9]"
+        kinds = of_rows if "mosaic_gpu" in fusion else r" slice\(.*slice={\[[1-9]\d*:\d+\]}"
+        found += [line for line in fusion.splitlines() if re.search(kinds, line)]
+    return found
 
 
 @contextlib.contextmanager

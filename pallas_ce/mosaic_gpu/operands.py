@@ -50,7 +50,7 @@ def tail(head: Head) -> Head | None:
     left = spec.vocab_size - first
     return dataclasses.replace(
         head,
-        weight=head.weight[ids],
+        weight=own_weight(head)[ids],
         bias=None if head.bias is None else head.bias[ids],
         logit_weights=head.tile_logit_weights(first, left),
         spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
@@ -60,8 +60,9 @@ def tail(head: Head) -> Head | None:
 def apart(x: jax.Array) -> jax.Array:
     """`x` as an array of its own, which begins at a multiple of `ALIGNMENT`.
 
-    What is sliced, by us or by a user, XLA hands to a kernel where it lies and does not look at its address. Behind a
-    barrier it copies slices; whole arrays it does not.
+    What is sliced, by us or by a user, XLA hands to a kernel where it lies, Mosaic's or cuBLAS's, and does not look at
+    its address, for which cuBLAS may refuse the algorithm that XLA has chosen. Behind a barrier it copies slices; whole
+    arrays it does not.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -78,10 +79,14 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def own_weight(head: Head) -> jax.Array:
+    """The weight in the compute dtype, `apart`."""
+    return apart(head.weight.astype(head.spec.dtype))
+
+
 def weight_of(head: Head) -> jax.Array:
     """The weight in the compute dtype, of a shape the kernels can read."""
-    spec = head.spec
-    weight = apart(head.weight.astype(spec.dtype))
+    spec, weight = head.spec, own_weight(head)
     width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     if spec.vocab_axis == 1:
         return pad(weight, (width, round_up(spec.weight_rows, LENGTH_MULTIPLE)))

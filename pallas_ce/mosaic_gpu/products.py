@@ -270,7 +270,7 @@ def _for_hidden(head: Head, operand: jax.Array, live_rows: jax.Array | None, con
     if live_rows is not None or windowed:
         weight = operands.weight_of(head)
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, live_rows).sum(axis=0)
-    weight = lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
+    weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
     return head.matmul(operand, weight, (1, spec.vocab_axis))
 
 

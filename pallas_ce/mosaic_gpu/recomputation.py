@@ -122,7 +122,7 @@ class _BySlices(_Work):
     def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
         head, spec, columns = self.head, self.head.spec, self.plan.columns
         tile = Tiles(spec.vocab_size, columns).tile(index)
-        weight = tile.take(head.weight, spec.vocab_axis)
+        weight = tile.take(operands.apart(head.weight), spec.vocab_axis)
         own = None if tile.live is None else jnp.int32(index) * columns - tile.start
         stored = dlogits_kernel.dlogits(
             self._slice(tile, weight), self.hidden, self.lse, self.coefficients, self.configs.dlogits, first=own
