@@ -34,11 +34,13 @@ class Plan(NamedTuple):
         rows: rows a block of the chunk loop holds.
         columns: vocabulary columns of a tile.
         scratch_bytes: what the blocks take at their largest, beside inputs, outputs and accumulators.
+        splits: whether that has room for a product of few rows in parts, which fill the chip and are added up.
     """
 
     rows: int
     columns: int
     scratch_bytes: int
+    splits: bool = True
 
 
 class Launch(NamedTuple):

@@ -188,7 +188,8 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN, plan, rare=True)
+        hidden = product_kernel.HIDDEN if plan.splits else dataclasses.replace(product_kernel.HIDDEN, windows=1)
+        configs = self._gradient_configs(head, batch, coefficients, hidden, plan, rare=True)
         return products.products(
             head,
             batch.hidden,

@@ -43,8 +43,9 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
     """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
 
-    def bytes_beside(rows: int, blocks: int) -> int:
-        total, stash = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks), _stash(spec, rows, spec.vocab_size)
+    def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
+        total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
+        stash = _stash(spec, rows, spec.vocab_size)
         return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
 
     blocks = 1
@@ -55,10 +56,11 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
     if mode == "in_forward" and blocks > 1:
         blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
         rows = _even_rows(tokens, blocks)
-    needed = bytes_beside(rows, blocks)
+    splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
+    needed = bytes_beside(rows, blocks, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows)
-    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes))
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), splits)
 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
@@ -138,13 +140,15 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     return blocks * ((tiles - 1) * products(columns) + products(last)) + _LOGITS_PER_BYTE * moved + small
 
 
-def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2) -> int:
+def _scratch(
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, splits: bool = False
+) -> int:
     """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
 
     The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
-    scaled operand and as product. Recompute: dlogits of a tile, with several blocks hidden states and a sum for the
-    tile's weight; and, unless it works in place, a slice of the weight and products. Hidden states that are gathered
-    once lie where their gradient will.
+    scaled operand and as product, in parts where it `splits`. Recompute: dlogits of a tile, with several blocks hidden
+    states and a sum for the tile's weight; and, unless it works in place, a slice of the weight and products. Hidden
+    states that are gathered once lie where their gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
@@ -158,7 +162,7 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, bloc
         stored += narrow * stored_rows * columns
     if mode == "in_forward":
         windows = 1
-        if product_kernel.serves(spec, rows):
+        if splits and product_kernel.serves(spec, rows):
             windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size, columns).windows
         return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
     tile, block = columns * spec.hidden_size, rows * spec.hidden_size

@@ -122,3 +122,13 @@ def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, 
     half = dataclasses.replace(settings, scratch_bytes=plan.scratch_bytes // 2).plan(spec, n, "in_forward", sums)
     assert half.scratch_bytes <= plan.scratch_bytes // 2
     assert half.rows >= rows // 4  # a bound does not count what lies where the gradient will
+
+
+def test_a_small_bound_gives_up_parts_of_a_product_before_rows() -> None:
+    """Of 384 rows a product for hidden states would fill the chip in two parts, for which 16 MiB have no room."""
+    spec = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
+    sums = 4 * spec.vocab_size * spec.hidden_size
+    bounded = Settings("mosaic_gpu", None, 2**24).plan(spec, 16384, "in_forward", sums)
+    assert (bounded.rows, bounded.splits) == (384, False)
+    assert bounded.scratch_bytes <= 2**24
+    assert BACKEND.plan(spec, 384, "in_forward", 2**28).splits
