@@ -38,7 +38,8 @@ class Config:
     """Shape and schedule of a kernel; what a tuner varies.
 
     Attributes:
-        rows: rows of hidden states that one compute warpgroup owns, a multiple of 64; two are stacked in a tile.
+        rows: rows of hidden states that one compute warpgroup multiplies, a multiple of 64; two are stacked in a tile,
+            unless they take turns.
         columns: vocabulary entries of a tile.
         depth: hidden elements of one pipeline stage.
         stages: pipeline stages in shared memory.
@@ -51,6 +52,8 @@ class Config:
             of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on and
             store by `Place.row`, and read nothing by column: it also works before the first tile, for nothing, with a
             row that no array has. 0: the epilogue comes first.
+        turns: whether the warpgroups take turns: each multiplies every second tile of an item, alone, and works on its
+            product while the other multiplies. The registers must hold all of a tile. Each makes a partial result.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -65,6 +68,7 @@ class Config:
     in_flight: int = 0
     lead: int = 0
     overlap: int = 0
+    turns: bool = False
     row_group: int = 8
     windows: int | None = None
     piece: int | None = None
@@ -86,6 +90,8 @@ class Config:
                 f"overlap={self.overlap} must be between 0 and stages={self.stages} - 1; above 0 it goes with "
                 "in_flight=1 and lead=0"
             )
+        if self.turns and (self.overlap or self.lead):
+            raise ValueError(f"turns goes with overlap=0 and lead=0, not {self.overlap} and {self.lead}")
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
 
@@ -100,12 +106,17 @@ class Config:
 
         Four in exchange for a pipeline stage measured slower. Beside a product they are a step or more apart.
         """
-        return 1 if self.overlap else 2
+        return 1 if self.overlap or self.turns else 2
 
     @property
     def tile_rows(self) -> int:
         """Rows of a thread block's tile."""
-        return COMPUTE_WARPGROUPS * self.rows
+        return self.rows * (1 if self.turns else COMPUTE_WARPGROUPS)
+
+    @property
+    def partials(self) -> int:
+        """Partial results of an item: of blocks of a cluster that share its rows, of warpgroups that take turns."""
+        return (2 if self.cluster == "rows" else 1) * (COMPUTE_WARPGROUPS if self.turns else 1)
 
     @property
     def cluster_size(self) -> int:
@@ -293,8 +304,7 @@ def schedule(
     else:
         # What runs at one time is to be one group of row blocks: more of them, and the cache would not hold their rows.
         least = -(-clusters // config.row_group) if row_blocks > config.row_group else 1
-        slots = 2 if config.cluster == "rows" else 1
-        row_bytes = slots * bytes_per_row * row_blocks * config.block_rows
+        row_bytes = config.partials * bytes_per_row * row_blocks * config.block_rows
         most = _MOST_WINDOWS if row_bytes == 0 else min(_MOST_WINDOWS, max(1, partial_bytes // row_bytes))
         least = min(least, most, column_blocks)
         windows = choose_windows(row_blocks, column_blocks, min(config.row_group, row_blocks), clusters, least, most)

@@ -3,7 +3,8 @@
 One persistent thread block a processor: two compute warpgroups, and one that only issues TMA loads. Loads run ahead
 through a ring of `stages` slots in shared memory, across the borders of tiles and windows: the next tile's operands
 arrive while an epilogue runs. A slot's `filled` barrier is completed by the loads, its `free` barrier by the compute
-warpgroups (of both thread blocks, where a cluster shares a load).
+warpgroups (of both thread blocks, where a cluster shares a load). Warpgroups that take turns have barriers `filled` of
+their own, since one that does not wait for every completion of a barrier loses count of them.
 
 What happens to a finished tile is up to the `Epilogue`. It works on one warpgroup's `[rows, columns]` part,
 may carry values from tile to tile of a window, and never sees the pipeline.
@@ -23,9 +24,9 @@ from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Launch
 from pallas_ce.mosaic_gpu.pipeline import Epilogue
 from pallas_ce.mosaic_gpu.walk import Walk
 
-# Registers of a thread, set when the kernel starts: loads need few, accumulators many. 2·128·232 + 128·40 ≤ 65536.
-_COMPUTE_REGISTERS = 232
-_LOAD_REGISTERS = 40
+# Registers of a thread, set when the kernel starts: loads need few, accumulators many. 2·128·240 + 128·24 ≤ 65536.
+_COMPUTE_REGISTERS = 240
+_LOAD_REGISTERS = 24
 
 # Given to kernels packed into one array, so that preparing them is one operation for XLA.
 Numbers = dict[str, jax.Array]
@@ -140,11 +141,12 @@ def _kernel(left_gmem: Any, right_gmem: Any, refs: dict[str, Any], launch: Launc
     dtype = left_gmem.dtype
     transforms = layouts.swizzled(dtype, left_gmem.shape[1], right_gmem.shape[1], *along)
     slots = functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
+    readers = 1 if config.turns else COMPUTE_WARPGROUPS
     ring = {
         "left_smem": slots((config.stages, *left_tile)),
         "right_smem": slots((config.stages, *right_tile)),
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        "free": barriers(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
+        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages * COMPUTE_WARPGROUPS // readers),
+        "free": barriers(num_arrivals=readers, num_barriers=config.stages),
     }
     if config.lead:
         ring["ahead"] = plgpu.Barrier(num_arrivals=1)

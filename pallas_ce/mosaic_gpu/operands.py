@@ -137,8 +137,8 @@ class Operands:
 
     @property
     def slots(self) -> int:
-        """Partial results of a row: one a window, times two where a cluster's blocks share its rows."""
-        return self.launch.schedule.windows * (2 if self.launch.config.cluster == "rows" else 1)
+        """Partial results of a row."""
+        return self.launch.schedule.windows * self.launch.config.partials
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""

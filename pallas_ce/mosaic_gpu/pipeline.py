@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.mosaic_gpu import layouts
-from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
 from pallas_ce.mosaic_gpu.walk import Item, Walk
 
 Carry = Any
@@ -64,13 +64,13 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
     def part(matrix: Any, axis: int, along: Any, depth: Any) -> Any:
         return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
 
-    def fill(row: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
+    def fill(row: jax.Array, i: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
         depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
         left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
         columns = pl.ds(walk.first_column + column, config.columns)
         right = part(right_gmem, problem.right_axis, columns, right_depth)
         plgpu.barrier_wait(ring["free"].at[slot])
-        filled = ring["filled"].at[slot]
+        filled = ring["filled"].at[walk.filled(slot, i)]
         plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[slot], filled, collective_axes=left_peers)
         plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[slot], filled, collective_axes=right_peers)
         return walk.next(slot)
@@ -80,7 +80,7 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
 
         def tile(i: jax.Array, slot: jax.Array) -> jax.Array:
             column = walk.column(item.block + i)
-            return lax.fori_loop(0, item.steps, lambda k, slot: fill(item.row, column, item.step + k, slot), slot)
+            return lax.fori_loop(0, item.steps, lambda k, slot: fill(item.row, i, column, item.step + k, slot), slot)
 
         return lax.fori_loop(0, item.tiles, tile, slot)
 
@@ -102,20 +102,29 @@ class Multiplier:
     ) -> None:
         self.ring, self.refs, self.walk, self.epilogue, self.warpgroup = ring, refs, walk, epilogue, warpgroup
         self.config, self.problem = walk.config, walk.problem
-        self.rows = pl.ds(warpgroup * self.config.rows, self.config.rows)
+        self.first_row = 0 if self.config.turns else warpgroup * self.config.rows
+        self.rows = pl.ds(self.first_row, self.config.rows)
 
     def run(self) -> None:
         """All items of this thread block."""
-        for slot in range(self.config.stages):  # all start free
-            self._give_back(slot)
+
+        # All slots start free; of warpgroups that take turns, one says so.
+        @pl.when((self.warpgroup == 0) | (not self.config.turns))
+        def _() -> None:
+            for slot in range(self.config.stages):
+                self._give_back(slot)
+
         lax.fori_loop(0, self.walk.items, self._item, jnp.int32(0))
 
     def _item(self, index: jax.Array, slot: jax.Array) -> jax.Array:
         config, item = self.config, self.walk.item(index)
-        place = Place(self.warpgroup, item.row + self.warpgroup * config.rows, item.slot, self.walk.column(item.block))
+        slot_of_result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if config.turns else item.slot
+        place = Place(self.warpgroup, item.row + self.first_row, slot_of_result, self.walk.column(item.block))
         carry = self.epilogue.start(self.refs, place)
         pieces, steps = config.columns // config.width, -(-self.problem.length // config.depth)
-        tiles = self._tiles_overlapping if config.overlap and steps >= config.overlap + pieces else self._tiles
+        tiles = self._tiles_in_turns if config.turns else self._tiles
+        if config.overlap and steps >= config.overlap + pieces:
+            tiles = self._tiles_overlapping
         slot, carry = tiles(item, place, slot, carry)
         self.epilogue.finish(self.refs, place, carry)
         return slot
@@ -130,6 +139,23 @@ class Multiplier:
             return slot, self.epilogue.tile(self.refs, where, value, carry)
 
         return lax.fori_loop(0, item.tiles, tile, (slot, carry))
+
+    def _tiles_in_turns(self, item: Item, place: Place, slot: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Every second tile of an item, the first for the first warpgroup, each with its epilogue after it."""
+        config, walk = self.config, self.walk
+
+        def tile(j: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+            slot, carry = state
+            value, slot, _ = self._product(item.steps, slot, (), None)
+            column = walk.column(item.block + 2 * j + self.warpgroup)
+            for first in range(0, config.columns, config.width):
+                where = place._replace(column=column + first)
+                carry = self.epilogue.tile(self.refs, where, value[:, first : first + config.width], carry)
+            return walk.after(slot, item.steps), carry  # past the other's tile
+
+        own = lax.div(item.tiles + 1 - self.warpgroup, 2)
+        _, carry = lax.fori_loop(0, own, tile, (walk.after(slot, self.warpgroup * item.steps), carry))
+        return walk.after(slot, item.tiles * item.steps), carry
 
     def _tiles_overlapping(self, item: Item, place: Place, slot: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         """All tiles of an item, each with its epilogue beside the next one's product."""
@@ -224,7 +250,7 @@ class Multiplier:
 
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
         """Issues the product of what a slot holds, once it is there."""
-        plgpu.barrier_wait(self.ring["filled"].at[slot])
+        plgpu.barrier_wait(self.ring["filled"].at[self.walk.filled(slot, self.warpgroup)])
         if self.problem.left_axis == 0:
             left = self.ring["left_smem"].at[slot, self.rows]
         else:

@@ -99,3 +99,11 @@ class Walk:
     def next(self, slot: jax.Array) -> jax.Array:
         """The ring's next slot."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
+
+    def after(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
+        """The ring's slot so many steps after `slot`."""
+        return lax.rem(slot + steps, jnp.int32(self.config.stages))
+
+    def filled(self, slot: jax.Array, tile: jax.Array) -> jax.Array:
+        """Which barrier tells that a slot is filled for an item's tile of that number, or for one as odd."""
+        return slot + lax.rem(tile, 2) * self.config.stages if self.config.turns else slot

@@ -46,6 +46,15 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 9, "h": 8, "v": 5, "vocab_axis": 1, "softcap": 3.0}, {"rows": 128, "cluster": None}),
     ({"n": 129, "h": 64, "v": 320, "weights": True}, {"row_group": 1, "windows": 4, "stages": 2}),
     ({"n": 9, "h": 16, "v": 5, "bias": True}, {"cluster": None}),
+    (
+        {"n": 150, "h": 264, "v": 328, "scale": -1.3},
+        {"cluster": "columns", "turns": True, "in_flight": 1, "windows": 2},
+    ),
+    (
+        {"n": 150, "h": 80, "v": 584, **ALL_OPTIONS},
+        {"cluster": "rows", "turns": True, "columns": 128, "piece": 64, "windows": 3},
+    ),
+    ({"n": 70, "h": 328, "v": 640, "vocab_axis": 1}, {"cluster": None, "turns": True, "in_flight": 1, "windows": 1}),
 ]
 
 
