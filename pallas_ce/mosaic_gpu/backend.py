@@ -20,7 +20,15 @@ from pallas_ce.mosaic_gpu import (
     recomputation,
     tuning,
 )
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, GradientConfigs, Kernel, device_refusal, schedule
+from pallas_ce.mosaic_gpu.config import (
+    PARTIALS_BYTES,
+    Config,
+    GradientConfigs,
+    Kernel,
+    device_refusal,
+    processors,
+    schedule,
+)
 from pallas_ce.statistics import Partial, merge
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -128,7 +136,7 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> TileStep:
         """See `recomputation`."""
-        configs = self._gradient_configs(head, batch, coefficients, product_kernel.HIDDEN_SUM, plan)
+        configs = self._gradient_configs(head, batch, coefficients, None, plan)
         return recomputation.step(head, batch, residual, coefficients, wanted, plan, block, configs)
 
     def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
@@ -205,14 +213,22 @@ class MosaicGpuBackend:
         )
 
     def _gradient_configs(
-        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan, *, rare: bool = False
+        self,
+        head: Head,
+        batch: Batch,
+        coefficients: Coefficients,
+        hidden: Config | None,
+        plan: Plan,
+        *,
+        rare: bool = False,
     ) -> GradientConfigs:
-        """`rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
+        """`hidden`: None for a sum; `rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
+        rows, size, axis = batch.hidden.shape[0], head.spec.hidden_size, head.spec.vocab_axis
         vectors = sum(c is not None for c in entries.without(coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
-            self.config or hidden,
-            self.config or product_kernel.WEIGHT,
+            self._config("dlogits", head, rows, vectors, plan.columns, rare=rare),
+            self.config or hidden or product_kernel.hidden_sum_config(rows, size, processors()),
+            self.config or product_kernel.weight_config(plan.columns, size, axis, processors()),
         )
 
     def _config(

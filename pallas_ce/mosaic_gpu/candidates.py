@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import config, tables
-from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_overlap, most_stages
+from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_stages
 from pallas_ce.mosaic_gpu.tables import Entry, ShapeClass, Table
 
-_ROW_GROUPS = (4, 8, 16)
+_ROW_GROUPS = (4, 8, 12, 16)
 
 # A candidate that gains less than the noise of a measurement leaves the rule's choice in place. The best of many is
 # measured once more: to be the best it may have needed luck.
@@ -50,18 +50,19 @@ Measure = Callable[[Case, Config], Times | str]
 
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
     """Every tile with every schedule, and as many stages as fit."""
-    for (rows, columns, piece), cluster, ahead in itertools.product(TILES[kernel], ("columns", "rows", None), (0, 2)):
-        overlaps = most_overlap(rows, columns) > 0
-        candidate = Config(
-            rows=rows,
-            columns=columns,
-            piece=piece,
-            cluster=cluster,  # type: ignore[arg-type]
-            in_flight=1,
-            lead=0 if overlaps else ahead,
-            overlap=ahead if overlaps else 0,
-        )
-        yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
+    for (rows, columns, piece, turns), cluster in itertools.product(TILES[kernel], ("columns", "rows", None)):
+        for lead in (0,) if turns else (0, 2):
+            candidate = Config(
+                rows=rows,
+                columns=columns,
+                piece=piece,
+                turns=turns,
+                cluster=cluster,  # type: ignore[arg-type]
+                in_flight=1,
+                lead=lead,
+                row_group=12 if cluster is None else 8,
+            )
+            yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
 
 
 def refinements(kernel: Kernel, best: Config) -> Iterator[Config]:

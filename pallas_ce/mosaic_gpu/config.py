@@ -48,12 +48,8 @@ class Config:
         in_flight: asynchronous products that may be outstanding when a stage is given back, 0 or 1.
         lead: pipeline stages by which the first warpgroup keeps ahead of the second, so that one multiplies while the
             other is in its epilogue; 0 leaves them to themselves.
-        overlap: steps of the next tile that are under way while a piece of a tile's epilogue works, a piece after each
-            of them. The registers must hold two accumulators, and the epilogue must do nothing but carry values on and
-            store by `Place.row`, and read nothing by column: it also works before the first tile, for nothing, with a
-            row that no array has. 0: the epilogue comes first.
-        turns: whether the warpgroups take turns: each multiplies every second tile of an item, alone, and works on its
-            product while the other multiplies. The registers must hold all of a tile. Each makes a partial result.
+        turns: whether the warpgroups take turns: each multiplies every second tile, alone, and works on its product
+            while the other multiplies. The registers must hold all of a tile. Each makes a partial result.
         row_group: row blocks that are worked on at the same time; their hidden states should stay in the L2 cache.
         windows: windows the vocabulary is cut into; None to choose.
         piece: columns of a tile that an epilogue works on at a time; it divides `columns`. None: all.
@@ -67,7 +63,6 @@ class Config:
     cluster: Literal["rows", "columns"] | None = "columns"
     in_flight: int = 0
     lead: int = 0
-    overlap: int = 0
     turns: bool = False
     row_group: int = 8
     windows: int | None = None
@@ -85,13 +80,8 @@ class Config:
             raise ValueError(f"stages={self.stages} must be at least 2")
         if not 0 <= self.lead <= self.stages:
             raise ValueError(f"lead={self.lead} must be between 0 and stages={self.stages}")
-        if not 0 <= self.overlap < self.stages or (self.overlap and (self.lead or not self.in_flight)):
-            raise ValueError(
-                f"overlap={self.overlap} must be between 0 and stages={self.stages} - 1; above 0 it goes with "
-                "in_flight=1 and lead=0"
-            )
-        if self.turns and (self.overlap or self.lead):
-            raise ValueError(f"turns goes with overlap=0 and lead=0, not {self.overlap} and {self.lead}")
+        if self.turns and self.lead:
+            raise ValueError(f"turns goes with lead=0, not {self.lead}")
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight={self.in_flight} must be 0 or 1")
 
@@ -106,7 +96,7 @@ class Config:
 
         Four in exchange for a pipeline stage measured slower. Beside a product they are a step or more apart.
         """
-        return 1 if self.overlap or self.turns else 2
+        return 1 if self.turns else 2
 
     @property
     def tile_rows(self) -> int:
@@ -134,23 +124,28 @@ class Config:
         return self.columns * (2 if self.cluster == "rows" else 1)
 
 
-# Tiles (rows, columns, piece) of a kernel with few vectors by row, with which no register spills.
-TILES: dict[Kernel, tuple[tuple[int, int, int | None], ...]] = {
-    "forward": ((64, 256, None), (64, 192, 32), (128, 128, None)),
-    "stash": ((64, 256, 128), (64, 256, None), (64, 192, 64)),
-    "dlogits": ((64, 256, 64), (128, 128, None), (64, 192, 64)),
+# Tiles (rows, columns, piece, turns) of a kernel with few vectors by row, with which no register spills.
+TILES: dict[Kernel, tuple[tuple[int, int, int | None, bool], ...]] = {
+    "forward": ((64, 256, None, False), (128, 192, 64, True), (128, 128, None, False)),
+    "stash": ((64, 256, 128, False), (64, 256, None, False), (128, 192, 64, True)),
+    "dlogits": ((64, 256, 64, False), (128, 128, None, False), (128, 192, 64, True)),
 }
+
+
+# The fastest tiles. An H200's 132 processors are 12 row blocks by 11 windows, whose operands are the least to read.
+IN_TURNS = Config(128, 192, stages=5, cluster=None, in_flight=1, turns=True, row_group=12, piece=64)
+
+# What an epilogue that is hidden saves of a product, on an H200.
+_COST_IN_TURNS = 0.96
+
+# With how many vectors by row none of its registers spills: without options, and with some.
+_VECTORS_IN_TURNS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
 
 
 def most_stages(kernel: Kernel, config: Config) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
     fixed = _RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
-
-
-def most_overlap(rows: int, columns: int) -> int:
-    """The largest `overlap`: none where the registers do not hold two accumulators."""
-    return 2 if rows * columns <= 64 * 192 else 0
 
 
 def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
@@ -162,11 +157,10 @@ def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) ->
         options: how many of bias, scale, soft cap and given u the head has.
         rare: whether it runs in few calls only: then tiles that compile in half the time, and run a little longer.
     """
+    if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
+        return IN_TURNS
     if options >= 2 or (kernel == "stash" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
-    if options == 0 and vectors <= 2 and not rare:
-        piece = 32 if kernel == "forward" else 64  # what is stored at a time
-        return Config(rows=64, columns=192, piece=piece, stages=5, in_flight=1, overlap=2)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
         "stash": Config(rows=64, columns=256, piece=128, in_flight=1, lead=2),
@@ -311,11 +305,15 @@ def schedule(
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
 
 
-def area(config: Config, rows: int, columns: int, processors: int) -> int:
-    """`rows` × `columns` and what is lost to full blocks and full rounds of all processors, if no round is wasted."""
+def cost(config: Config, rows: int, columns: int, processors: int) -> float:
+    """Time of a product of `rows` × `columns` for each number it sums over; 1 for each entry of full blocks together.
+
+    Blocks and rounds of all processors are made full, if no round is wasted.
+    """
     clusters = max(1, processors // config.cluster_size)
     blocks = -(-rows // config.block_rows) * -(-columns // config.block_columns)
-    return -(-blocks // clusters) * clusters * config.block_rows * config.block_columns
+    entries = -(-blocks // clusters) * clusters * config.block_rows * config.block_columns
+    return entries * (_COST_IN_TURNS if config.turns else 1.0)
 
 
 @functools.cache

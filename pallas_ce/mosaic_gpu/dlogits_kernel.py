@@ -109,7 +109,7 @@ class DlogitsEpilogue:
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
-            if self.logits.cuts(place.full):
+            if self.logits.ragged:
                 gradient = jnp.where(self.logits.live(refs, column, z.shape), gradient, 0.0)
             if "zeros_before" in carry:
                 before = layouts.column_ids(z.shape) < carry["zeros_before"] - column

@@ -51,28 +51,20 @@ class LogitSpec:
         if self.scale:
             z = z * refs["scale"][0]
         if self.softcap is not None:
-            z = self.softcap * tanh(z * (1.0 / self.softcap))
+            # c·tanh(z/c) = c - 2c/(e^{2z/c} + 1), to 1e-7·c, at ±inf too; the hardware's tanh is good to 5e-4 only.
+            z = self.softcap - 2 * self.softcap / (jnp.exp2(z * (2 * LOG2E / self.softcap)) + 1.0)
         return z
-
-    def cuts(self, full: bool) -> bool:
-        """Whether a tile may have columns that are not live; `full` as in `Place`."""
-        return self.ragged and (self.counted or not full)
 
     def live(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`shape` bool: which entries belong to the vocabulary."""
         count = refs["live"][0] if self.counted else self.columns
         return layouts.column_ids(shape) < count - column
 
-    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, full: bool) -> jax.Array:
-        """Logits with -inf where not live; `full` as in `Place`."""
-        if not self.cuts(full):
+    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
+        """Logits with -inf where not live."""
+        if not self.ragged:
             return z
         return jnp.where(self.live(refs, column, z.shape), z, -jnp.inf)
-
-
-def tanh(x: jax.Array) -> jax.Array:
-    """tanh x = 1 - 2/(e^{2x} + 1), to 1e-7; the hardware's own is good to 5e-4 only. Right at ±inf as well."""
-    return 1.0 - 2.0 / (jnp.exp2(x * (2 * LOG2E)) + 1.0)
 
 
 def finite_or_zero(top: jax.Array) -> jax.Array:

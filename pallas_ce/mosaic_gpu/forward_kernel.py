@@ -73,18 +73,20 @@ class StatisticsEpilogue:
         column = place.column
         z = self.logits.logits(refs, column, product)
         parts = [
-            (column + first, self.logits.mask(refs, column + first, piece, place.full))
+            (column + first, self.logits.mask(refs, column + first, piece))
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
         reference = None if top is None else epilogues.finite_or_zero(top)
-        # A piece's own maximum only matters for finding its place.
-        fields = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
-        total: Partial | None = None
-        for start, piece in parts:
-            part, _ = epilogues.piece_partial(self.logits, fields, refs, start, piece, reference)
-            total = part if total is None else partials.add(total, part)
-        assert total is not None
+
+        def of_all(fields: tuple[str, ...]) -> Partial:
+            found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
+            return functools.reduce(partials.add, found)
+
+        # A piece's own maximum only matters for finding its place. Sums of logits come first, which spills least.
+        others = tuple(f for f in self.fields if f != "weighted_sum" and (f != "max" or "argmax" in self.fields))
+        sums = of_all(("weighted_sum",)) if "weighted_sum" in self.fields else Partial()
+        total = of_all(others)._replace(weighted_sum=sums.weighted_sum)
         return merge(carry, total._replace(max=top))
 
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:

@@ -97,7 +97,7 @@ class LogitsEpilogue:
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores the logits first: they are on their way while the rest is computed."""
         inverse_temperature, window = carry
-        z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product), place.full)
+        z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product))
         layouts.store_piece(refs["logits_smem"], place.warpgroup, refs["logits"], place.row, place.column, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = maxima[0]

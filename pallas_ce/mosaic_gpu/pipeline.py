@@ -1,11 +1,11 @@
 """What the warpgroups of a kernel do: one loads ahead through a ring in shared memory, two multiply what it loads.
 
 A ring is a dictionary of slots and barriers, made in `gemm`. The product of a tile goes to the kernel's `Epilogue`
-while in registers: when it is finished, or in pieces beside the first steps of the next tile (`Config.overlap`).
+while in registers. The warpgroups multiply two halves of a tile together, or take turns (`Config.turns`): then one is
+in its epilogue while the other multiplies, and the tensor cores never rest.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +14,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.mosaic_gpu import layouts
 from pallas_ce.mosaic_gpu.config import COMPUTE_WARPGROUPS, Config
 from pallas_ce.mosaic_gpu.walk import Item, Walk
 
@@ -29,14 +28,29 @@ class Place(NamedTuple):
         row: first row.
         slot: which of the partial results this one is.
         column: first column; that of the window where there is no tile.
-        full: whether the tile is known not to be the window's last, so that all of its columns are the operands'.
     """
 
     warpgroup: jax.Array
     row: jax.Array
     slot: jax.Array
     column: jax.Array
-    full: bool = False
+
+
+class At(NamedTuple):
+    """How far a thread block's work is.
+
+    Attributes:
+        slot: of the ring, the next to be filled or multiplied.
+        turn: which warpgroup the next tile belongs to, where they take turns.
+    """
+
+    slot: jax.Array
+    turn: jax.Array
+
+    @staticmethod
+    def start() -> "At":
+        """Before the first tile."""
+        return At(jnp.int32(0), jnp.int32(0))
 
 
 class Epilogue(Hashable, Protocol):
@@ -64,34 +78,35 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
     def part(matrix: Any, axis: int, along: Any, depth: Any) -> Any:
         return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
 
-    def fill(row: jax.Array, i: jax.Array, column: jax.Array, k: jax.Array, slot: jax.Array) -> jax.Array:
+    def fill(row: jax.Array, column: jax.Array, k: jax.Array, at: At) -> At:
         depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
         left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
         columns = pl.ds(walk.first_column + column, config.columns)
         right = part(right_gmem, problem.right_axis, columns, right_depth)
-        plgpu.barrier_wait(ring["free"].at[slot])
-        filled = ring["filled"].at[walk.filled(slot, i)]
-        plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[slot], filled, collective_axes=left_peers)
-        plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[slot], filled, collective_axes=right_peers)
-        return walk.next(slot)
+        plgpu.barrier_wait(ring["free"].at[at.slot])
+        filled = ring["filled"].at[walk.filled(at.slot, at.turn)]
+        plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[at.slot], filled, collective_axes=left_peers)
+        plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[at.slot], filled, collective_axes=right_peers)
+        return at._replace(slot=walk.next(at.slot))
 
-    def load_item(index: jax.Array, slot: jax.Array) -> jax.Array:
+    def load_item(index: jax.Array, at: At) -> At:
         item = walk.item(index)
 
-        def tile(i: jax.Array, slot: jax.Array) -> jax.Array:
+        def tile(i: jax.Array, at: At) -> At:
             column = walk.column(item.block + i)
-            return lax.fori_loop(0, item.steps, lambda k, slot: fill(item.row, i, column, item.step + k, slot), slot)
+            at = lax.fori_loop(0, item.steps, lambda k, at: fill(item.row, column, item.step + k, at), at)
+            return at._replace(turn=1 - at.turn)
 
-        return lax.fori_loop(0, item.tiles, tile, slot)
+        return lax.fori_loop(0, item.tiles, tile, at)
 
-    slot = lax.fori_loop(0, walk.items, load_item, jnp.int32(0))
+    at = lax.fori_loop(0, walk.items, load_item, At.start())
 
     # Leaving only when every slot is free again keeps this block's memory alive for its peer's loads and arrivals.
     def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(ring["free"].at[slot])
         return walk.next(slot)
 
-    lax.fori_loop(0, config.stages, drain, slot)
+    lax.fori_loop(0, config.stages, drain, at.slot)
 
 
 class Multiplier:
@@ -114,88 +129,46 @@ class Multiplier:
             for slot in range(self.config.stages):
                 self._give_back(slot)
 
-        lax.fori_loop(0, self.walk.items, self._item, jnp.int32(0))
+        lax.fori_loop(0, self.walk.items, self._item, At.start())
 
-    def _item(self, index: jax.Array, slot: jax.Array) -> jax.Array:
+    def _item(self, index: jax.Array, at: At) -> At:
         config, item = self.config, self.walk.item(index)
-        slot_of_result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if config.turns else item.slot
-        place = Place(self.warpgroup, item.row + self.first_row, slot_of_result, self.walk.column(item.block))
+        # Of an item of one tile there is one result, whoever makes it.
+        shared = config.turns and not self.walk.schedule.split
+        result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if shared else item.slot
+        place = Place(self.warpgroup, item.row + self.first_row, result, self.walk.column(item.block))
         carry = self.epilogue.start(self.refs, place)
-        pieces, steps = config.columns // config.width, -(-self.problem.length // config.depth)
-        tiles = self._tiles_in_turns if config.turns else self._tiles
-        if config.overlap and steps >= config.overlap + pieces:
-            tiles = self._tiles_overlapping
-        slot, carry = tiles(item, place, slot, carry)
+        at, carry = self._tiles(item, place, at, carry)
         self.epilogue.finish(self.refs, place, carry)
-        return slot
+        return at
 
-    def _tiles(self, item: Item, place: Place, slot: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        """All tiles of an item, each with its epilogue after it."""
+    def _tiles(self, item: Item, place: Place, at: At, carry: Carry) -> tuple[At, Carry]:
+        """This warpgroup's tiles of an item, each with its epilogue after it.
 
-        def tile(i: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-            slot, carry = state
-            value, slot, _ = self._product(item.steps, slot, (), None)
-            where = place._replace(column=self.walk.column(item.block + i))
-            return slot, self.epilogue.tile(self.refs, where, value, carry)
-
-        return lax.fori_loop(0, item.tiles, tile, (slot, carry))
-
-    def _tiles_in_turns(self, item: Item, place: Place, slot: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Every second tile of an item, the first for the first warpgroup, each with its epilogue after it."""
-        config, walk = self.config, self.walk
+        Turns go on from item to item, so that the warpgroup that made an item's last tile is in its epilogue while the
+        other makes the next item's first.
+        """
+        walk, every, first = self.walk, 1, jnp.int32(0)
+        if self.config.turns:
+            every, first = COMPUTE_WARPGROUPS, jnp.bitwise_xor(at.turn, self.warpgroup)
 
         def tile(j: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
             slot, carry = state
-            value, slot, _ = self._product(item.steps, slot, (), None)
-            column = walk.column(item.block + 2 * j + self.warpgroup)
-            for first in range(0, config.columns, config.width):
-                where = place._replace(column=column + first)
-                carry = self.epilogue.tile(self.refs, where, value[:, first : first + config.width], carry)
-            return walk.after(slot, item.steps), carry  # past the other's tile
+            value, slot = self._product(item.steps, slot)
+            where = place._replace(column=walk.column(item.block + first + every * j))
+            return walk.after(slot, (every - 1) * item.steps), self.epilogue.tile(self.refs, where, value, carry)
 
-        own = lax.div(item.tiles + 1 - self.warpgroup, 2)
-        _, carry = lax.fori_loop(0, own, tile, (walk.after(slot, self.warpgroup * item.steps), carry))
-        return walk.after(slot, item.tiles * item.steps), carry
+        own = lax.div(item.tiles + (every - 1) - first, jnp.int32(every))
+        _, carry = lax.fori_loop(0, own, tile, (walk.after(at.slot, first * item.steps), carry))
+        turn = jnp.bitwise_and(at.turn + item.tiles, COMPUTE_WARPGROUPS - 1)
+        return At(walk.after(at.slot, item.tiles * item.steps), turn), carry
 
-    def _tiles_overlapping(self, item: Item, place: Place, slot: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        """All tiles of an item, each with its epilogue beside the next one's product."""
-        config = self.config
-
-        def pieces(i: jax.Array, value: jax.Array, *, full: bool) -> list[Callable[[Carry], Carry]]:
-            """The epilogue of tile i, as those of tiles of fewer columns."""
-
-            def piece(first: int, carry: Carry) -> Carry:
-                # Before the first tile there is none: what would be stored goes behind all rows, where it is dropped.
-                row = jnp.where(i >= 0, place.row, place.row + self.walk.rows)
-                column = self.walk.column(item.block + jnp.maximum(i, 0)) + first
-                where = place._replace(row=row, column=column, full=full)
-                return self.epilogue.tile(self.refs, where, value[:, first : first + config.width], carry)
-
-            return [functools.partial(piece, first) for first in range(0, config.columns, config.width)]
-
-        def tile(i: jax.Array, state: tuple[jax.Array, Carry, jax.Array]) -> tuple[jax.Array, Carry, jax.Array]:
-            slot, carry, previous = state
-            value, slot, new = self._product(item.steps, slot, pieces(i - 1, previous, full=True), carry)
-            kept = jax.tree.map(lambda x, y: lax.select(lax.broadcast(i > 0, x.shape), x, y), new, carry)
-            return slot, kept, value
-
-        nothing = layouts.constant((config.rows, config.columns), 0.0)
-        slot, carry, value = lax.fori_loop(0, item.tiles, tile, (slot, carry, nothing))
-        for work in pieces(item.tiles - 1, value, full=False):
-            carry = work(carry)
-        return slot, carry
-
-    def _product(
-        self, steps: jax.Array, slot: jax.Array, beside: Sequence[Callable[[Carry], Carry]], carry: Carry
-    ) -> tuple[jax.Array, jax.Array, Carry]:
-        """One tile's product, the slot after its last one, and what the functions `beside` make of `carry`.
-
-        Each of these works while one of the first steps is multiplied.
-        """
-        config, walk = self.config, self.walk
+    def _product(self, steps: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One tile's product, and the slot after its last one."""
+        walk = self.walk
         self._follow(steps)
 
-        def one_by_one(accumulator: Any) -> tuple[jax.Array, jax.Array, Carry]:
+        def one_by_one(accumulator: Any) -> tuple[jax.Array, jax.Array]:
             def step(k: jax.Array, slot: jax.Array) -> jax.Array:
                 self._multiply(accumulator, slot)
                 plgpu.wgmma_wait(0)
@@ -204,33 +177,11 @@ class Multiplier:
                 return walk.next(slot)
 
             after = lax.fori_loop(0, steps, step, slot)
-            return accumulator[...], after, carry
+            return accumulator[...], after
 
-        def in_flight(accumulator: Any) -> tuple[jax.Array, jax.Array, Carry]:
-            # `overlap` steps are under way while a piece works; the oldest is waited for when one more has been issued.
-            under_way: list[jax.Array] = []
-            after, made = slot, carry
-
-            def issue(slot: jax.Array) -> jax.Array:
-                self._multiply(accumulator, slot)
-                under_way.append(slot)
-                return walk.next(slot)
-
-            def wait(left: int) -> None:
-                plgpu.wgmma_wait(left)
-                self._give_back(under_way.pop(0))
-
-            for _ in range(config.overlap if beside else 0):
-                after = issue(after)
-            for work in beside:
-                made = work(made)
-                after = issue(after)
-                wait(config.overlap)
-            for left in reversed(range(1, len(under_way))):
-                wait(left)
-
-            # With one product in flight, a slot is given back when the product after its own has been issued; the last
-            # one only when the accumulator has been read, which waits for all of them.
+        def in_flight(accumulator: Any) -> tuple[jax.Array, jax.Array]:
+            # A slot is given back when the product after its own has been issued; the last one only when the
+            # accumulator has been read, which waits for all of them.
             def step(k: jax.Array, slots: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 previous, slot = slots
                 self._multiply(accumulator, slot)
@@ -239,14 +190,13 @@ class Multiplier:
                 self._tell(k, steps)
                 return slot, walk.next(slot)
 
-            done = config.overlap + len(beside) if beside else 0
-            last, after = lax.fori_loop(done, steps, step, (under_way[0] if beside else slot, after))
+            last, after = lax.fori_loop(0, steps, step, (slot, slot))
             value = accumulator[...]
             pl.when(steps > 0)(lambda: self._give_back(last))
-            return value, after, made
+            return value, after
 
-        accumulator = plgpu.ACC((config.rows, config.columns), jnp.float32)
-        return pl.run_scoped(in_flight if config.in_flight else one_by_one, accumulator)
+        accumulator = plgpu.ACC((self.config.rows, self.config.columns), jnp.float32)
+        return pl.run_scoped(in_flight if self.config.in_flight else one_by_one, accumulator)
 
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
         """Issues the product of what a slot holds, once it is there."""

@@ -5,7 +5,7 @@ import functools
 from pallas_ce.backends import Mode, Plan
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import operands, product_kernel, recomputation, tuning
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, area, choose, processors, schedule
+from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, choose, cost, processors, schedule
 
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
@@ -110,7 +110,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     def scratch(columns: int) -> int:
         return _scratch(spec, "recompute", rows, columns, blocks=blocks)
 
-    step = recomputation.COLUMN_STEP
+    step = product_kernel.COLUMN_STEP
     if scratch(spec.vocab_size) <= budget:
         return [spec.vocab_size]
     most = spec.vocab_size // step
@@ -119,7 +119,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
 
 
-def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int, processors: int) -> int:
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int, processors: int) -> float:
     """Logits of one product that take as long as all three, and what they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
@@ -128,10 +128,12 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
     last = spec.vocab_size - (tiles - 1) * columns
 
-    def products(width: int) -> int:
-        dlogits = area(choose("dlogits", 2, 0), rows, width, processors)
-        for_hidden = area(product_kernel.HIDDEN_SUM, rows, size, processors) * width // size
-        return dlogits + for_hidden + area(product_kernel.WEIGHT, width, size, processors) * rows // size
+    def products(width: int) -> float:
+        dlogits = cost(choose("dlogits", 2, 0), rows, width, processors)
+        hidden = product_kernel.hidden_sum_config(rows, size, processors)
+        weight = product_kernel.weight_config(width, size, 0, processors)
+        for_hidden = cost(hidden, rows, size, processors) * width / size
+        return dlogits + for_hidden + cost(weight, width, size, processors) * rows / size
 
     moved = 8 * tokens * tiles
     if blocks > 1:

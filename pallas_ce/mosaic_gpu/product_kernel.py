@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from pallas_ce.blocks import RowBlock
 from pallas_ce.head import HeadSpec
 from pallas_ce.mosaic_gpu import gemm, layouts, walk
-from pallas_ce.mosaic_gpu.config import Config, Launch, Problem, Schedule, processors, schedule
+from pallas_ce.mosaic_gpu.config import IN_TURNS, Config, Launch, Problem, Schedule, cost, processors, schedule
 from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part, apart
 from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
@@ -43,10 +43,19 @@ _WINDOW_COST = 700
 # Windows take memory, so that a gain below this share of the time is left.
 _NEGLIGIBLE = 0.02
 
-# Tiles that measured fastest.
+# Tiles that measured fastest where few of them sum over the whole vocabulary.
 HIDDEN = Config(rows=64, columns=256, cluster=None, in_flight=1)
-HIDDEN_SUM = Config(rows=64, columns=256, cluster="columns", in_flight=1)
-WEIGHT = Config(rows=64, columns=256, cluster="columns", in_flight=1)
+
+# Those of sums over less: of these the one that loses least to its edges.
+_SUMS = (
+    Config(rows=64, columns=256, cluster="columns", in_flight=1),
+    dataclasses.replace(IN_TURNS, piece=None),
+    dataclasses.replace(IN_TURNS, rows=192, columns=128, piece=None),
+)
+
+# Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
+# product ends where the next one's begins.
+COLUMN_STEP = 256
 
 
 def serves(spec: HeadSpec, rows: int) -> bool:
@@ -65,6 +74,20 @@ def skips(spec: HeadSpec, block: RowBlock) -> bool:
     rows = block.tile.size
     small = isinstance(block.number, int) and rows < LEAST_ROWS
     return block.live_rows is not None and not small and serves(spec, rows)
+
+
+def hidden_sum_config(rows: int, hidden_size: int, processors: int) -> Config:
+    """Tiles of `add_for_hidden`."""
+    return min(_SUMS, key=lambda c: cost(c, rows, hidden_size, processors))
+
+
+def weight_config(columns: int, hidden_size: int, vocab_axis: int, processors: int) -> Config:
+    """Tiles of `for_weight` and `put_for_weight`, for so many vocabulary entries."""
+    if vocab_axis == 0:
+        fitting = [c for c in _SUMS if COLUMN_STEP % c.block_rows == 0]
+        return min(fitting, key=lambda c: cost(c, columns, hidden_size, processors))
+    fitting = [c for c in _SUMS if COLUMN_STEP % c.block_columns == 0]
+    return min(fitting, key=lambda c: cost(c, hidden_size, columns, processors))
 
 
 def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
@@ -249,7 +272,6 @@ class ProductEpilogue:
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        assert not config.overlap  # "to_row" would bring a row that no array has back into one
         return {"product_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:

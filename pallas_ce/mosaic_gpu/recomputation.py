@@ -18,13 +18,12 @@ from pallas_ce.mosaic_gpu import dlogits_kernel, entries, operands, product_kern
 from pallas_ce.mosaic_gpu.config import GradientConfigs
 from pallas_ce.mosaic_gpu.operands import Part
 
-# The products' tiles divide it, so that a tile's product ends where the next one's begins.
-COLUMN_STEP = 256
-
 
 def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
     """Whether blocks of so many rows and columns are worked on in place."""
-    fits = columns == spec.vocab_size or (columns % COLUMN_STEP == 0 and spec.vocab_size % walk.STEP == 0)
+    fits = columns == spec.vocab_size or (
+        columns % product_kernel.COLUMN_STEP == 0 and spec.vocab_size % walk.STEP == 0
+    )
     return fits and product_kernel.serves(spec, rows) and operands.stored_shape(rows, columns) == (rows, columns)
 
 

@@ -87,7 +87,7 @@ class StashEpilogue:
         reference, window = carry
         for first, piece in epilogues.pieces(product, self.width):
             column = place.column + first
-            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece), place.full)
+            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
             assert exp is not None
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)

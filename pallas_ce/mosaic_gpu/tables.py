@@ -3,10 +3,10 @@
 A table is data and treated as such: it is read, never executed, and every value in it is checked against what the
 kernels can do, so that a broken or hostile file can be refused but not believed. This is a table with one entry:
 
-    {"format": 2, "device": "NVIDIA H200", "made": {...},
+    {"format": 3, "device": "NVIDIA H200", "made": {...},
      "entries": [{"kernel": "forward", "rows": 8192, "vocab_size": 131072, "hidden_size": 4096, "vocab_axis": 0,
-                  "config": {"rows": 128, "columns": 128, "piece": null, "stages": 4, "cluster": "columns",
-                             "in_flight": 0, "lead": 0, "overlap": 0, "row_group": 8},
+                  "config": {"rows": 128, "columns": 128, "piece": null, "turns": false, "stages": 4,
+                             "cluster": "columns", "in_flight": 0, "lead": 0, "row_group": 8},
                   "microseconds": 1.0, "rule_microseconds": 1.0}]}
 
 where `made` says with what the table was made, for people. A shape belongs to the class of the powers of two that are
@@ -22,14 +22,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_overlap, most_stages
+from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_stages
 
-FORMAT = 2
+FORMAT = 3
 
 # A table with an entry for every class that exists is far smaller.
 _LARGEST_BYTES = 2**20
 
-_CONFIG_FIELDS = ("rows", "columns", "piece", "stages", "cluster", "in_flight", "lead", "overlap", "row_group")
+_CONFIG_FIELDS = ("rows", "columns", "piece", "turns", "stages", "cluster", "in_flight", "lead", "row_group")
 _LARGEST_ROW_GROUP = 64
 _LARGEST_SIZE = 2**40
 
@@ -166,20 +166,23 @@ def _config(where: str, kernel: Kernel, raw: Any) -> Config:
     """A `Config` that runs: only tiles and numbers of stages that are known to."""
     where = f"the config of {where}"
     _check_keys(where, raw, _CONFIG_FIELDS)
-    tile = tuple(None if raw[n] is None else _whole(f"{n} of {where}", raw[n], 0, 256) for n in _CONFIG_FIELDS[:3])
+    sizes = (None if raw[n] is None else _whole(f"{n} of {where}", raw[n], 0, 256) for n in _CONFIG_FIELDS[:3])
+    if type(raw["turns"]) is not bool:
+        raise ValueError(f"turns of {where} is {_shown(raw['turns'])} and not true or false")
+    tile = (*sizes, raw["turns"])
     if tile not in TILES[kernel]:
-        raise ValueError(f"(rows, columns, piece) of {where} is {tile} and not one of {TILES[kernel]}")
-    rows, columns, piece = next(known for known in TILES[kernel] if known == tile)
+        raise ValueError(f"(rows, columns, piece, turns) of {where} is {tile} and not one of {TILES[kernel]}")
+    rows, columns, piece, turns = next(known for known in TILES[kernel] if known == tile)
     if raw["cluster"] not in ("rows", "columns", None):
         raise ValueError(f"cluster of {where} is {_shown(raw['cluster'])} and not 'rows', 'columns' or null")
     config = Config(
         rows=rows,
         columns=columns,
         piece=piece,
+        turns=turns,
         cluster=raw["cluster"],
         in_flight=_whole(f"in_flight of {where}", raw["in_flight"], 0, 1),
-        lead=_whole(f"lead of {where}", raw["lead"], 0, 2),
-        overlap=_whole(f"overlap of {where}", raw["overlap"], 0, most_overlap(rows, columns)),
+        lead=_whole(f"lead of {where}", raw["lead"], 0, 0 if turns else 2),
         row_group=_whole(f"row_group of {where}", raw["row_group"], 1, _LARGEST_ROW_GROUP),
     )
     stages = _whole(f"stages of {where}", raw["stages"], 2, most_stages(kernel, config))

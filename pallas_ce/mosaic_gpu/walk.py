@@ -44,7 +44,6 @@ class Walk:
     def __init__(self, launch: Launch, refs: dict[str, Any]) -> None:
         self.problem, self.config, self.schedule = launch
         schedule, config = self.schedule, self.config
-        self.rows = schedule.row_blocks * config.block_rows  # those of all arrays end before
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
 
         def blocks(name: str, size: int, most: int) -> jax.Array:
@@ -104,6 +103,6 @@ class Walk:
         """The ring's slot so many steps after `slot`."""
         return lax.rem(slot + steps, jnp.int32(self.config.stages))
 
-    def filled(self, slot: jax.Array, tile: jax.Array) -> jax.Array:
-        """Which barrier tells that a slot is filled for an item's tile of that number, or for one as odd."""
-        return slot + lax.rem(tile, 2) * self.config.stages if self.config.turns else slot
+    def filled(self, slot: jax.Array, turn: jax.Array) -> jax.Array:
+        """Which barrier tells that a slot is filled, for that warpgroup where they take turns."""
+        return slot + turn * self.config.stages if self.config.turns else slot

@@ -72,17 +72,21 @@ def assert_clean(report: Any, spilled_bytes: int = 0) -> None:
         ("forward", 8192, 131072, 0, LOSS, ()),
         ("forward", 8192, 50304, 1, frozenset({"lse", "entropy"}), ()),
         ("forward", 8192, 131072, 1, LOSS | {"entropy"}, ()),
+        ("forward", 8192, 131072, 0, frozenset({"lse", "mean_logit", "entropy"}), ()),
+        ("forward", 8192, 131072, 0, frozenset({"lse"}), OPTIONS),
         ("forward", 8192, 50304, 0, EVERY, OPTIONS),
         ("stash", 2048, 131072, 0, LOSS, ()),
+        ("stash", 2048, 131072, 1, LOSS | {"mean_logit"}, ()),
         ("stash", 2048, 131072, 1, LOSS | {"mean_logit"}, ("bias",)),
         ("stash", 2048, 50304, 0, EVERY, OPTIONS),
         ("dlogits", 8192, 4096, 0, LOSS, ()),
         ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
+        ("dlogits", 8192, 4096, 0, EVERY, ()),
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = len(names) if kernel != "dlogits" or names is EVERY else 2
+    vectors = len(names) if kernel != "dlogits" else 4 if names is EVERY else 1  # single entries are not the kernel's
     compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.

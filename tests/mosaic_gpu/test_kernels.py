@@ -18,10 +18,8 @@ from pallas_ce.mosaic_gpu import (
     dlogits_kernel,
     entries,
     forward_kernel,
-    gemm,
     layouts,
     operands,
-    pipeline,
     stash_kernel,
 )
 from pallas_ce.mosaic_gpu.config import Config
@@ -80,51 +78,6 @@ def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
     z = logits_of(p)
     chosen = jnp.take_along_axis(z, got["argmax"][:, None], axis=1)[:, 0]
     np.testing.assert_allclose(chosen, z.max(axis=1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def overlapped(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Holds something once a kernel has been traced whose epilogues work beside the next tile's product."""
-    plain, traced = pipeline.Multiplier._tiles_overlapping, list[bool]()
-
-    def seen(*arguments: Any) -> Any:
-        traced.append(True)
-        return plain(*arguments)
-
-    monkeypatch.setattr(pipeline.Multiplier, "_tiles_overlapping", seen)
-    gemm.kernel_function.cache_clear()
-    return traced
-
-
-@pytest.mark.parametrize(
-    ("h", "v", "overlaps", "options"),
-    [
-        (144, 328, True, {"cluster": "columns", "windows": 2}),
-        (264, 640, True, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 2, "overlap": 2}),
-        (328, 640, True, {"cluster": "rows", "columns": 128, "piece": 32, "windows": 3}),
-        (200, 192, True, {"cluster": None, "columns": 96, "piece": 48, "windows": 1}),
-        (64, 248, False, {"cluster": "columns", "columns": 128, "piece": 64, "windows": 1}),
-    ],
-)
-def test_statistics_beside_the_next_tile(
-    h: int,
-    v: int,
-    overlaps: bool,
-    options: dict[str, Any],
-    interpreted: Callable[..., Any],
-    overlapped: list[bool],
-) -> None:
-    """Windows of one and several tiles, the last one ragged; products of fewer steps than a tile has pieces."""
-    p = make_problem(n=150, h=h, v=v, scale=-1.3)
-    config = Config(**{**SMALL, "in_flight": 1, "overlap": 1, **options})
-    partial = interpreted(lambda head, hidden: forward_kernel.statistics(head, hidden, EVERY, config))(p.head, p.hidden)
-    assert bool(overlapped) == overlaps
-    got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
-    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
-    for name in EVERY - {"argmax"}:
-        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
-    chosen = jnp.take_along_axis(logits_of(p), got["argmax"][:, None], axis=1)[:, 0]
-    np.testing.assert_allclose(chosen, want["max_logit"], rtol=1e-5, atol=1e-5)
 
 
 def test_statistics_that_are_not_asked_for_are_not_computed(interpreted: Callable[..., Any]) -> None:
@@ -197,44 +150,15 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     assert not stored[:n, v:].any()
 
 
-@pytest.mark.parametrize(
-    ("n", "h", "v", "options"),
-    [
-        (150, 264, 328, {"cluster": "columns", "columns": 128, "windows": 2}),
-        (300, 328, 584, {"cluster": "rows", "columns": 192, "overlap": 2, "windows": 2}),
-        (5, 136, 640, {"cluster": None, "windows": 3}),
-    ],
-)
-def test_stash_and_dlogits_beside_the_next_tile(
-    n: int, h: int, v: int, options: dict[str, Any], interpreted: Callable[..., Any], overlapped: list[bool]
-) -> None:
-    """Nothing is stored before a window's first tile, whose place another window may have filled."""
-    p = make_problem(n=n, h=h, v=v)
-    config = Config(**{**SMALL, "piece": 64, "in_flight": 1, "overlap": 1, **options})
-    want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
-    by_row = jnp.arange(1.0, n + 1.0)
-
-    def run(head: Any, h: jax.Array, e: jax.Array, lse: jax.Array) -> Any:
-        partial, stored = stash_kernel.stash(head, h, e, LSE, config)
-        coefficients = coef.Coefficients(prob=by_row)
-        return finalise(partial, LSE)["lse"], stored, dlogits_kernel.dlogits(head, h, lse, coefficients, config)
-
-    lse, stored, dlogits = interpreted(run)(p.head, p.hidden, want - 1.5, want)
-    assert len(overlapped) >= 2
-    np.testing.assert_allclose(lse, want, rtol=2e-5)
-    exact = jnp.exp(logits_of(p) - want[:, None])
-    for got, factor in ((stored, jnp.exp(1.5)), (dlogits, by_row[:, None])):
-        np.testing.assert_allclose(got[:n, :v].astype(jnp.float32), factor * exact, rtol=6e-3, atol=1e-6)
-
-
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_every_number_is_stored_once(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any], overlapped: list[bool]
+    cluster: Any, turns: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
 ) -> None:
-    """Shown by adding in place of storing: what is stored for no tile must not even be overwritten later."""
+    """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
     monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
     p = make_problem(n=150, h=264, v=584)
-    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "overlap": 1, "windows": 3})
+    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "turns": turns, "windows": 3})
     lse = jnp.zeros(150)  # so that a product of 0 would store 1
 
     def run(head: Any, h: jax.Array, lse: jax.Array) -> jax.Array:
@@ -244,7 +168,6 @@ def test_every_number_is_stored_once(
         return pl.run_state(write)(jnp.zeros(operands.stored_shape(150, 584), h.dtype))
 
     got = interpreted(run)(p.head, p.hidden, lse)
-    assert overlapped
     exact = jnp.exp(logits_of(p))
     np.testing.assert_allclose(got[:150, :584].astype(jnp.float32), exact, rtol=6e-3)
 

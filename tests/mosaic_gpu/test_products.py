@@ -1,5 +1,6 @@
 """The gradient products' kernels against plain products, under the GPU interpreter with race detection."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_ce.mosaic_gpu import product_kernel
-from pallas_ce.mosaic_gpu.config import Config
+from pallas_ce.mosaic_gpu.config import IN_TURNS, Config
 from pallas_ce.mosaic_gpu.operands import Part
 
 SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
@@ -30,7 +31,13 @@ def exact(a: Any, b: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
-    "options", [{"cluster": None}, {"cluster": "rows", "in_flight": 1}, {"cluster": "columns", "windows": 3, "lead": 2}]
+    "options",
+    [
+        {"cluster": None},
+        {"cluster": "rows", "in_flight": 1},
+        {"cluster": "columns", "windows": 3, "lead": 2},
+        {"cluster": "columns", "windows": 3, "turns": True},
+    ],
 )
 def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
     stored, weight, _ = matrices(192, 528, 272, vocab_axis)
@@ -50,7 +57,15 @@ def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., An
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("options", [{"cluster": None}, {"cluster": "rows", "in_flight": 1}, {"cluster": "columns"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cluster": None},
+        {"cluster": "rows", "in_flight": 1},
+        {"cluster": "columns"},
+        {"cluster": None, "in_flight": 1, "turns": True},
+    ],
+)
 def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
     stored, _, rows = matrices(192, 272, 256, vocab_axis)
     config = Config(**{**SMALL, **options})
@@ -108,13 +123,13 @@ PARTS = ((128, 144, 144), (256, 128, 16))
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("cluster", ["rows", "columns"])
+@pytest.mark.parametrize("options", [{"cluster": "rows"}, {"cluster": "columns"}, {"cluster": None, "turns": True}])
 @pytest.mark.parametrize(("windows", "to_row"), [(1, None), (1, 64), (3, None)])
 def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
-    vocab_axis: int, cluster: Any, windows: int, to_row: int | None, interpreted: Callable[..., Any]
+    vocab_axis: int, options: Any, windows: int, to_row: int | None, interpreted: Callable[..., Any]
 ) -> None:
     stored, weight, total = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, "cluster": cluster, "in_flight": 1, "windows": windows})
+    config = Config(**{**SMALL, **options, "in_flight": 1, "windows": windows})
     total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
 
     def run(stored: Any, weight: Any, total: Any, first: Any, live: Any) -> jax.Array:
@@ -133,11 +148,12 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("live_rows", [None, 0, 70])
+@pytest.mark.parametrize("turns", [False, True])
 def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, live_rows: int | None, interpreted: Callable[..., Any]
+    vocab_axis: int, live_rows: int | None, turns: bool, interpreted: Callable[..., Any]
 ) -> None:
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
+    config = Config(**{**SMALL, "cluster": None if turns else "rows", "in_flight": 1, "turns": turns})
     reached = 192 if live_rows is None else -(-live_rows // 64) * 64
 
     def run(stored: Any, rows: Any, weight: Any, first: Any, live: Any) -> jax.Array:
@@ -154,3 +170,17 @@ def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
         np.testing.assert_allclose(
             np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3
         )
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("columns", [256, 2816, 5376, 11264, 19200, 131072])
+def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_axis: int) -> None:
+    config = product_kernel.weight_config(columns, 4096, vocab_axis, 132)
+    assert product_kernel.COLUMN_STEP % (config.block_rows if vocab_axis == 0 else config.block_columns) == 0
+
+
+def test_tiles_are_those_that_lose_least_to_their_edges() -> None:
+    """Of 4096 x 4096 numbers 22 x 32 tiles that take turns would need six rounds of 132 processors, for 5.3."""
+    assert not product_kernel.hidden_sum_config(4096, 4096, 132).turns
+    assert product_kernel.hidden_sum_config(16384, 4096, 132).rows == 192
+    assert product_kernel.weight_config(5376, 4096, 0, 132) == dataclasses.replace(IN_TURNS, piece=None)

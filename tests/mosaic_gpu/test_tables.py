@@ -20,9 +20,9 @@ CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row
 
 def document() -> dict[str, Any]:
     config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1}
-    config |= {"lead": 0, "overlap": 0, "row_group": 4}
+    config |= {"turns": False, "lead": 0, "row_group": 4}
     entry = {**KEY._asdict(), "config": config, "microseconds": 9.5, "rule_microseconds": 10}
-    return {"format": 2, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
+    return {"format": 3, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
 
 
 def changed(**changes: Any) -> Any:
@@ -82,8 +82,8 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
         (b" " * (2**20 + 1), "larger than 1048576 bytes"),
         (b"[]", r"the table is \[\] and not an object"),
         (b"null", "the table is None and not an object"),
-        (changed(format=1), "its format is 1 and not 2"),
-        (changed(format=True), "its format is True and not 2"),
+        (changed(format=1), "its format is 1 and not 3"),
+        (changed(format=True), "its format is True and not 3"),
         (changed(device="NVIDIA H100"), "for the device 'NVIDIA H100' and not for 'NVIDIA H200'"),
         (changed(device=["NVIDIA H200"]), "for the device"),
         (changed(entries={}), '"entries" must be a list'),
@@ -104,12 +104,14 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
         (changed(entry__config__stages=KeyError), r"lacks \['stages'\]"),
         (changed(entry__config__stages=5), "stages of the config of entry 0 is 5 and not a whole number from 2 to 4"),
         (changed(entry__config__stages="4"), "stages of the config of entry 0 is '4'"),
-        (changed(entry__config__rows=128), r"\(rows, columns, piece\) of the config of entry 0 is \(128, 256, None\)"),
+        (changed(entry__config__rows=128), r"\(rows, .*\) of the config of entry 0 is \(128, 256, None, False\)"),
+        (changed(entry__config__turns=True), r"\(rows, .*\) of the config of entry 0 is \(64, 256, None, True\)"),
+        (changed(entry__config__turns=0), "turns of the config of entry 0 is 0 and not true or false"),
         (changed(entry__config__columns=10**30), "columns of the config of entry 0 is a huge number"),
         (changed(entry__config__cluster="both"), "cluster of the config of entry 0 is 'both'"),
         (changed(entry__config__cluster={}), "cluster of the config of entry 0 is"),
         (changed(entry__config__in_flight=2), "in_flight of the config"),
-        (changed(entry__config__overlap=1), "overlap of the config of entry 0 is 1 and not a whole number from 0 to 0"),
+        (changed(entry__config__lead=3), "lead of the config of entry 0 is 3 and not a whole number from 0 to 2"),
         (changed(entry__config__row_group=0), "row_group of the config"),
         (changed(entry__microseconds=float("nan")), "microseconds of entry 0 is nan"),
         (changed(entry__microseconds=-1), "microseconds of entry 0 is -1"),
