@@ -213,8 +213,8 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
     for caller in callers(setting):
         before = used_bytes(setting.device)
         order = json.dumps({"caller": caller, "shape": shape, "setting": setting})
-        # Neither may take its memory beforehand, or nothing could be told from the driver's count; and of one GPU, where
-        # JAX's own function for PyTorch leaves results.
+        # Neither may take its memory beforehand, or nothing could be told from the driver's count. One GPU only: JAX's
+        # own function for PyTorch may leave results on another.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
         command = [sys.executable, "-m", "experiments.gpu.bridge", order]

@@ -94,7 +94,7 @@ class Config:
     def staged(self) -> int:
         """Where an epilogue stores: blocks of 64 rows of 128 bytes that a warpgroup may have on their way to memory.
 
-        Four in exchange for a pipeline stage measured slower. Beside a product they are a step or more apart.
+        Four in exchange for a pipeline stage measured slower. Beside the other's product there is time to wait for one.
         """
         return 1 if self.turns else 2
 
