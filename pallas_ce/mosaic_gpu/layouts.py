@@ -52,11 +52,6 @@ def constant_by_row(rows: int, value: float, dtype: Any = jnp.float32) -> jax.Ar
     return plgpu.layout_cast(jnp.full((rows,), value, dtype), _BY_ROW)
 
 
-def constant(shape: tuple[int, ...], value: float) -> jax.Array:
-    """A tile of one value."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
-
-
 def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     """The layout that TMA and wgmma want of matrices in shared memory, for rows of these numbers of elements.
 
