@@ -136,7 +136,8 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> TileStep:
         """See `recomputation`."""
-        configs = self._gradient_configs(head, batch, coefficients, None, plan)
+        hidden = product_kernel.hidden_sum_config(batch.hidden.shape[0], head.spec.hidden_size, processors())
+        configs = self._gradient_configs(head, batch, coefficients, hidden, plan)
         return recomputation.step(head, batch, residual, coefficients, wanted, plan, block, configs)
 
     def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
@@ -213,22 +214,15 @@ class MosaicGpuBackend:
         )
 
     def _gradient_configs(
-        self,
-        head: Head,
-        batch: Batch,
-        coefficients: Coefficients,
-        hidden: Config | None,
-        plan: Plan,
-        *,
-        rare: bool = False,
+        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan, *, rare: bool = False
     ) -> GradientConfigs:
-        """`hidden`: None for a sum; `rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
-        rows, size, axis = batch.hidden.shape[0], head.spec.hidden_size, head.spec.vocab_axis
+        """`rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
         vectors = sum(c is not None for c in entries.without(coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, rows, vectors, plan.columns, rare=rare),
-            self.config or hidden or product_kernel.hidden_sum_config(rows, size, processors()),
-            self.config or product_kernel.weight_config(plan.columns, size, axis, processors()),
+            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
+            self.config or hidden,
+            self.config
+            or product_kernel.weight_config(plan.columns, head.spec.hidden_size, head.spec.vocab_axis, processors()),
         )
 
     def _config(

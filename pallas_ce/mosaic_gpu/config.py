@@ -155,7 +155,7 @@ def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) ->
         kernel: which one.
         vectors: how many statistics or coefficients it keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
-        rare: whether it runs in few calls only: then tiles that compile in half the time, and run a little longer.
+        rare: whether it runs in few calls only: then tiles that compile a third sooner, and run a little longer.
     """
     if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
         return IN_TURNS

@@ -133,9 +133,9 @@ class Multiplier:
 
     def _item(self, index: jax.Array, at: At) -> At:
         config, item = self.config, self.walk.item(index)
-        # Of an item of one tile there is one result, whoever makes it.
-        shared = config.turns and not self.walk.schedule.split
-        result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if shared else item.slot
+        # Each leaves a result of its own, but where items are tiles: a tile's only one is whoever's turn it is.
+        own = config.turns and not self.walk.schedule.split
+        result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if own else item.slot
         place = Place(self.warpgroup, item.row + self.first_row, result, self.walk.column(item.block))
         carry = self.epilogue.start(self.refs, place)
         at, carry = self._tiles(item, place, at, carry)

@@ -83,11 +83,9 @@ def hidden_sum_config(rows: int, hidden_size: int, processors: int) -> Config:
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int, processors: int) -> Config:
     """Tiles of `for_weight` and `put_for_weight`, for so many vocabulary entries."""
-    if vocab_axis == 0:
-        fitting = [c for c in _SUMS if COLUMN_STEP % c.block_rows == 0]
-        return min(fitting, key=lambda c: cost(c, columns, hidden_size, processors))
-    fitting = [c for c in _SUMS if COLUMN_STEP % c.block_columns == 0]
-    return min(fitting, key=lambda c: cost(c, hidden_size, columns, processors))
+    sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
+    fitting = [c for c in _SUMS if COLUMN_STEP % (c.block_rows, c.block_columns)[vocab_axis] == 0]
+    return min(fitting, key=lambda c: cost(c, *sides, processors))
 
 
 def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:

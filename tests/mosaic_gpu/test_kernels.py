@@ -96,9 +96,10 @@ def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) 
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
 
 
-def test_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_rows_that_are_not_live_are_skipped(turns: bool, interpreted: Callable[..., Any]) -> None:
     p = make_problem(512, 64, 192)
-    config = Config(**{**SMALL, "cluster": None})
+    config = Config(**{**SMALL, "cluster": None, "turns": turns})
 
     def lse(head: Any, h: jax.Array, live: jax.Array) -> jax.Array:
         return finalise(forward_kernel.statistics(head, h, LSE, config, live_rows=live), LSE)["lse"]
