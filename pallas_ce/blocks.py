@@ -16,6 +16,9 @@ from pallas_ce.loops import fori_loop
 # Each is compiled by itself, and where there are many rows the host need not be quick.
 _MOST_WITHOUT_LOOP = 8
 
+# Of so few rows each is compared with each: two small kernels, where a prefix sum and a scatter take five.
+_FEW_ROWS = 2048
+
 
 def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -28,6 +31,13 @@ def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: 
 def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
     """`[N, ...]` leaves from `[*leading, ...]` ones."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), tree)
+
+
+def zeroed[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
+    """`[N, ...]` leaves with 0 in rows where `mask [N]` is False."""
+    if mask is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype)), tree)
 
 
 def with_stand_ins[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
@@ -157,14 +167,23 @@ class Rows:
         n = mask.shape[0]
         if n == 0:
             return cls(None, None, None)
-        ids = jnp.arange(n, dtype=jnp.int32)
+        ids, few = jnp.arange(n, dtype=jnp.int32), n <= _FEW_ROWS
+        # Up to each row, itself included, so many count.
+        upto = (
+            jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32) if few else jnp.cumsum(mask, dtype=jnp.int32)
+        )
         # Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
-        place = lax.optimization_barrier(jnp.maximum(jnp.cumsum(mask, dtype=jnp.int32) - 1, 0))
+        upto = lax.optimization_barrier(upto)
+        place, count = jnp.maximum(upto - 1, 0), upto[-1]
         # Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
-        last = jnp.max(jnp.where(mask, ids, 0))
-        target = jnp.where(mask, place, n + ids)
-        order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
-        return cls(order, jnp.sum(mask, dtype=jnp.int32), mask, place)
+        if few:
+            found = mask & (place == jnp.minimum(ids, count - 1)[:, None])
+            order = jnp.sum(jnp.where(found, ids, 0), axis=1)
+        else:
+            last = jnp.max(jnp.where(mask, ids, 0))
+            target = jnp.where(mask, place, n + ids)
+            order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
+        return cls(order, count, mask, place)
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""

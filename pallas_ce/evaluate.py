@@ -1,13 +1,12 @@
 """From a row-wise loss to its sum: the one place where a backward mode is entered."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce import reference
-from pallas_ce.blocks import constant_unless_any, flat_rows, with_stand_ins
+from pallas_ce.blocks import constant_unless_any, flat_rows, with_stand_ins, zeroed
 from pallas_ce.coefficients import saved_statistics
 from pallas_ce.head import Batch, Head, Wanted
 from pallas_ce.modes import in_forward, recompute
@@ -15,7 +14,20 @@ from pallas_ce.modes.differentiation import Known
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.settings import Settings
 
-RowTotal = Callable[[dict[str, jax.Array], Any], jax.Array]
+
+class RowTotal(Protocol):
+    """`(statistics [n], (by_row, shared)) -> [n]`, each row's share of the total.
+
+    Attributes:
+        defined_at_zero: whether its values and derivatives are finite where statistics and inputs by row are 0. It is
+            then given zeros for rows that do not count, else what a row that counts holds.
+    """
+
+    defined_at_zero: ClassVar[bool]
+
+    def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any], /) -> jax.Array:
+        """Each row by itself."""
+        ...
 
 
 def statistics(
@@ -123,6 +135,6 @@ def row_values(
     """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
     by_row, shared = inputs
     mask, read, by_row = flat_rows(leading, (mask, found, by_row))
-    read, by_row = with_stand_ins(mask, (read, by_row))
+    read, by_row = (zeroed if row_total.defined_at_zero else with_stand_ins)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
     return values if mask is None else jnp.where(mask, values, 0)

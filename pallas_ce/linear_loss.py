@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,7 @@ class _RowTotal:
     dtype: Any
     tokens: int
     targets: tuple[int, ...]
+    defined_at_zero: ClassVar[bool] = False
 
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given

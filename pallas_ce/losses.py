@@ -1,7 +1,7 @@
 """Losses as small differentiable functions of row statistics, and the reductions they share."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class CrossEntropy:
     z_loss: bool
     class_weights: bool
     token_weights: bool
+    defined_at_zero: ClassVar[bool] = True
 
     @property
     def names(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import arguments
-from pallas_ce.blocks import flat_rows, with_stand_ins
+from pallas_ce.blocks import flat_rows, zeroed
 from pallas_ce.losses import CrossEntropy, Metrics, safe_inverse
 
 # Makes a sum over the rows that a device has one over all rows that the call is about.
@@ -123,7 +123,7 @@ def call_metrics(
     """Metrics of a call, without gradient, from its statistics `[...]` and what `row_loss` returned."""
     shared = given[1]
     found, by_row, mask, ids = flat_rows(mask.shape, (found, given[0], mask, ids))
-    read, by_row = with_stand_ins(mask, (found, by_row))
+    read, by_row = zeroed(mask, (found, by_row))
     cross_entropy, z_part = loss.parts(read, (by_row, shared))
     count = total(jnp.sum(mask, dtype=jnp.int32))
     wide = cross_entropy.dtype

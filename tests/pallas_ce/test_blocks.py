@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins
+from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins, zeroed
 
 
 @st.composite
@@ -91,6 +91,28 @@ def test_what_is_visited_is_put_back_in_row_order(mask: np.ndarray | None) -> No
 
 def test_no_rows_at_all_are_visited_as_none() -> None:
     assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
+
+
+@hypothesis.given(mask=masks())
+def test_many_rows_are_ordered_as_few_are(mask: np.ndarray | None) -> None:
+    given = None if mask is None else jnp.asarray(mask)
+    few = Rows.counted(given)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pallas_ce.blocks._FEW_ROWS", 0)
+        many = Rows.counted(given)
+    jax.tree.map(np.testing.assert_array_equal, few, many)
+
+
+@hypothesis.given(mask=masks())
+def test_zeros_stand_for_rows_that_do_not_count(mask: np.ndarray | None) -> None:
+    n = 11 if mask is None else len(mask)
+    counts = np.ones(n, bool) if mask is None else mask
+    given = {"x": np.where(counts[:, None], np.arange(2.0 * n).reshape(n, 2), np.nan), "id": np.arange(n)}
+    found = zeroed(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
+    for name, value in given.items():
+        assert found[name].dtype == jnp.asarray(value).dtype
+        want = np.where(counts.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
+        np.testing.assert_array_equal(found[name], want)
 
 
 @hypothesis.given(mask=masks())
