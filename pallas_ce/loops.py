@@ -1,4 +1,4 @@
-"""`fori_loop` that also works where JAX tracks over which mesh axes each value varies.
+"""Loops and choices, as JAX's own but for what its compilers need.
 
 Inside a `shard_map` with `check_vma=True` a loop's carry must not change its type, and zeros that become sums over a
 device's own rows do: they start the same on all devices and differ afterwards.
@@ -11,6 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# XLA has a GPU choose by itself, in a CUDA graph, where at least five launches follow each other, the choice included.
+# Else the host waits for the device to tell. The predicate's own computation is one of them.
+_LAUNCHES_BEFORE_CHOICE = 3
+
+
+def choose[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
+    """`lax.cond`, behind so many launches of a microsecond that a GPU chooses by itself, if no branch has a loop."""
+    for _ in range(_LAUNCHES_BEFORE_CHOICE):
+        # Barriers keep them apart, and from being folded.
+        predicate ^= lax.optimization_barrier(jnp.zeros((), bool))
+        predicate = lax.optimization_barrier(predicate)
+    return lax.cond(predicate, if_true, if_false)
 
 
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:

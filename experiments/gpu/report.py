@@ -73,7 +73,7 @@ def _section(points: dict[str, Any]) -> str:
 
 def _cell(result: dict[str, Any]) -> str:
     if "compile_seconds" in result:
-        return f"{result['compile_seconds']:.2f} s"
+        return f"{result['compile_seconds']:.2f} s, {result['untuned_seconds']:.2f} s without autotuning"
     ratio = f" ({result['ratio']:.3f})" if "ratio" in result else ""
     if "share" in result:
         ratio = f" ({result['share']:.2f} of a copy's rate)"

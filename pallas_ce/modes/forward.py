@@ -4,11 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends import Plan
 from pallas_ce.blocks import RowBlock, Rows, Tiles
 from pallas_ce.head import Batch, Head
+from pallas_ce.loops import choose
 from pallas_ce.operations import by_platform, streamed
 from pallas_ce.settings import Settings
 from pallas_ce.shards import RowArrays, Shards
@@ -73,6 +73,6 @@ def _local_statistics(
     host_is_told = backend.counts_on_device and not Tiles(tokens, smaller.rows).few
     if smaller is whole or (host_is_told and not settings.waits):
         return visit(Rows.counted(rows.mask), smaller)
-    return lax.cond(
+    return choose(
         jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), smaller)
     )

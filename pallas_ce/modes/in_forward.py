@@ -21,7 +21,7 @@ from pallas_ce import coefficients as coef
 from pallas_ce.backends import Residual
 from pallas_ce.blocks import RowBlock, Rows
 from pallas_ce.head import Batch, Head, Wanted
-from pallas_ce.loops import vary_like
+from pallas_ce.loops import choose, vary_like
 from pallas_ce.modes.differentiation import (
     Gradients,
     HeadSums,
@@ -225,7 +225,7 @@ def _local_statistics_and_sums(
     # With a single block the device chooses; with a loop over several the host must be told.
     may_choose = call.settings.waits or plan.rows >= tokens
     if rows.mask is not None and may_choose and backend.gathers_in_vain(spec, plan):
-        found, hidden_sum, sums = lax.cond(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
+        found, hidden_sum, sums = choose(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
     else:
         found, hidden_sum, sums = visit(rows.mask)
     of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))

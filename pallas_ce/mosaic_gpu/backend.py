@@ -197,7 +197,8 @@ class MosaicGpuBackend:
         block: RowBlock,
     ) -> tuple[jax.Array | None, Accumulators]:
         """See `products.products`."""
-        hidden = product_kernel.HIDDEN if plan.splits else dataclasses.replace(product_kernel.HIDDEN, windows=1)
+        rows, spec = batch.hidden.shape[0], head.spec
+        hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, processors(), splits=plan.splits)
         configs = self._gradient_configs(head, batch, coefficients, hidden, plan, rare=True)
         return products.products(
             head,

@@ -26,7 +26,8 @@ from pallas_ce.mosaic_gpu.config import IN_TURNS, Config, Launch, Problem, Sched
 from pallas_ce.mosaic_gpu.operands import LENGTH_MULTIPLE, Part, apart
 from pallas_ce.mosaic_gpu.pipeline import Carry, Place
 
-# XLA's products are faster by 2 to 6 per cent, but skip no rows. For fewer rows than this there is little to skip.
+# XLA's product for hidden is faster by 2 to 6 per cent, but skips no rows. For fewer rows than this there is little to
+# skip, and for so many or fewer XLA's is slower by 4 to 7 per cent.
 LEAST_ROWS = 2048
 
 # Below this width, products are so short that other costs dominate.
@@ -79,6 +80,24 @@ def skips(spec: HeadSpec, block: RowBlock) -> bool:
 def hidden_sum_config(rows: int, hidden_size: int, processors: int) -> Config:
     """Tiles of `add_for_hidden`."""
     return min(_SUMS, key=lambda c: cost(c, rows, hidden_size, processors))
+
+
+def hidden_config(rows: int, hidden_size: int, vocab_size: int, processors: int, *, splits: bool) -> Config:
+    """Tiles of `for_hidden`, in windows of the vocabulary only if it `splits`."""
+    if _few_that_fill(rows, hidden_size, vocab_size):
+        return dataclasses.replace(hidden_sum_config(rows, hidden_size, processors), windows=1)
+    return HIDDEN if splits else dataclasses.replace(HIDDEN, windows=1)
+
+
+def faster_for_hidden(config: Config, rows: int, hidden_size: int, vocab_size: int) -> bool:
+    """Whether `for_hidden` takes less time than XLA's product even if it skips no rows."""
+    windowed = hidden_schedule(config, rows, hidden_size, vocab_size).windows > 1
+    return windowed or _few_that_fill(rows, hidden_size, vocab_size)
+
+
+def _few_that_fill(rows: int, hidden_size: int, vocab_size: int) -> bool:
+    """Whether there are few rows, but enough to fill the chip without windows."""
+    return rows <= LEAST_ROWS and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows == 1
 
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int, processors: int) -> Config:

@@ -262,12 +262,10 @@ def _recompute(
 
 
 def _for_hidden(head: Head, operand: jax.Array, live_rows: jax.Array | None, config: Config) -> jax.Array:
-    """`operand·weight [n, H]`: by XLA, unless rows are skipped or only windows of the vocabulary fill the chip."""
+    """`operand·weight [n, H]`: by XLA, unless rows are skipped or the kernel is faster."""
     spec, rows = head.spec, operand.shape[0]
-    windowed = product_kernel.serves(spec, rows) and (
-        product_kernel.hidden_schedule(config, rows, spec.hidden_size, spec.vocab_size).windows > 1
-    )
-    if live_rows is not None or windowed:
+    faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
+    if live_rows is not None or (faster and product_kernel.serves(spec, rows)):
         weight = operands.weight_of(head)
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, live_rows).sum(axis=0)
     weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)

@@ -119,9 +119,12 @@ def test_compile_seconds_are_those_of_each_program() -> None:
         compiled.append(hidden.shape[0])
         return hidden @ weight.T
 
-    found = timing.compile_seconds((32, 64, 16), {"forward": program, "in_forward": program})
-    assert all(result["compile_seconds"] > 0 for result in found["results"].values())
-    assert len(set(compiled)) == 2
+    found = timing.compile_seconds((64, 64, 16), {"forward": program, "in_forward": program})
+    assert found["first_seconds"] > 0
+    for result in found["results"].values():
+        assert set(result) == {"compile_seconds", "untuned_seconds"}
+        assert min(result.values()) > 0
+    assert len(set(compiled)) == 5
 
 
 def test_a_missing_peer_is_left_out_with_the_way_to_install_it() -> None:

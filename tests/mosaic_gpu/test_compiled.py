@@ -23,9 +23,13 @@ MIB = 2**20
 
 # What the dlogits kernel keeps between tiles where rows are skipped, once for each.
 SKIPPING_BYTES = 32
+
 LOSS = frozenset({"lse", "target_logit"})
 EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
 OPTIONS = ("bias", "scale", "weights", "softcap")
+
+# XLA has a GPU choose by itself only as one of so many launches that follow each other.
+LEAST_LAUNCHES = 5
 
 
 def arguments(n: int, v: int, h: int, axis: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
@@ -172,9 +176,35 @@ def test_the_device_chooses_between_branches_without_loops_and_the_host_is_told_
     """And where it may not, there is no loop whose length only the device knows; a pass chooses at most once."""
     text = compiled_loss(mode, n, v, waits=waits).text
     assert choices_with_loops(text) == ([many_blocks] if waits or not many_blocks else [])
+    assert all(place >= LEAST_LAUNCHES for place in places_of_choices(text))
     if not waits:
         loops = [line for line in text.splitlines() if re.search(r" while\(", line)]
         assert all("known_trip_count" in line for line in loops)
+
+
+def test_the_device_chooses_in_the_smallest_programs() -> None:
+    def statistics(hidden: Any, weight: Any, labels: Any) -> Any:
+        given = {"statistics": ("lse",), "row_mask": labels > 0, "implementation": "mosaic_gpu"}
+        return linear_row_statistics(hidden, weight, None, **given).lse
+
+    given = arguments(4096, 32768, 4096, 0)[:3]
+    for program in (loss_of("auto"), statistics):
+        text = h200.compile_for_h200(program, *given)[0].as_text()
+        assert choices_with_loops(text) == [False]
+        assert all(place >= LEAST_LAUNCHES for place in places_of_choices(text))
+
+
+def places_of_choices(text: str) -> list[int]:
+    """Of each conditional of a compiled program, the how many-eth it is of the launches that follow each other."""
+    found, place = [], 0
+    for kind in re.findall(r"^  (?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", text.split("\nENTRY ")[1], re.MULTILINE):
+        if kind in ("fusion", "custom-call", "copy", "conditional"):
+            place += 1
+        elif kind == "while":
+            place = 0
+        if kind == "conditional":
+            found.append(place)
+    return found
 
 
 def choices_with_loops(text: str) -> list[bool]:

@@ -179,6 +179,23 @@ def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_ax
     assert product_kernel.COLUMN_STEP % (config.block_rows if vocab_axis == 0 else config.block_columns) == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden_size", "splits", "windows", "faster"),
+    [
+        (1024, 4096, True, 1, True),
+        (1024, 1024, True, 4, True),
+        (1024, 1024, False, 1, False),
+        (8192, 4096, True, 1, False),
+    ],
+)
+def test_few_rows_and_windows_take_the_kernel(
+    rows: int, hidden_size: int, splits: bool, windows: int, faster: bool
+) -> None:
+    config = product_kernel.hidden_config(rows, hidden_size, 65536, 132, splits=splits)
+    assert product_kernel.hidden_schedule(config, rows, hidden_size, 65536).windows == windows
+    assert product_kernel.faster_for_hidden(config, rows, hidden_size, 65536) == faster
+
+
 def test_tiles_are_those_that_lose_least_to_their_edges() -> None:
     """Of 4096 x 4096 numbers 22 x 32 tiles that take turns would need six rounds of 132 processors, for 5.3."""
     assert not product_kernel.hidden_sum_config(4096, 4096, 132).turns

@@ -105,6 +105,15 @@ def test_a_model_sized_head(backward: str, vocab_axis: int) -> None:
     assert_as_accurate_as_rounded_dlogits(p, backward)
 
 
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_few_rows_that_fill_the_chip(vocab_axis: int) -> None:
+    """Hidden's product is a kernel's there."""
+    p = make(0, 1024, 4096, 8192, vocab_axis=vocab_axis)
+    p.labels[::3] = -100
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    assert_as_accurate_as_rounded_dlogits(p, "in_forward")
+
+
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("ignored", [0.0, 0.7])
 def test_a_little_padding(backward: str, ignored: float) -> None:
