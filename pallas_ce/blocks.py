@@ -16,7 +16,7 @@ from pallas_ce.loops import fori_loop
 # Each is compiled by itself, and where there are many rows the host need not be quick.
 _MOST_WITHOUT_LOOP = 8
 
-# Of so few rows each is compared with each: two small kernels, where a prefix sum and a scatter take five.
+# Of so few rows a GPU compares each with each: two launches, where a prefix sum and a scatter take five.
 _FEW_ROWS = 2048
 
 
@@ -167,23 +167,11 @@ class Rows:
         n = mask.shape[0]
         if n == 0:
             return cls(None, None, None)
-        ids, few = jnp.arange(n, dtype=jnp.int32), n <= _FEW_ROWS
-        # Up to each row, itself included, so many count.
-        upto = (
-            jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32) if few else jnp.cumsum(mask, dtype=jnp.int32)
-        )
-        # Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
-        upto = lax.optimization_barrier(upto)
-        place, count = jnp.maximum(upto - 1, 0), upto[-1]
-        # Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
-        if few:
-            found = mask & (place == jnp.minimum(ids, count - 1)[:, None])
-            order = jnp.sum(jnp.where(found, ids, 0), axis=1)
+        if n <= _FEW_ROWS:
+            upto, order = lax.platform_dependent(mask, cuda=_compared, default=_scattered)
         else:
-            last = jnp.max(jnp.where(mask, ids, 0))
-            target = jnp.where(mask, place, n + ids)
-            order = jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
-        return cls(order, count, mask, place)
+            upto, order = _scattered(mask)
+        return cls(order, upto[-1], mask, jnp.maximum(upto - 1, 0))
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
         """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""
@@ -200,6 +188,28 @@ class Rows:
     def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
         """The counted ones of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
         return RowBlocks(self, Tiles(total, size), skipped)
+
+
+def _scattered(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included, and `Rows.order`.
+
+    Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
+    """
+    n = mask.shape[0]
+    ids = jnp.arange(n, dtype=jnp.int32)
+    # Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
+    upto = lax.optimization_barrier(jnp.cumsum(mask, dtype=jnp.int32))
+    last = jnp.max(jnp.where(mask, ids, 0))
+    target = jnp.where(mask, upto - 1, n + ids)
+    return upto, jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
+
+
+def _compared(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Likewise, by n² comparisons."""
+    ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
+    upto = lax.optimization_barrier(jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32))
+    found = mask & (upto == jnp.minimum(ids + 1, upto[-1])[:, None])
+    return upto, jnp.sum(jnp.where(found, ids, 0), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_ce import blocks
 from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins, zeroed
 
 
@@ -70,8 +71,8 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
             visits = visits.at[block.take(jnp.arange(n))].add(live)
             return visits, block.put(copy, block.take(x)), trips + 1
 
-        blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
-        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
+        counted = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
+        return counted.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
 
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
@@ -94,13 +95,11 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
 
 
 @hypothesis.given(mask=masks())
-def test_many_rows_are_ordered_as_few_are(mask: np.ndarray | None) -> None:
-    given = None if mask is None else jnp.asarray(mask)
-    few = Rows.counted(given)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pallas_ce.blocks._FEW_ROWS", 0)
-        many = Rows.counted(given)
-    jax.tree.map(np.testing.assert_array_equal, few, many)
+def test_a_gpu_orders_few_rows_as_many(mask: np.ndarray | None) -> None:
+    hypothesis.assume(mask is not None and mask.size)
+    jax.tree.map(
+        np.testing.assert_array_equal, blocks._compared(jnp.asarray(mask)), blocks._scattered(jnp.asarray(mask))
+    )
 
 
 @hypothesis.given(mask=masks())
