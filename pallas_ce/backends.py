@@ -90,12 +90,15 @@ class Backend(Protocol):
         in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         counts_on_device: whether `statistics` skips the rows behind `live_rows` by itself, so that the host need not
             wait for the device to tell how many rows count.
+        few_launches: whether launches are what work on a few thousand numbers costs, as on a GPU, and not its
+            operations: then the order of few rows takes two launches, and n² comparisons.
         narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
     """
 
     name: str
     in_checked_regions: bool
     counts_on_device: bool
+    few_launches: bool
     narrow_stash: bool
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:

@@ -16,7 +16,7 @@ from pallas_ce.loops import fori_loop
 # Each is compiled by itself, and where there are many rows the host need not be quick.
 _MOST_WITHOUT_LOOP = 8
 
-# Of so few rows a GPU compares each with each: two launches, where a prefix sum and a scatter take five.
+# Of so few rows each may be compared with each: two launches, where a prefix sum and a scatter take five.
 _FEW_ROWS = 2048
 
 
@@ -160,17 +160,14 @@ class Rows:
     place: jax.Array | None = None
 
     @classmethod
-    def counted(cls, mask: jax.Array | None) -> "Rows":
-        """From a mask `[N]`; None means that all rows count."""
+    def counted(cls, mask: jax.Array | None, *, few_launches: bool = False) -> "Rows":
+        """From a mask `[N]`; None means that all rows count. `few_launches`: see `Backend`."""
         if mask is None:
             return cls(None, None, None)
         n = mask.shape[0]
         if n == 0:
             return cls(None, None, None)
-        if n <= _FEW_ROWS:
-            upto, order = lax.platform_dependent(mask, cuda=_compared, default=_scattered)
-        else:
-            upto, order = _scattered(mask)
+        upto, order = (_compared if few_launches and n <= _FEW_ROWS else _scattered)(mask)
         return cls(order, upto[-1], mask, jnp.maximum(upto - 1, 0))
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
@@ -209,7 +206,7 @@ def _compared(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
     upto = lax.optimization_barrier(jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32))
     found = mask & (upto == jnp.minimum(ids + 1, upto[-1])[:, None])
-    return upto, jnp.sum(jnp.where(found, ids, 0), axis=1)
+    return upto, jnp.sum(jnp.where(found, ids, 0), axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,9 +70,11 @@ def _local_statistics(
     row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
     parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
     smaller = min(whole, parts, key=lambda plan: plan.rows)
+
+    def some() -> Statistics:
+        return visit(Rows.counted(rows.mask, few_launches=backend.few_launches), smaller)
+
     host_is_told = backend.counts_on_device and not Tiles(tokens, smaller.rows).few
     if smaller is whole or (host_is_told and not settings.waits):
-        return visit(Rows.counted(rows.mask), smaller)
-    return choose(
-        jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), lambda: visit(Rows.counted(rows.mask), smaller)
-    )
+        return some()
+    return choose(jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), some)

@@ -213,7 +213,7 @@ def _local_statistics_and_sums(
     def visit(mask: jax.Array | None) -> Any:
         # A single block is worked on whether a row counts or not, rather than have the host wait to be told.
         skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
-        blocks = Rows.counted(mask).blocks(tokens, plan.rows, skipped=skipped)
+        blocks = Rows.counted(mask, few_launches=backend.few_launches).blocks(tokens, plan.rows, skipped=skipped)
         sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
         # Where every row counts each is written once, and nothing need be there before.
         blank = lax.empty if mask is None else jnp.zeros

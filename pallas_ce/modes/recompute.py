@@ -155,4 +155,5 @@ def _local_gradients(
         products,
         functools.partial(backend.replaced_weight, head, plan),
         skipped=backend.skips_rows(head.spec, plan),
+        few_launches=backend.few_launches,
     )

@@ -31,6 +31,7 @@ def gradient_sums(
     products: Callable[[RowBlock], TileStep],
     replaced_weight: Callable[[np.dtype], jax.Array] | None = None,
     skipped: bool = False,
+    few_launches: bool = False,
 ) -> tuple[jax.Array | None, HeadSums]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
@@ -46,9 +47,10 @@ def gradient_sums(
         replaced_weight: what a whole gradient of the weight starts from, given its dtype, whose every tile's part the
             steps replace; None: zeros.
         skipped: whether the steps skip rows that are not live by themselves; see `RowBlocks.skipped`.
+        few_launches: see `Backend`.
     """
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
-    tiles, counted = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask)
+    tiles, counted = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask, few_launches=few_launches)
     alone = plan.rows >= hidden.shape[0]
     blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=alone or skipped)
     # The rows of a block that is the only one are gathered once, and not for each tile.

@@ -58,6 +58,7 @@ class MosaicGpuBackend:
     name = "mosaic_gpu"
     in_checked_regions = False  # Pallas has no rule for kernels that write in place there
     counts_on_device = True
+    few_launches = True
     narrow_stash = True
     config: Config | None = None
 

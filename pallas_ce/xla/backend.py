@@ -32,6 +32,7 @@ class XlaBackend:
     name = "xla"
     in_checked_regions = True
     counts_on_device = False
+    few_launches = False
     narrow_stash = False
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:

@@ -1,5 +1,6 @@
 """Tiles and row blocks: everything is covered once, whatever the sizes and whichever rows count."""
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import blocks
 from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins, zeroed
 
 
@@ -71,8 +71,8 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
             visits = visits.at[block.take(jnp.arange(n))].add(live)
             return visits, block.put(copy, block.take(x)), trips + 1
 
-        counted = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
-        return counted.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
+        blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
+        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
 
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
@@ -94,12 +94,13 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
     assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @hypothesis.given(mask=masks())
-def test_a_gpu_orders_few_rows_as_many(mask: np.ndarray | None) -> None:
-    hypothesis.assume(mask is not None and mask.size)
-    jax.tree.map(
-        np.testing.assert_array_equal, blocks._compared(jnp.asarray(mask)), blocks._scattered(jnp.asarray(mask))
-    )
+def test_few_launches_give_the_same_order(mask: np.ndarray | None, wide: bool) -> None:
+    with jax.enable_x64(wide):
+        given = None if mask is None else jnp.asarray(mask)
+        few, many = Rows.counted(given, few_launches=True), Rows.counted(given)
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), few, many)
 
 
 @hypothesis.given(mask=masks())
