@@ -39,6 +39,16 @@ def oracle_results(p: Problem) -> Results:
     return oracle.cross_entropy(p.arrays, p.labels, p.options)
 
 
+def float32_floor(p: Problem, loss: float) -> float:
+    """What float32 leaves of a gradient, for `assert_close`.
+
+    Two passes over the logits may add a logit's terms in another order, and a probability near 1 takes over the
+    difference: a unit in the last place of the terms' sum.
+    """
+    terms = np.abs(p.arrays["hidden"]) @ np.abs(p.arrays["weight"]).T
+    return max(5e-7 * max(1.0, abs(loss)), 2.0**-23 * float(terms.max()))
+
+
 def relative_error(got: Any, want: Any) -> float:
     """Frobenius norm of the difference over that of `want`."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)

@@ -13,7 +13,7 @@ import pytest
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics import STATISTICS
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, library_loss, library_results, oracle_results
+from tests.pallas_ce.checks import assert_close, float32_floor, library_loss, library_results, oracle_results
 from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 
@@ -21,7 +21,7 @@ from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, st
 @hypothesis.given(p=problems())
 def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: Any) -> None:
     got, want = library_results(p, implementation, backward), oracle_results(p)
-    assert_close(got, want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
+    assert_close(got, want, 1e-5, floor=float32_floor(p, want[0]))
 
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
@@ -31,7 +31,7 @@ def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, impl
     small = max(12 * n * v // divisor, 4 * v + 12 + 24 * h)
     got = library_results(p, implementation, backward, scratch_bytes=small)
     want = oracle_results(p)
-    assert_close(got, want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
+    assert_close(got, want, 1e-5, floor=float32_floor(p, want[0]))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
