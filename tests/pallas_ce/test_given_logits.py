@@ -13,7 +13,7 @@ import pytest
 
 from pallas_ce import chunked_cross_entropy, cross_entropy, linear_cross_entropy, mean_squared_lse
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.checks import assert_close, float32_floor, relative_error
 from tests.pallas_ce.problems import Problem, make, problems
 
 
@@ -50,7 +50,7 @@ def _ours(p: Problem, cotangent: Any = 1.0, loss: Any = cross_entropy) -> Any:
 @hypothesis.given(p=given_logits())
 def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem) -> None:
     want = _oracle(p)
-    assert_close(_ours(p), want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
+    assert_close(_ours(p), want, 1e-5, floor=float32_floor(want[0]))
 
 
 @hypothesis.settings(max_examples=6)
@@ -58,7 +58,7 @@ def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem) -> None:
 def test_any_chunk_gives_the_same_result(p: Problem, chunk: int) -> None:
     want = _oracle(p)
     got = _ours(p, loss=functools.partial(chunked_cross_entropy, chunk_size=chunk))
-    assert_close(got, want, 1e-5, floor=5e-7 * max(1.0, abs(want[0])))
+    assert_close(got, want, 1e-5, floor=float32_floor(want[0]))
 
 
 @hypothesis.settings(max_examples=7)
