@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel that a pass launches for each block, as `explain` tells it.
+    """A kernel that makes a block's logits, as `explain` tells it.
 
     Attributes:
         kernel: its name, as profilers show it.
@@ -121,10 +121,13 @@ class Backend(Protocol):
         """
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
-        """The kernels that one block of a pass launches for the plain cross entropy; none where XLA does everything.
+        """The kernels that make one block's logits for the plain cross entropy; none where XLA does.
 
-        `options` is how many of bias, scale and soft cap the head has.
+        `options` is how many of bias, scale and soft cap the head has. Gradient products are not told.
         """
+
+    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float | None:
+        """About how long a call with all gradients takes, to compare plans of it; None where that is not known."""
 
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""

@@ -42,9 +42,12 @@ _ALIGNED_COLUMNS = 8
 # Padding is computed for nothing.
 _VOCABULARY_PER_PADDING = 64
 
-# What each pass launches, and the vectors by row of the plain cross entropy: two statistics, or two coefficients.
-_KERNELS: dict[Mode | None, Kernel] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
-_PLAIN_VECTORS = 2
+# What each pass makes logits with, and the vectors by row and bytes that a window leaves, of plain cross entropy.
+_KERNELS: dict[Mode | None, tuple[Kernel, int, int]] = {
+    None: ("forward", 1, 8),
+    "in_forward": ("stash", 2, 8),
+    "recompute": ("dlogits", 1, 0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +105,16 @@ class MosaicGpuBackend:
 
     def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
         """One; those that only run where exponentials do not fit 16 bits are left out."""
-        kernel = _KERNELS[mode]
-        config, source = self._choice(kernel, spec, plan.rows, plan.columns, _PLAIN_VECTORS, options)
-        bytes_per_row = 0 if kernel == "dlogits" else 4 * _PLAIN_VECTORS
+        kernel, vectors, bytes_per_row = _KERNELS[mode]
+        config, source = self._choice(kernel, spec, plan.rows, plan.columns, vectors, options)
         found = schedule(config, plan.rows, plan.columns, bytes_per_row, min(PARTIALS_BYTES, plan.scratch_bytes))
         return (
             Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns, config.cluster_size, found.windows, source),
         )
+
+    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float:
+        """In logits of one product; see `plans`."""
+        return plans.predicted_time(spec, tokens, mode, plan)
 
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """All of the weight where TMA cannot read it; see `operands`."""

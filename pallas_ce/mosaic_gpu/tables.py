@@ -32,6 +32,7 @@ _LARGEST_BYTES = 2**20
 _CONFIG_FIELDS = ("rows", "columns", "piece", "turns", "stages", "cluster", "in_flight", "lead", "row_group")
 _LARGEST_ROW_GROUP = 64
 _LARGEST_SIZE = 2**40
+_LONGEST_MICROSECONDS = 24 * 3600 * 10**6
 
 
 class TableError(ValueError):
@@ -205,8 +206,8 @@ def _whole(what: str, value: Any, least: int, most: int) -> int:
 
 
 def _time(what: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{what} is {_shown(value)} and not a positive number")
+    if type(value) not in (int, float) or not 0 < value <= _LONGEST_MICROSECONDS:
+        raise ValueError(f"{what} is {_shown(value)} and not a positive number, of a day at most")
     return float(value)
 
 

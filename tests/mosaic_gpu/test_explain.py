@@ -1,5 +1,7 @@
 """`explain` of the Hopper kernels: which a call launches, a copy of the weight, memory as the compiler has it."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_ce import Explanation, explain, linear_cross_entropy
+from pallas_ce.mosaic_gpu import gemm
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
+RESULTS = Path(__file__).parents[2] / "experiments/results"
 
 
 def explained(n: int, v: int, h: int, axis: int = 0, **options: Any) -> Explanation:
@@ -48,10 +52,46 @@ def test_auto_recomputes_where_products_over_the_whole_vocabulary_are_slow(v: in
     assert ("no multiple of 8, take twice as long" in str(told)) == (mode == "recompute")
 
 
-def test_options_change_the_tiles() -> None:
-    plain, capped = (explained(4096, 32768, 1024, logit_softcap=cap, logit_scale=2.0) for cap in (None, 30.0))
-    assert plain.launches[0].tile_columns == 256
-    assert capped.launches[0].tile_columns == 128
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}, {"logit_softcap": 30.0, "logit_scale": 2.0}])
+@pytest.mark.parametrize("mode", [None, "in_forward", "recompute"])
+def test_what_is_told_is_what_is_launched(mode: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    n, v, h = 8192, 131072, 1024
+    launched, run = [], gemm.run
+
+    def recorded(name: str, launch: Any, *others: Any) -> Any:
+        config, schedule = launch.config, launch.schedule
+        launched.append((name, config.tile_rows, config.columns, config.cluster_size, schedule.windows))
+        return run(name, launch, *others)
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(
+            hidden, weight, labels, implementation="mosaic_gpu", backward=mode or "auto", **options
+        )
+
+    monkeypatch.setattr(gemm, "run", recorded)
+    shapes = [((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32)]
+    given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    jax.eval_shape(jax.value_and_grad(loss, (0, 1)) if mode else loss, *given)
+    backward = {"backward": mode} if mode else {"differentiate": ()}
+    told = [launch[:-1] for launch in explained(n, v, h, **backward, **options).launches]
+    for kernel in told:
+        assert next(found for found in launched if found[0] == kernel[0]) == kernel
+
+
+def test_the_price_of_less_scratch_is_told() -> None:
+    n, v, h = 16384, 131072, 4096
+    usual = explained(n, v, h, backward="in_forward")
+    half, eighth = (explained(n, v, h, backward="in_forward", scratch_bytes=usual.scratch_bytes // k) for k in (2, 8))
+    assert usual.slowdown == 1.0
+    assert "times as long" not in str(usual)
+    # Of an H200 (`experiments/results/gpu_head_options.json`).
+    results = json.loads((RESULTS / "gpu_head_options.json").read_text())["points"]["options"]["results"]
+    for told, name in ((half, "in_forward half scratch"), (eighth, "in_forward eighth scratch")):
+        measured = results[name]["ms"] / results["in_forward"]["ms"]
+        assert told.slowdown == pytest.approx(measured, rel=0.15)
+    assert f"takes about {eighth.slowdown:.2f} times as long as with the default" in str(eighth)
+    tight = explained(n, v, h, backward="recompute", scratch_bytes=16 * MIB)
+    assert 1.1 < (tight.slowdown or 0) < 2
 
 
 @pytest.mark.parametrize(("h", "v", "axis", "copied"), [(768, 50257, 0, 0), (768, 50257, 1, 2 * 768 * 50257)])
@@ -64,7 +104,7 @@ def test_a_copy_of_the_weight_is_told(h: int, v: int, axis: int, copied: int) ->
 
 def test_xla_launches_no_kernels_and_copies_nothing() -> None:
     told = explain(jnp.zeros((8, 8)), jnp.zeros((16, 8)), implementation="xla")
-    assert (told.launches, told.weight_copy_bytes) == ((), 0)
+    assert (told.launches, told.weight_copy_bytes, told.slowdown) == ((), 0, None)
     assert "kernel " not in str(told)
 
 
