@@ -42,7 +42,7 @@ def _compiled(point: Point, how: Clocked) -> dict[str, Any]:
 
 
 def _timed(point: Point, how: Clocked) -> dict[str, Any]:
-    return timing.measure(point.shape, point.programs(), *how)
+    return timing.measure(point.shape, point.programs(), *how) | point.facts()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from experiments.command_line import positive
 from experiments.gpu import command
+from experiments.gpu.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
 _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
@@ -24,12 +25,6 @@ _MEMORY_SHAPES = ((8192, 131072, 4096),)
 _GIVEN_SHAPES = ((8192, 131072, 0), (16384, 32768, 0))
 _MODES = ("in_forward", "recompute")
 _DRY_DIVISOR = 64
-
-# What is asked of the bridge: microseconds beyond the native call, and ratios to it.
-HOST_US = {"forward": 150, "forward+backward": 300}
-DEVICE_RATIO, MEMORY_RATIO = 1.02, 1.05
-# Of the copy's bandwidth.
-GIVEN_SHARE = 0.8
 
 
 class Point(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,13 @@ class Point(NamedTuple):
         name: its key in the result file.
         shape: N, V, H.
         programs: by name; those whose name begins with "forward" are compared with one product, others with three.
+        facts: what else its record holds.
     """
 
     name: str
     shape: tuple[int, int, int]
     programs: Callable[[], dict[str, Program]]
+    facts: Callable[[], dict[str, Any]] = dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,14 @@ def windowed(windows: int | None) -> Program:
     return run
 
 
+def chosen_windows(setting: Setting) -> dict[str, int]:
+    """How many windows the forward chooses, which are in the sweep, too."""
+    n, v, h = setting.shape(_WINDOWS_SHAPE)
+    arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
+    (launch,) = explain(*arrays, implementation=checked(setting.implementation), differentiate=()).launches
+    return {"chosen_windows": launch.windows}
+
+
 def window_sweep(setting: Setting) -> dict[str, Program]:
     """The forward with given numbers of windows, and with the chosen one."""
     if checked(setting.implementation) != "mosaic_gpu":
@@ -122,7 +132,9 @@ def window_sweep(setting: Setting) -> dict[str, Program]:
 
 def sections(setting: Setting) -> dict[str, list[Point]]:
     """All points by section; a section that the implementation cannot serve is empty."""
-    sweep = Point("windows", setting.shape(_WINDOWS_SHAPE), lambda: window_sweep(setting))
+    sweep = Point(
+        "windows", setting.shape(_WINDOWS_SHAPE), lambda: window_sweep(setting), lambda: chosen_windows(setting)
+    )
     return {
         "grid": [Point(f"{n}x{v}", setting.shape((n, v, h)), lambda: standard(setting)) for n, v, h in GRID],
         "heads": [Point(model, setting.shape(shape), lambda: standard(setting)) for model, shape in HEADS.items()],

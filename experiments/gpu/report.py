@@ -10,6 +10,8 @@ from experiments.gpu.results import read
 
 SECTIONS = ("grid", "heads", "options", "windows", "compile")
 LOSSES = ("log_probs", "top_k", "given")
+TORCH = "torch_gpu"
+_TITLES = {TORCH: "PyTorch"}
 _PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
 
 
@@ -17,7 +19,7 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
     """The documents found in the folder, by section; those of further losses and of peers among them."""
     files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
     files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
-    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))}
+    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))} | {TORCH: folder / f"{TORCH}.json"}
     return {name: read(path) for name, path in files.items() if path.exists()}
 
 
@@ -29,9 +31,10 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     peers = [points for name, points in sections.items() if name.startswith("peers")]
     if "grid" in sections and peers:
         won, counted = summary.wins(sections["grid"], *peers)
-        parts.append(f"in_forward is the fastest of all that were measured at {won} of {counted} points.")
+        parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
-        parts += [f"## {name.replace('_', ' ').capitalize()}", _machine(document), _section(document["points"])]
+        shown = _torch(document["points"]) if name == TORCH else _section(document["points"])
+        parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", _machine(document), shown]
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
     if steps:
@@ -69,6 +72,19 @@ def _section(points: dict[str, Any]) -> str:
         for point_name, point in points.items()
     ]
     return table(["point", "N", "V", "H", *names], rows)
+
+
+def _torch(points: dict[str, Any]) -> str:
+    """A row a point: what it comes to, and each caller's microseconds, milliseconds, MiB or share of a copy's rate."""
+    rows = []
+    for name, point in points.items():
+        callers = ", ".join(
+            f"{caller} " + ", ".join(f"{number:.4g} {unit}" for unit, number in result.items() if unit != "samples")
+            for caller, result in point["results"].items()
+        )
+        beyond = "; ".join(f"{call} {us:.0f} us beyond JAX's" for call, us in point.get("overhead_us", {}).items())
+        rows.append([name, f"{point['ratio']:.3f} of JAX's" if "ratio" in point else beyond, callers])
+    return table(["point", "bridge", "callers"], rows)
 
 
 def _cell(result: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Figures of merit from result files: ratios over a section, temporary memory, each target with what was reached."""
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,22 +34,28 @@ def scratch_mib(point: Mapping[str, Any], program: str) -> float:
 
 
 def wins(grid: Points, *peers: Points) -> tuple[int, int]:
-    """At how many points in_forward is faster than every other program measured there, and at how many it was measured.
+    """At how many points in_forward is faster than every other program, and at how many all were measured.
 
-    Peers of other processes are compared through their ratios to the bare products of their process.
+    Peers of other processes are compared through their ratios to the bare products of their process. Those that cannot
+    run at a point are left out there.
     """
     won = counted = 0
     for name, point in grid.items():
-        if IN_FORWARD not in point["results"]:
+        if IN_FORWARD not in point["results"] or not all(name in points for points in peers):
             continue
         others = [point["results"][CANONICAL]["ratio"]] if CANONICAL in point["results"] else []
         for points in peers:
-            for other, result in points.get(name, {"results": {}})["results"].items():
+            for other, result in points[name]["results"].items():
                 if "ratio" in result and not other.startswith(FORWARD):
                     others.append(result["ratio"])
         counted += 1
         won += all(point["results"][IN_FORWARD]["ratio"] < other for other in others)
     return won, counted
+
+
+# What is asked of the bridge to PyTorch: microseconds beyond JAX's own call, ratios to it, a share of a copy's rate.
+HOST_US = {"forward": 150, "forward+backward": 300}
+DEVICE_RATIO, MEMORY_RATIO, GIVEN_SHARE = 1.02, 1.05, 0.8
 
 
 class Target(NamedTuple):
@@ -105,9 +112,12 @@ def _heads(sections: Sections) -> float | None:
 
 
 def _windows(sections: Sections) -> float | None:
+    """The chosen number's time by the best; in the sweep it is the same program once more, and all samples count."""
     for point in sections.get("windows", {}).values():
-        swept = [r["ms"] for name, r in point["results"].items() if name.endswith(" windows")]
-        return float(point["results"][FORWARD]["ms"]) / min(swept) if swept else None
+        results, again = point["results"], f"forward {point['chosen_windows']} windows"
+        chosen = statistics.median(results[FORWARD]["samples"] + results.get(again, {"samples": []})["samples"])
+        swept = [r["ms"] for name, r in results.items() if name.endswith(" windows") and name != again]
+        return chosen / min(chosen, *swept)
     return None
 
 
@@ -130,6 +140,22 @@ def _compile(number: str) -> Callable[[Sections], float | None]:
         return None
 
     return found
+
+
+def _torch(
+    kind: str, of: Callable[[list[float]], float], number: Callable[[Any], float]
+) -> Callable[[Sections], float | None]:
+    """A number of PyTorch's points of that kind."""
+
+    def found(sections: Sections) -> float | None:
+        numbers = [number(p) for name, p in sections.get("torch_gpu", {}).items() if name.split()[0] == kind]
+        return of(numbers) if numbers else None
+
+    return found
+
+
+def _overhead(call: str) -> Callable[[Any], float]:
+    return lambda point: float(point["overhead_us"][call])
 
 
 def _everywhere(point: Mapping[str, Any]) -> bool:
@@ -171,4 +197,20 @@ TARGETS = (
         at_least=True,
     ),
     Target("the same of logits that are kept", 0.80, _at("given", "kept mosaic_gpu", "share"), at_least=True),
+    *(
+        Target(f"PyTorch, host us of {call} beyond JAX's, worst", bound, _torch("host", max, _overhead(call)))
+        for call, bound in HOST_US.items()
+    ),
+    Target("PyTorch, time on the GPU / JAX's, worst", DEVICE_RATIO, _torch("device", max, lambda p: p["ratio"])),
+    Target(
+        "PyTorch, memory by the driver's count / JAX's, worst",
+        MEMORY_RATIO,
+        _torch("memory", max, lambda p: p["ratio"]),
+    ),
+    Target(
+        "PyTorch, loss and gradient in the logits' memory, share of a copy's rate, worst",
+        GIVEN_SHARE,
+        _torch("given", min, lambda p: p["results"]["in place"]["share"]),
+        at_least=True,
+    ),
 )

@@ -124,19 +124,40 @@ def test_quotients_are_of_times_at_one_point() -> None:
     found = {target.what: target.found({"options": {"options": point}}) for target in summary.TARGETS}
     assert found["in_forward, a quarter of the rows / all"] == pytest.approx(0.3)
     assert found["in_forward, half the scratch / default"] == pytest.approx(1.05)
-    sweep = {"forward": 1.02, "forward 8 windows": 1.0, "forward 33 windows": 1.1}
-    found = {t.what: t.found({"windows": {"windows": record(1, 2, **sweep)}}) for t in summary.TARGETS}
-    assert found["chosen windows / best of the sweep"] == pytest.approx(1.02)
+    sweep = {"forward": 0.9, "forward 8 windows": 1.0, "forward 33 windows": 1.14}
+    point = record(1, 2, **sweep) | {"chosen_windows": 33}
+    for name, samples in (("forward", [0.9, 1.3]), ("forward 33 windows", [1.14])):
+        point["results"][name]["samples"] = samples
+    found = {t.what: t.found({"windows": {"windows": point}}) for t in summary.TARGETS}
+    assert found["chosen windows / best of the sweep"] == pytest.approx(1.14)
 
 
-def test_a_win_is_over_stored_logits_and_every_peer_at_the_same_point() -> None:
+def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:
+    points = {
+        "host a": {"overhead_us": {"forward": 100, "forward+backward": 350}},
+        "host b": {"overhead_us": {"forward": 120, "forward+backward": 310}},
+        "device a": {"ratio": 1.01},
+        "memory a": {"ratio": 0.9},
+        "given a": {"results": {"in place": {"share": 0.7}}},
+        "given b": {"results": {"in place": {"share": 0.9}}},
+    }
+    found = {t.what: t.found({"torch_gpu": points}) for t in summary.TARGETS if t.what.startswith("PyTorch")}
+    assert list(found.values()) == [120, 350, 1.01, 0.9, 0.7]
+
+
+def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() -> None:
     points = sections()["grid"]
-    assert summary.wins(points, {}) == (1, 2)
-    assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 1.2}}}}) == (1, 2)
-    assert summary.wins(points, {"1024x32768": {"results": {"quack": {"ratio": 0.99}}}}) == (0, 2)
-    assert summary.wins(points, {"1024x32768": {"results": {"forward quack": {"ratio": 0.5}}}}) == (1, 2)
-    others = {"1024x32768": {"results": {"Liger": {"ratio": 1.2}}}}
-    assert summary.wins(points, others, {"1024x32768": {"results": {"quack": {"ratio": 0.99}}}}) == (0, 2)
+
+    def peer(name: str, ratio: float, *, everywhere: bool = True) -> dict[str, Any]:
+        return {at: {"results": {name: {"ratio": ratio}}} for at in (points if everywhere else ["1024x32768"])}
+
+    assert summary.wins(points) == (1, 2)
+    assert summary.wins(points, peer("quack", 1.2)) == (1, 2)
+    assert summary.wins(points, peer("quack", 0.99)) == (0, 2)
+    assert summary.wins(points, peer("forward quack", 0.5)) == (1, 2)
+    assert summary.wins(points, peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
+    assert summary.wins(points, peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
+    assert summary.wins(points, {}) == (0, 0)
 
 
 def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp_path: Path) -> None:
@@ -161,7 +182,7 @@ def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_pat
     text = written[0].read_text()
     assert "| in_forward / three products, worst point | ≤ 1.06 | 1.1 | no |" in text
     assert "| seconds to compile a call, worst | ≤ 3 | not measured |  |" in text
-    assert "the fastest of all that were measured at 1 of 2 points" in text
+    assert "the fastest at 1 of the 1 points where all were measured" in text
     assert "device NVIDIA H200, jax 0.11.2, date 2026-11-20" in text
     assert "Left out: Liger: liger_kernel is not installed" in text
     assert "3.000 ms (1.000), 100 MiB" in text
