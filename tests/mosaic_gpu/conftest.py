@@ -15,7 +15,10 @@ import pytest
 from jax._src import callback as jax_callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+import pallas_ce.mosaic_gpu
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
+from pallas_ce.mosaic_gpu.config import Config
 
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 _copy = threading.local()
@@ -91,6 +94,13 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
     yield interpreter
     said = "".join(capfd.readouterr())
     assert RACE not in said, said[:2000]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend with tiles that suit the interpreter."""
+    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, processors=4))
+    monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,18 +16,13 @@ from pallas_ce.blocks import Rows
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes import forward
 from pallas_ce.mosaic_gpu import plans
-from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
-from pallas_ce.mosaic_gpu.config import Config
 from pallas_ce.shards import Shards
 
 MODES = ["recompute", "in_forward"]
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.2e-3}
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, processors=4))
-    monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def arrays(n: int, h: int, v: int, axis: int = 0, dtype: Any = jnp.bfloat16, **more: Any) -> dict[str, jax.Array]:

@@ -1,0 +1,194 @@
+"""Every kind of call on 16-bit operands, by each implementation: reductions, transformations, frozen and ignored parts.
+
+Each is compared with the reference, which gets the same numbers in float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import explain, linear_cross_entropy
+from tests.pallas_ce.checks import relative_error
+
+# bfloat16's: rounded dlogits, and a rounded gradient.
+TOLERANCE = 8e-3
+
+N, H, V = 144, 64, 1000
+
+IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+
+Loss = Callable[..., Any]
+
+
+def operands(n: int = N, h: int = H, v: int = V, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    hidden = jax.random.normal(keys[0], (n, h), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (v, h), jnp.bfloat16) * jnp.asarray(0.3, jnp.bfloat16)
+    labels = jnp.where(jax.random.bernoulli(keys[3], 0.2, (n,)), -100, jax.random.randint(keys[2], (n,), 0, v))
+    return hidden, weight, labels
+
+
+def of_each_row(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return jnp.sum(jnp.cos(jnp.arange(N)) * loss(hidden, weight, labels, reduction="none"))
+
+
+def summed(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden, weight, labels, reduction="sum")
+
+
+def with_metrics(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    value, metrics = loss(hidden, weight, labels, return_metrics=True, z_loss=1e-3)
+    return value + 0 * sum(map(jnp.sum, jax.tree.leaves(metrics)))
+
+
+def mapped(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return jnp.sum(jax.vmap(lambda h, t: loss(h, weight, t))(hidden.reshape(2, -1, H), labels.reshape(2, -1)))
+
+
+def scanned(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    def step(total: Any, part: Any) -> Any:
+        return total + loss(part[0], weight, part[1]), None
+
+    return jax.lax.scan(step, jnp.float32(0), (hidden.reshape(3, -1, H), labels.reshape(3, -1)))[0]
+
+
+def rematerialised(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return jax.checkpoint(lambda h, w: loss(h, w, labels))(hidden, weight)
+
+
+def in_little_scratch(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden, weight, labels, scratch_bytes=2**18)
+
+
+def labels_out_of_range(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden, weight, labels.at[:20].set(V).at[20:30].set(-3))
+
+
+def ignored_class(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden, weight, labels.at[::4].set(7), ignore_index=7)
+
+
+def nothing_counts(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden, weight, jnp.full_like(labels, -100))
+
+
+def no_tokens(loss: Loss, hidden: Any, weight: Any, labels: Any) -> Any:
+    return loss(hidden[:0], weight, labels[:0])
+
+
+CALLS = (
+    summed, with_metrics, mapped, scanned, rematerialised, in_little_scratch, labels_out_of_range, ignored_class,
+    nothing_counts, no_tokens,
+)  # fmt: skip
+
+
+def implemented(implementation: str, backward: str, **options: Any) -> Loss:
+    def loss(*given: Any, **others: Any) -> Any:
+        chosen: Any = {"implementation": implementation, "backward": backward, **options, **others}
+        if implementation == "reference":
+            chosen["scratch_bytes"] = None
+        return linear_cross_entropy(*given, **chosen)
+
+    return loss
+
+
+def check(
+    call: Any,
+    implementation: str,
+    backward: str,
+    differentiated: tuple[int, ...] = (0, 1),
+    compiled: Callable[..., Any] = jax.jit,
+) -> None:
+    """Value and gradients of `call` with respect to the operands at these places; `compiled` makes it a program."""
+    hidden, weight, labels = operands()
+
+    def differentiable(loss: Loss) -> Any:
+        return jax.value_and_grad(lambda *given: call(loss, *given, labels), differentiated)
+
+    wide = (hidden.astype(jnp.float32), weight.astype(jnp.float32))
+    want, wanted = differentiable(implemented("reference", "auto"))(*wide)
+    got, gradients = compiled(differentiable(implemented(implementation, backward)))(hidden, weight)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    for place, gradient, exact in zip(differentiated, gradients, wanted, strict=True):
+        assert gradient.dtype == (hidden, weight)[place].dtype
+        if not np.any(exact):
+            assert not np.any(np.asarray(gradient))
+        else:
+            assert relative_error(gradient, np.asarray(exact, np.float64)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_each_call(call: Any, backward: str, implementation: str) -> None:
+    check(call, implementation, backward)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_loss_for_each_row(implementation: str) -> None:
+    check(of_each_row, implementation, "recompute")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("differentiated", [(0,), (1,)], ids=["frozen weight", "frozen hidden"])
+def test_what_is_frozen(differentiated: tuple[int, ...], backward: str, implementation: str) -> None:
+    check(summed, implementation, backward, differentiated)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_float32_weight_has_a_float32_gradient(backward: str, implementation: str) -> None:
+    hidden, weight, labels = operands()
+    master = weight.astype(jnp.float32)
+    loss = implemented(implementation, backward, dtype=jnp.bfloat16)
+    got = jax.jit(jax.grad(lambda w: loss(hidden, w, labels)))(master)
+    want = jax.grad(lambda w: implemented("reference", "auto")(hidden.astype(jnp.float32), w, labels))(master)
+    assert got.dtype == jnp.float32
+    assert relative_error(got, np.asarray(want, np.float64)) <= TOLERANCE
+
+
+LARGE = pytest.param("mosaic_gpu", 1, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 1024), LARGE])
+def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, divisor: int) -> None:
+    """What lies behind the 2³¹st decides: the last classes have the largest logits, and are the labels."""
+    n, h, v = 64, 4096, 2**20 // divisor
+    hidden = jnp.ones((n, h), jnp.bfloat16)
+    row = jnp.arange(v, dtype=jnp.float32) / v
+    weight = jnp.broadcast_to((row / 256).astype(jnp.bfloat16)[:, None], (v, h))
+    assert divisor > 1 or v * h > 2**31
+    labels = v - 1 - jnp.arange(n)
+    loss = implemented(implementation, "recompute")
+    got, gradient = jax.jit(jax.value_and_grad(lambda w: loss(hidden, w, labels)))(weight)
+    logits = np.asarray(weight[:, 0], np.float64) * h
+    shift = logits.max()
+    exponentials = np.exp(logits - shift)
+    np.testing.assert_allclose(got, np.log(exponentials.sum()) + shift - logits[np.asarray(labels)].mean(), rtol=2e-5)
+    want = exponentials / exponentials.sum()
+    want[np.asarray(labels)] -= 1 / n
+    for part in (gradient[:, 0], gradient[:, -1]):
+        assert relative_error(part, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 512), LARGE])
+def test_a_block_of_more_logits_than_31_bits_count(implementation: str, divisor: int) -> None:
+    """In one block of rows, whose exponentials are stored: the last row and the last class are like the first."""
+    n, h, v = 8448 // (8 if divisor > 1 else 1), 64, 2**18 // divisor
+    assert divisor > 1 or n * v > 2**31
+    few, weight, labels = operands(33, h, v)
+    hidden, labels = jnp.tile(few, (n // 33, 1)), jnp.tile(labels, n // 33)
+    loss = implemented(implementation, "in_forward", scratch_bytes=2**33)
+    assert implementation == "xla" or explain(hidden, weight, scratch_bytes=2**33, backward="in_forward").rows == n
+    got, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight, labels)
+    wide = (few.astype(jnp.float32), weight.astype(jnp.float32), labels[:33])
+    want, wanted = jax.value_and_grad(implemented("reference", "auto"), argnums=(0, 1))(*wide)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+    for part in (gradients[0][:33], gradients[0][-33:]):
+        assert relative_error(part * (n // 33), np.asarray(wanted[0], np.float64)) <= TOLERANCE
+    assert relative_error(gradients[1], np.asarray(wanted[1], np.float64)) <= TOLERANCE
