@@ -66,6 +66,19 @@ def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., An
     check(interpreted, loss, arrays(70, 64, 208, axis), mode, TOLERANCE[jnp.bfloat16])
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_single_class_has_neither_loss_nor_gradient(mode: Any, axis: int, interpreted: Callable[..., Any]) -> None:
+    given, labels = arrays(40, 64, 1, axis), labels_of(40, 1)
+
+    def loss(given: dict[str, jax.Array]) -> jax.Array:
+        return linear_cross_entropy(**given, labels=labels, vocab_axis=axis, implementation="mosaic_gpu", backward=mode)
+
+    value, gradients = interpreted(jax.value_and_grad(loss))(given)
+    assert abs(value) <= 1e-6
+    assert all(np.max(np.abs(np.asarray(g, np.float32))) <= 1e-6 for g in gradients.values())
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("blocks", "ignored"), [(1, 0.0), (3, -1), (3, 0.0), (3, 0.6), (3, 1.0)])

@@ -31,7 +31,7 @@ def drawn(seed: int) -> tuple[Problem, str]:
     n, h, v = (int(np.exp(rng.uniform(0, np.log(top)))) for top in (1500, 300, 6000))
     v = max(v, 2)  # the gradient of a single class is 0, and float32's rounding all that there is
     if rng.random() < 0.15:
-        h += 448  # products long enough for the epilogue of the tile before to work beside them
+        h += 448  # products long enough for one warpgroup's epilogue to lie beside the other's product
     if rng.random() < 0.4:
         h = 8 * -(-h // 8)  # rows of 16 bytes: no copy of the weight
     p = make(seed, n, h, v, scale=float(rng.choice([0.05, 1.0, 6.0])), vocab_axis=int(rng.integers(2)))
