@@ -154,15 +154,12 @@ def _logit_transform(config: Any) -> dict[str, Any]:
 
 def _compare(model: Any, patch: _Patch) -> None:
     """Raises ValueError unless the head, with the transform found, gives the model's own logits."""
-    head = model.get_output_embeddings()
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     modes = [(module, module.training) for module in model.modules()]
-    tokens = torch.arange(4, device=head.weight.device)[None] % head.weight.shape[0]
     try:
         with torch.no_grad():
             model.eval()
-            want = model(input_ids=tokens).logits.float()
-            got = nn.functional.linear(_backbone(model)(input_ids=tokens).last_hidden_state, head.weight, head.bias)
+            difference = _difference_of_logits(model, patch)
     except Exception as error:
         raise ValueError(
             f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
@@ -171,15 +168,30 @@ def _compare(model: Any, patch: _Patch) -> None:
     finally:
         for module, training in modes:
             module.training = training
-    got = got.float() * patch.options.get("logit_scale", 1.0)
+    if difference is not None:
+        raise ValueError(f"{kind} is not known, and {difference}. Use LinearCrossEntropyLoss in its forward")
+
+
+def _difference_of_logits(model: Any, patch: _Patch) -> str | None:
+    """How the model's own logits of four tokens differ from those of the patch's loss; None where they do not."""
+    head, tokens = model.get_output_embeddings(), _four_tokens(model)
+    want = model(input_ids=tokens).logits.float()
+    got = nn.functional.linear(_backbone(model)(input_ids=tokens).last_hidden_state, head.weight, head.bias).float()
+    got = got * patch.options.get("logit_scale", 1.0)
     if (cap := patch.options.get("logit_softcap")) is not None:
         got = cap * torch.tanh(got / cap)
     difference = float((got - want).abs().max())
-    if not difference <= 1e-2 * float(want.abs().max()):
-        raise ValueError(
-            f"{kind} is not known, and its logits differ by {difference:.2g} from its head applied to the backbone's "
-            "last hidden states: it does something between or after them. Use LinearCrossEntropyLoss in its forward"
-        )
+    if difference <= 1e-2 * float(want.abs().max()):
+        return None
+    return (
+        f"its logits differ by {difference:.2g} from its head applied to the backbone's last hidden states: it does "
+        "something between or after them"
+    )
+
+
+def _four_tokens(model: Any) -> Tensor:
+    weight = model.get_output_embeddings().weight
+    return torch.arange(4, device=weight.device)[None] % weight.shape[0]
 
 
 def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -250,6 +250,11 @@ def with_other_head():
     return model
 
 
+def on_meta():
+    with torch.device("meta"):
+        return make("olmo2")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -258,6 +263,7 @@ def with_other_head():
         (scaled, "logits differ"),
         (routed, "output_router_logits"),
         (with_other_head, "Sequential"),
+        (on_meta, "after its weights are loaded"),
     ],
 )
 def test_models_that_cannot_be_patched_are_refused_with_the_reason(model, message):
