@@ -64,8 +64,9 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
     Raises:
         TypeError: no such model, no such head, or an unknown option.
         ValueError: a model that is patched already, that adds other losses, has forward hooks on its head or a
-            loss_function of its own (a call raises it where these come later), or whose logits are not what its head
-            makes of the backbone's hidden states.
+            loss_function of its own (a call raises it where these come later), whose logits are not what its head
+            makes of the backbone's hidden states, or whose own loss of labels is another, as where it does not shift
+            them (BART, XLNet).
 
     Example:
         >>> import torch
@@ -153,13 +154,13 @@ def _logit_transform(config: Any) -> dict[str, Any]:
 
 
 def _compare(model: Any, patch: _Patch) -> None:
-    """Raises ValueError unless the head, with the transform found, gives the model's own logits."""
+    """Raises ValueError unless the head, with the transform found, gives the model's own logits and loss."""
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
             model.eval()
-            difference = _difference_of_logits(model, patch)
+            difference = _difference_of_logits(model, patch) or _difference_of_losses(model, patch)
     except Exception as error:
         raise ValueError(
             f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
@@ -187,6 +188,42 @@ def _difference_of_logits(model: Any, patch: _Patch) -> str | None:
         f"its logits differ by {difference:.2g} from its head applied to the backbone's last hidden states: it does "
         "something between or after them"
     )
+
+
+def _difference_of_losses(model: Any, patch: _Patch) -> str | None:
+    """How the model's own loss of its logits differs from the one that the patch computes; None where it does not."""
+    tokens = _four_tokens(model)
+    labels = _telling_labels(model(input_ids=tokens).logits.float())
+    for items in (None, 7) if _takes_num_items(model, patch) else (None,):
+        further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
+        out = model(input_ids=tokens, labels=labels, **further)
+        total = nn.functional.cross_entropy(out.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
+        got, want = float(total) / (items or 2), float(out.loss)
+        tolerance = 1e-4 if out.loss.dtype.itemsize > 2 else 1e-2
+        if not abs(got - want) <= tolerance * max(1.0, abs(want)):
+            return (
+                f"its own loss of four labels is {want:.4g} with num_items_in_batch={items}, where theirs shifted by "
+                f"one, {_IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
+            )
+    return None
+
+
+def _telling_labels(logits: Tensor) -> Tensor:
+    """Labels `[1, 4]` of logits `[1, 4, V]`, one ignored: likely after the token before, unlikely after the token.
+
+    So that even an untrained model, to which all tokens are about as likely, has another loss without the shift.
+    """
+    log_probs = logits.log_softmax(-1)
+    before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
+    labels = (before - log_probs).argmax(-1)
+    labels[:, 2] = _IGNORED
+    return labels
+
+
+def _takes_num_items(model: Any, patch: _Patch) -> bool:
+    """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
+    kinds = [parameter.kind for parameter in patch.signature.parameters.values()]
+    return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))
 
 
 def _four_tokens(model: Any) -> Tensor:

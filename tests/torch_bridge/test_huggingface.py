@@ -250,6 +250,24 @@ def with_other_head():
     return model
 
 
+def without_shift():
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 1), ("ffn_dim", 32)]}
+    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
+                           is_decoder=True, max_position_embeddings=64, **sizes)  # fmt: skip
+    return hf.BartForCausalLM(config)
+
+
+class MeanForCausalLM(hf.LlamaForCausalLM):
+    """A model whose loss is the mean, whatever `num_items_in_batch` says."""
+
+    def forward(self, *args, num_items_in_batch=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def without_num_items():
+    return MeanForCausalLM(hf.LlamaConfig(**SIZES))
+
+
 def on_meta():
     with torch.device("meta"):
         return make("olmo2")
@@ -263,6 +281,8 @@ def on_meta():
         (scaled, "logits differ"),
         (routed, "output_router_logits"),
         (with_other_head, "Sequential"),
+        (without_shift, "own loss of four labels"),
+        (without_num_items, "own loss of four labels .* num_items_in_batch=7"),
         (on_meta, "after its weights are loaded"),
     ],
 )
