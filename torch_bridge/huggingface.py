@@ -17,9 +17,21 @@ from torch import Tensor, nn
 
 from torch_bridge.functions import linear_cross_entropy
 
-# Heads that are known to be an nn.Linear on the backbone's last hidden states, with at most the soft cap or scale that
-# their configuration states. Others are compared with their own forward before they are patched.
-_KNOWN = {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"}
+# Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
+# that a configuration may state. Others are compared with their own forward before they are patched.
+_CAPPED = {"logit_softcap"}
+_KNOWN: dict[str, set[str]] = {
+    "gemma": set(),
+    "gemma2": _CAPPED,
+    "gemma3_text": _CAPPED,
+    "gpt2": set(),
+    "llama": set(),
+    "mistral": set(),
+    "phi": set(),
+    "phi3": set(),
+    "qwen2": set(),
+    "qwen3": set(),
+}
 
 _OPTIONS = {"label_smoothing", "z_loss", "backward", "implementation", "scratch_bytes"}
 
@@ -54,8 +66,8 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
 
     Args:
         model: a `…ForCausalLM` or `…LMHeadModel` of transformers whose head is an `nn.Linear` after the backbone:
-            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral, Phi, GPT-2 and others. Models that are not
-            known are run once on four tokens, to compare.
+            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
+            compare; so are those whose configuration states a soft cap or scale that they do not use.
         options: `label_smoothing`, `z_loss`, `backward`, `implementation`, `scratch_bytes` of `linear_cross_entropy`.
 
     Returns:
@@ -84,8 +96,11 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
         raise TypeError(f"unknown options {unknown}; choose from {sorted(_OPTIONS)}")
     _check_model(model)
     original = type(model).forward
-    patch = _Patch(original, inspect.signature(original), options | _logit_transform(model.config))
-    if model.config.model_type not in _KNOWN or not type(model).__module__.startswith("transformers."):
+    stated = _logit_transform(model.config)
+    known = _KNOWN.get(model.config.model_type) if type(model).__module__.startswith("transformers.") else None
+    used = stated if known is None else {name: x for name, x in stated.items() if name in known}
+    patch = _Patch(original, inspect.signature(original), options | used)
+    if known is None or used != stated:
         _compare(model, patch)
 
     @functools.wraps(original)  # Trainer reads the signature

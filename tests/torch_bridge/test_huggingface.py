@@ -97,6 +97,15 @@ def test_a_training_step_has_the_same_loss_and_gradients_without_logits(name, it
         assert relative(got_gradients[key], gradient) < 1e-5, key
 
 
+@pytest.mark.parametrize("unused", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_what_a_configuration_states_and_its_model_does_not_use_is_not_applied(unused):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **{unused: 0.5})).train()
+    _, want = step(model)
+    _, got = step(patch_causal_lm(model))
+    assert relative(got["lm_head.weight"], want["lm_head.weight"]) < 1e-5
+
+
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_in_bfloat16_a_step_is_as_accurate_as_torchs_own(backward):
     exact_model = make().double()
