@@ -66,7 +66,8 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
 
     Args:
         model: a `…ForCausalLM` or `…LMHeadModel` of transformers whose head is an `nn.Linear` after the backbone:
-            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
+            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap; Gemma 3 for text only, which is
+            Gemma3ForCausalLM), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
             compare; so are those whose configuration states a soft cap or scale that they do not use.
         options: `label_smoothing`, `z_loss`, `backward`, `implementation`, `scratch_bytes` of `linear_cross_entropy`.
 
