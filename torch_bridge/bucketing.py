@@ -3,6 +3,9 @@
 JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded, and the
 padding masked like ignored tokens, which cost no products. What padding does cost is a copy of the rows, and memory for
 those that are not there: at most as much again from 2048 rows on.
+
+Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most eight up to 8192
+tokens, and two more for each doubling.
 """
 
 import torch

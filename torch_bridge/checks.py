@@ -1,9 +1,10 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pallas_ce import arguments
 from torch_bridge import exchange
@@ -102,6 +103,40 @@ def scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Te
     if isinstance(value, Tensor):
         return value.to(_wide(dtype))
     return None if value is None or value == absent else torch.tensor(value, dtype=_wide(dtype))
+
+
+def reverse_mode(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises NotImplementedError for a tensor that forward mode or a transform of `torch.func` follows.
+
+    Operators would take it for a constant there, or fail with what PyTorch says of them.
+    """
+    # Of transforms Dynamo can trace the level of forward mode alone; in others it refuses the operators.
+    tracing = torch.compiler.is_compiling()
+    in_transform = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
+    if not in_transform and forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and (what := _LEVEL if tracing else _followed_by(tensor, in_transform)):
+            raise NotImplementedError(
+                f"{name} {what}; torch_bridge has first derivatives in reverse mode only, by backward() or "
+                "torch.autograd.grad: for others compute the loss of stored logits in plain PyTorch"
+            )
+
+
+_LEVEL = "is compiled inside forward-mode differentiation"
+
+
+def _followed_by(tensor: Tensor, in_transform: bool) -> str | None:
+    """What would be lost of the tensor, in words."""
+    if in_transform:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "is inside a transform of torch.func (grad, jvp, vmap, ...)"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return "requires a gradient inside a transform of torch.func (grad, jvp, vmap, ...)"
+    in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    if in_forward_mode and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "has a tangent of forward-mode differentiation"
+    return None
 
 
 def _wide(dtype: str) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Operations in eager PyTorch past its dispatcher, whose wrapping of a Python operator costs more than the operation.
 
-Compilation and dispatch modes need the operator, which also refuses functional transforms; all others take this way,
-through the same programs, saved tensors and gradients.
+Compilation and dispatch modes need the operator, which also takes what is constant in functional transforms; all others
+take this way, through the same programs, saved tensors and gradients.
 """
 
 from collections.abc import Iterable, Sequence

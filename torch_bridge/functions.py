@@ -75,6 +75,7 @@ def linear_cross_entropy(
         ValueError: shapes, devices or values that do not fit.
         TypeError: dtypes that do not fit; a DTensor.
         RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         >>> import torch
@@ -172,6 +173,7 @@ def linear_row_statistics(
         ValueError: shapes, devices or names that do not fit.
         TypeError: dtypes that do not fit; a DTensor.
         RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         >>> import torch

@@ -62,6 +62,7 @@ def cross_entropy(
     Raises:
         ValueError: shapes or values that do not fit, `inplace_backward` on a leaf.
         TypeError: dtypes that do not fit.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         >>> import torch
@@ -88,6 +89,7 @@ def cross_entropy(
     arguments.scalar("z_loss", z_loss)
     normalizer = arguments.normalizer(normalizer)
     check_inplace(logits, inplace_backward)
+    checks.reverse_mode({"logits": logits})
     kernels = (
         given_kernels.serving(logits, spec) if eager.serves((logits, target, class_weights, token_weights)) else None
     )
@@ -138,6 +140,7 @@ def _at_once(
     """The loss by one program of JAX's, which makes all gradients, too."""
     tensors = {name: x for name, x in given.items() if x is not None}
     exchange.check_one_device(logits=logits, **tensors)
+    checks.reverse_mode(tensors)
     varied: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         varied = ("rows",) if logits.requires_grad else ()

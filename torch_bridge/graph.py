@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bridge import checks
 from torch_bridge.programs import Layout, Signature
 
 # The weight is the second tensor of every operation.
@@ -26,6 +27,7 @@ def asked(
     """Names of the inputs whose gradients this backward pass uses; `needed` is of the signature's inputs."""
     if all(x is None for x in cotangents):
         return ()
+    checks.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
     return tuple(
         [
             name
@@ -56,10 +58,18 @@ def _is_asked(node: Any | None) -> bool:
     """
     if node is None or torch.compiler.is_compiling():
         return True
+    return _is_captured(node) or torch._C._will_engine_execute_node(node)
+
+
+def _is_captured(node: Any) -> bool:
+    """Whether `torch.autograd.grad` returns the gradient of this leaf in place of accumulating it."""
+    if torch.compiler.is_compiling():
+        return False
     try:
-        return torch._C._will_engine_execute_node(node)
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True
+    return False
 
 
 def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
@@ -67,10 +77,13 @@ def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
 
     `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive: one that
     nobody reads, or zeros where `zero_out_wgrad` says that the embedding's will be added to it.
+
+    What `torch.autograd.grad` asks for it gets, and `main_grad` stays as it is. Under `torch.compile` the node is not
+    the leaf's, and `.grad` is filled. The gradient of each microbatch has been rounded to the weight's dtype.
     """
     weight: Any = getattr(node, "variable", None)
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
+    if main_grad is None or _is_captured(node):
         return gradient
     main_grad.add_(gradient)
     if hasattr(weight, "grad_added_to_main_grad"):

@@ -17,9 +17,21 @@ from torch import Tensor, nn
 
 from torch_bridge.functions import linear_cross_entropy
 
-# Heads that are known to be an nn.Linear on the backbone's last hidden states, with at most the soft cap or scale that
-# their configuration states. Others are compared with their own forward before they are patched.
-_KNOWN = {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"}
+# Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
+# that a configuration may state. Others are compared with their own forward before they are patched.
+_CAPPED = {"logit_softcap"}
+_KNOWN: dict[str, set[str]] = {
+    "gemma": set(),
+    "gemma2": _CAPPED,
+    "gemma3_text": _CAPPED,
+    "gpt2": set(),
+    "llama": set(),
+    "mistral": set(),
+    "phi": set(),
+    "phi3": set(),
+    "qwen2": set(),
+    "qwen3": set(),
+}
 
 _OPTIONS = {"label_smoothing", "z_loss", "backward", "implementation", "scratch_bytes"}
 
@@ -54,8 +66,9 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
 
     Args:
         model: a `…ForCausalLM` or `…LMHeadModel` of transformers whose head is an `nn.Linear` after the backbone:
-            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap), Mistral, Phi, GPT-2 and others. Models that are not
-            known are run once on four tokens, to compare.
+            Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap; Gemma 3 for text only, which is
+            Gemma3ForCausalLM), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
+            compare; so are those whose configuration states a soft cap or scale that they do not use.
         options: `label_smoothing`, `z_loss`, `backward`, `implementation`, `scratch_bytes` of `linear_cross_entropy`.
 
     Returns:
@@ -64,8 +77,9 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
     Raises:
         TypeError: no such model, no such head, or an unknown option.
         ValueError: a model that is patched already, that adds other losses, has forward hooks on its head or a
-            loss_function of its own (a call raises it where these come later), or whose logits are not what its head
-            makes of the backbone's hidden states.
+            loss_function of its own (a call raises it where these come later), whose logits are not what its head
+            makes of the backbone's hidden states, or whose own loss of labels is another, as where it does not shift
+            them (BART, XLNet).
 
     Example:
         >>> import torch
@@ -83,8 +97,11 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
         raise TypeError(f"unknown options {unknown}; choose from {sorted(_OPTIONS)}")
     _check_model(model)
     original = type(model).forward
-    patch = _Patch(original, inspect.signature(original), options | _logit_transform(model.config))
-    if model.config.model_type not in _KNOWN or not type(model).__module__.startswith("transformers."):
+    stated = _logit_transform(model.config)
+    known = _KNOWN.get(model.config.model_type) if type(model).__module__.startswith("transformers.") else None
+    used = stated if known is None else {name: x for name, x in stated.items() if name in known}
+    patch = _Patch(original, inspect.signature(original), options | used)
+    if known is None or used != stated:
         _compare(model, patch)
 
     @functools.wraps(original)  # Trainer reads the signature
@@ -153,16 +170,13 @@ def _logit_transform(config: Any) -> dict[str, Any]:
 
 
 def _compare(model: Any, patch: _Patch) -> None:
-    """Raises ValueError unless the head, with the transform found, gives the model's own logits."""
-    head = model.get_output_embeddings()
+    """Raises ValueError unless the head, with the transform found, gives the model's own logits and loss."""
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     modes = [(module, module.training) for module in model.modules()]
-    tokens = torch.arange(4, device=head.weight.device)[None] % head.weight.shape[0]
     try:
         with torch.no_grad():
             model.eval()
-            want = model(input_ids=tokens).logits.float()
-            got = nn.functional.linear(_backbone(model)(input_ids=tokens).last_hidden_state, head.weight, head.bias)
+            difference = _difference_of_logits(model, patch) or _difference_of_losses(model, patch)
     except Exception as error:
         raise ValueError(
             f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
@@ -171,15 +185,66 @@ def _compare(model: Any, patch: _Patch) -> None:
     finally:
         for module, training in modes:
             module.training = training
-    got = got.float() * patch.options.get("logit_scale", 1.0)
+    if difference is not None:
+        raise ValueError(f"{kind} is not known, and {difference}. Use LinearCrossEntropyLoss in its forward")
+
+
+def _difference_of_logits(model: Any, patch: _Patch) -> str | None:
+    """How the model's own logits of four tokens differ from those of the patch's loss; None where they do not."""
+    head, tokens = model.get_output_embeddings(), _four_tokens(model)
+    want = model(input_ids=tokens).logits.float()
+    got = nn.functional.linear(_backbone(model)(input_ids=tokens).last_hidden_state, head.weight, head.bias).float()
+    got = got * patch.options.get("logit_scale", 1.0)
     if (cap := patch.options.get("logit_softcap")) is not None:
         got = cap * torch.tanh(got / cap)
     difference = float((got - want).abs().max())
-    if not difference <= 1e-2 * float(want.abs().max()):
-        raise ValueError(
-            f"{kind} is not known, and its logits differ by {difference:.2g} from its head applied to the backbone's "
-            "last hidden states: it does something between or after them. Use LinearCrossEntropyLoss in its forward"
-        )
+    if difference <= 1e-2 * float(want.abs().max()):
+        return None
+    return (
+        f"its logits differ by {difference:.2g} from its head applied to the backbone's last hidden states: it does "
+        "something between or after them"
+    )
+
+
+def _difference_of_losses(model: Any, patch: _Patch) -> str | None:
+    """How the model's own loss of its logits differs from the one that the patch computes; None where it does not."""
+    tokens = _four_tokens(model)
+    labels = _telling_labels(model(input_ids=tokens).logits.float())
+    for items in (None, 7) if _takes_num_items(model, patch) else (None,):
+        further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
+        out = model(input_ids=tokens, labels=labels, **further)
+        total = nn.functional.cross_entropy(out.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
+        got, want = float(total) / (items or 2), float(out.loss)
+        tolerance = 1e-4 if out.loss.dtype.itemsize > 2 else 1e-2
+        if not abs(got - want) <= tolerance * max(1.0, abs(want)):
+            return (
+                f"its own loss of four labels is {want:.4g} with num_items_in_batch={items}, where theirs shifted by "
+                f"one, {_IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
+            )
+    return None
+
+
+def _telling_labels(logits: Tensor) -> Tensor:
+    """Labels `[1, 4]` of logits `[1, 4, V]`, one ignored: likely after the token before, unlikely after the token.
+
+    So that even an untrained model, to which all tokens are about as likely, has another loss without the shift.
+    """
+    log_probs = logits.log_softmax(-1)
+    before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
+    labels = (before - log_probs).argmax(-1)
+    labels[:, 2] = _IGNORED
+    return labels
+
+
+def _takes_num_items(model: Any, patch: _Patch) -> bool:
+    """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
+    kinds = [parameter.kind for parameter in patch.signature.parameters.values()]
+    return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))
+
+
+def _four_tokens(model: Any) -> Tensor:
+    weight = model.get_output_embeddings().weight
+    return torch.arange(4, device=weight.device)[None] % weight.shape[0]
 
 
 def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -63,6 +63,7 @@ def linear_log_probs(
         ValueError: shapes, devices or values that do not fit, a named implementation that cannot serve.
         TypeError: dtypes that do not fit; a DTensor.
         RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bridge import bucketing, calls, eager, graph, operations, programs
+from torch_bridge import bucketing, calls, checks, eager, graph, operations, programs
 from torch_bridge.programs import Function, Program, Shape, Signature
 
 _TO_TORCH = {
@@ -67,6 +67,7 @@ class Operation:
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
         """The function's outputs; what PyTorch will differentiate is read off the tensors."""
+        checks.reverse_mode(tensors)
         differentiated = 0
         if torch.is_grad_enabled():
             for bit, name in enumerate(self.differentiable):

@@ -17,6 +17,11 @@ whatever the loss function, their `eval` fails, and a parameter that both stages
 gradient divided by the number of microbatches twice. For the right one give the schedule `scale_grads=False`, and
 `take_head` the whole batch's `normalizer`.
 
+The loss reads the head's parameters after the model's forward. With DDP, and with FSDP2 where `fully_shard` wraps the
+root, whose parameters stay gathered until the backward, gradients are right. A head that `fully_shard` wraps by itself
+is sharded again by then, as is a root with `reshard_after_forward=True`, and the loss refuses its DTensor: leave the
+head to the root, or wrap it with `reshard_after_forward=False`.
+
 Other designs were weighed. *Two outputs*, hidden states and logits, still make the logits and keep them. A *schedule of
 one's own* that passes targets to the last stage means maintaining a fork of every schedule. *Lazy logits*, a wrapper
 that multiplies on demand, breaks with whatever expects a tensor: buffers between stages, metadata, merged outputs.

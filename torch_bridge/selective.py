@@ -37,6 +37,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_
         ValueError: shapes that do not fit, `inplace_backward` on a leaf.
         TypeError: dtypes that do not fit.
         RuntimeError: from PyTorch, an index out of range.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         >>> import torch
@@ -66,6 +67,7 @@ def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inpla
             "axis of K entries"
         )
     check_inplace(logits, inplace_backward)
+    checks.reverse_mode({"logits": logits, "index": index})
     if index.numel() and not logits.shape[-1]:
         raise ValueError(f"index asks for entries of logits of shape {tuple(logits.shape)}, which have none")
     picked = index.reshape(leading.numel(), index.shape[len(leading) :].numel()).long()

@@ -72,6 +72,7 @@ def vocab_parallel_cross_entropy(
         ValueError: a part that does not lie in the vocabulary, `torch.distributed` that is not initialised, and as
             `linear_cross_entropy`.
         TypeError: as `linear_cross_entropy`.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
     Example:
         On each of two processes that hold half of a head of 1000 entries::
@@ -84,6 +85,7 @@ def vocab_parallel_cross_entropy(
             f"vocab_start={vocab_start} with {linear_weight.shape[0]} rows of the weight does not lie in "
             f"vocab_size={vocab_size}"
         )
+    checks.reverse_mode({"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias})
     arguments.check_reduction(reduction, normalizer, "recompute")
     leading, ignored = input.shape[:-1], arguments.ignored(ignore_index)
     checks.labels(target, leading)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy
+from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy, take_head
 
 WIDTH, VOCABULARY, BATCH = 8, 30, 6
 
@@ -24,6 +24,25 @@ class Model(nn.Module):
 
     def forward(self, x, target):
         return self.head(self.trunk(x), target)
+
+
+def check_head_in_loss(mesh: DeviceMesh, x: torch.Tensor, target: torch.Tensor, reference: Model) -> None:
+    """A head that the loss took is there after the forward in the root's group, or where it is not sharded again."""
+    want = [parameter.grad for parameter in reference.parameters()]
+    for reshards in (None, False, True):  # None: not wrapped by itself
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+        model.load_state_dict(dict(zip(model.state_dict(), reference.state_dict().values(), strict=True)))
+        loss = take_head(model, "1")
+        if reshards is not None:
+            fully_shard(model[1], mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(model, mesh=mesh)
+        if reshards:
+            with pytest.raises(TypeError, match="linear_weight is a DTensor"):
+                loss(model(x), target)
+            continue
+        loss(model(x), target).backward()
+        for parameter, gradient in zip(model.parameters(), want, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
 def main() -> None:
@@ -50,6 +69,7 @@ def main() -> None:
 
     with pytest.raises(TypeError, match="linear_weight is a DTensor"):  # sharded again after the forward
         linear_cross_entropy(x, sharded.head.weight, target)
+    check_head_in_loss(mesh, x[mine], target[mine], reference)
     dist.destroy_process_group()
     print(f"rank {os.environ['RANK']} done")
 

@@ -249,6 +249,16 @@ def test_microbatches_add_up_in_a_float32_main_grad(head, mode):
     assert torch.equal(weight.main_grad, want)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_asked_for_is_returned_and_not_added_to_main_grad(head, mode):
+    hidden, weight, target = head
+    (want,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backward=mode), weight)
+    weight.main_grad = torch.zeros_like(weight)
+    (got,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backward=mode), weight)
+    assert torch.equal(got, want)
+    assert not weight.main_grad.any()
+
+
 def test_megatrons_hooks_still_see_a_gradient(head):
     hidden, weight, target = head
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False

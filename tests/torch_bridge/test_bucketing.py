@@ -23,7 +23,8 @@ def test_padding_is_behind_and_nothing_happens_where_none_is_missing():
     assert pad(torch.ones(2, dtype=torch.int32), 3, -1).tolist() == [1, 1, -1]
 
 
-def test_a_hundred_token_counts_compile_at_most_eight_programs():
+@pytest.mark.parametrize("backward", ["auto", "recompute"])
+def test_a_hundred_token_counts_compile_at_most_eight_programs(backward):
     compiled = []
     listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
@@ -32,7 +33,7 @@ def test_a_hundred_token_counts_compile_at_most_eight_programs():
     try:
         for tokens in counts:
             hidden = torch.randn(int(tokens), 4, requires_grad=True)
-            loss = linear_cross_entropy(hidden, weight, torch.randint(0, 37, (int(tokens),)))
+            loss = linear_cross_entropy(hidden, weight, torch.randint(0, 37, (int(tokens),)), backward=backward)
             loss.backward()
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)

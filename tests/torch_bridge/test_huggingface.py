@@ -97,6 +97,15 @@ def test_a_training_step_has_the_same_loss_and_gradients_without_logits(name, it
         assert relative(got_gradients[key], gradient) < 1e-5, key
 
 
+@pytest.mark.parametrize("unused", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_what_a_configuration_states_and_its_model_does_not_use_is_not_applied(unused):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **{unused: 0.5})).train()
+    _, want = step(model)
+    _, got = step(patch_causal_lm(model))
+    assert relative(got["lm_head.weight"], want["lm_head.weight"]) < 1e-5
+
+
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_in_bfloat16_a_step_is_as_accurate_as_torchs_own(backward):
     exact_model = make().double()
@@ -250,6 +259,29 @@ def with_other_head():
     return model
 
 
+def without_shift():
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 1), ("ffn_dim", 32)]}
+    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
+                           is_decoder=True, max_position_embeddings=64, **sizes)  # fmt: skip
+    return hf.BartForCausalLM(config)
+
+
+class MeanForCausalLM(hf.LlamaForCausalLM):
+    """A model whose loss is the mean, whatever `num_items_in_batch` says."""
+
+    def forward(self, *args, num_items_in_batch=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def without_num_items():
+    return MeanForCausalLM(hf.LlamaConfig(**SIZES))
+
+
+def on_meta():
+    with torch.device("meta"):
+        return make("olmo2")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -258,6 +290,9 @@ def with_other_head():
         (scaled, "logits differ"),
         (routed, "output_router_logits"),
         (with_other_head, "Sequential"),
+        (without_shift, "own loss of four labels"),
+        (without_num_items, "own loss of four labels .* num_items_in_batch=7"),
+        (on_meta, "after its weights are loaded"),
     ],
 )
 def test_models_that_cannot_be_patched_are_refused_with_the_reason(model, message):

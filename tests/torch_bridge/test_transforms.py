@@ -1,0 +1,93 @@
+"""Forward mode and the transforms of `torch.func` are refused by name: some would give zero, others fail obscurely."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from torch_bridge import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+    selective_log_softmax,
+    vocab_parallel_cross_entropy,
+)
+
+# PyTorch's own, where forward mode is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+torch.manual_seed(0)
+HIDDEN, WEIGHT, TARGET = torch.randn(5, 4), torch.randn(9, 4), torch.randint(0, 4, (5,))
+
+FUNCTIONS = {
+    "linear_cross_entropy": lambda x: linear_cross_entropy(x, WEIGHT, TARGET),
+    "linear_row_statistics": lambda x: linear_row_statistics(x, WEIGHT, TARGET).lse.sum(),
+    "linear_log_probs": lambda x: linear_log_probs(x, WEIGHT, TARGET).sum(),
+    "cross_entropy": lambda x: cross_entropy(x, TARGET),
+    "selective_log_softmax": lambda x: selective_log_softmax(x, TARGET).sum(),
+    "vocab_parallel": lambda x: vocab_parallel_cross_entropy(x, WEIGHT, TARGET, vocab_start=0, vocab_size=9),
+}
+
+TRANSFORMS = {
+    "jvp": lambda f: torch.func.jvp(f, (HIDDEN,), (HIDDEN,)),
+    "jacfwd": lambda f: torch.func.jacfwd(f)(HIDDEN),
+    "grad": lambda f: torch.func.grad(f)(HIDDEN),
+    "vmap": lambda f: torch.func.vmap(f)(HIDDEN[None]),
+}
+
+REFUSED = "first derivatives in reverse mode only"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(name, transform):
+    with pytest.raises(NotImplementedError, match=f"(input|logits) is inside a transform.*{REFUSED}"):
+        TRANSFORMS[transform](FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tangent_is_refused(name, requires_grad):
+    x = HIDDEN.clone().requires_grad_(requires_grad)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"has a tangent.*{REFUSED}"):
+        FUNCTIONS[name](forward_ad.make_dual(x, HIDDEN))
+
+
+@pytest.mark.parametrize("name", ["linear_weight", "logit_scale"])
+def test_the_tensor_that_has_a_tangent_is_named(name):
+    tensors = {"linear_weight": WEIGHT, "logit_scale": torch.tensor(1.0)}
+    with forward_ad.dual_level():
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
+            linear_cross_entropy(HIDDEN, target=TARGET, **tensors)
+
+
+def test_a_tangent_of_an_upstream_gradient_is_refused():
+    x = HIDDEN.clone().requires_grad_()
+    with forward_ad.dual_level():
+        factor = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+        loss = factor * linear_cross_entropy(x, WEIGHT, TARGET)
+        with pytest.raises(NotImplementedError, match="the gradient of output 0 has a tangent"):
+            loss.backward()
+
+
+def test_a_weight_that_trains_is_refused_inside_a_transform_of_something_else():
+    weight = WEIGHT.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"linear_weight requires a gradient inside a transform.*{REFUSED}"):
+        torch.func.grad(lambda x: x.sum() * linear_cross_entropy(HIDDEN, weight, TARGET))(HIDDEN)
+
+
+def test_what_is_constant_in_a_transform_is_served():
+    want = linear_cross_entropy(HIDDEN, WEIGHT, TARGET)
+    _, tangent = torch.func.jvp(lambda x: x * linear_cross_entropy(HIDDEN, WEIGHT, TARGET), (want,), (want,))
+    torch.testing.assert_close(tangent, want * want)
+
+
+def test_forward_mode_is_refused_when_compiled_too():
+    torch._dynamo.reset()
+
+    def tangent(x):
+        return torch.func.jvp(FUNCTIONS["linear_cross_entropy"], (x,), (x,))[1]
+
+    with pytest.raises(Exception, match=REFUSED):
+        torch.compile(tangent, backend="eager", fullgraph=True)(HIDDEN)
