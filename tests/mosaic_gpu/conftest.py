@@ -97,7 +97,7 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend with tiles that suit the interpreter."""
     backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, processors=4))
     monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)

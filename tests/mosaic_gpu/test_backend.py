@@ -22,7 +22,7 @@ MODES = ["recompute", "in_forward"]
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.2e-3}
 
 
-pytestmark = pytest.mark.usefixtures("small_tiles")
+pytestmark = pytest.mark.usefixtures("small_backend")
 
 
 def arrays(n: int, h: int, v: int, axis: int = 0, dtype: Any = jnp.bfloat16, **more: Any) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pallas_ce.test_calls import CALLS, check, of_each_row, rematerialised, summed
 
-pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("small_backend"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
