@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu import command, given_logits, timing
+from experiments.gpu import command, materialized_logits, timing
 from experiments.gpu.command import Clocked, Section
 from experiments.gpu.points import Point, Setting
 from experiments.gpu.programs import Program, checked
@@ -73,14 +73,14 @@ def sections(setting: Setting) -> dict[str, Section]:
     def linear(name: str, programs: Callable[[Setting], dict[str, Program]]) -> Section:
         return Section([Point(name, setting.shape(_SHAPE), lambda: programs(setting))], _beside_products)
 
-    def measure_given(point: Point, how: Clocked) -> dict[str, Any]:
-        return given_logits.measure(point.shape, point.programs(), *how)
+    def measure_materialized(point: Point, how: Clocked) -> dict[str, Any]:
+        return materialized_logits.measure(point.shape, point.programs(), *how)
 
-    given = Point("given", setting.shape(_GIVEN_SHAPE), lambda: given_logits.programs(setting.implementation))
+    given = Point("given", setting.shape(_GIVEN_SHAPE), lambda: materialized_logits.programs(setting.implementation))
     return {
         "log_probs": linear("log_probs", log_probs),
         "top_k": linear("top_k", top_k),
-        "given": Section([given], measure_given),
+        "given": Section([given], measure_materialized),
     }
 
 

@@ -36,12 +36,12 @@ class Point(NamedTuple):
 
 def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> list[Point]:
     """All points, cheap ones first; `divisor` is of every size."""
-    from experiments.gpu import bridge, torch_given
+    from experiments.gpu import bridge, torch_materialized
 
     found = []
     for n, v, _ in _GIVEN_SHAPES:
         small = max(16, n // divisor), max(16, v // divisor), 0
-        measured = functools.partial(torch_given.measure, small, device, rounds)
+        measured = functools.partial(torch_materialized.measure, small, device, rounds)
         found.append(Point(f"given {n}x{v}", measured))
     kinds: list[tuple[str, tuple[tuple[int, int, int], ...], Callable[..., dict[str, Any]]]] = [
         ("host", _HOST_SHAPES, functools.partial(bridge.host_time, calls=calls)),

@@ -11,9 +11,10 @@ import jax
 from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from pallas_ce import Metrics, RowStatistics, inputs, linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends import Backward, Implementation
-from pallas_ce.losses import Reduction
+from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
+from pallas_ce.api import inputs
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.statistics.cross_entropy import Reduction
 
 
 class Projection(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_ce import Metrics
-from pallas_ce.labels import NO_TARGET, as_array, canonical, counted
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, counted
 
 
 class Head(Protocol):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.blocks import Tile
+from pallas_ce.streaming.tiles import Tile
 
 
 def accumulator_of(dtype: np.dtype) -> np.dtype:
@@ -19,6 +19,11 @@ def accumulator_of(dtype: np.dtype) -> np.dtype:
 def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     """`c·tanh(x/c)`, or the logits themselves where there is no cap."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def tempered(logits: jax.Array, temperature: jax.Array | None) -> jax.Array:
+    """`logits [n, c]` divided by `temperature [n]`, after the cap and in the accumulator dtype."""
+    return logits if temperature is None else logits / temperature[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class LogitsSpec:
         return accumulator_of(self.dtype)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Stored logits in the accumulator dtype, under the soft cap."""
+        """Materialized logits in the accumulator dtype, under the soft cap."""
         return soft_cap(logits.astype(self.accumulator), self.softcap)
 
 
@@ -141,7 +146,7 @@ class Head:
         logit_scale: `[]` in the accumulator dtype, or None for 1.
         logit_weights: `[V]` in the accumulator dtype, the u of `mean_logit`; None for 1/V. A constant.
         spec: the static facts.
-        live_columns: `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a
+        valid_columns: `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a
             padded vocabulary may hold padding. None: all.
     """
 
@@ -150,7 +155,7 @@ class Head:
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
-    live_columns: jax.Array | None = None
+    valid_columns: jax.Array | None = None
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
@@ -195,11 +200,11 @@ class Head:
         return self.spec.softcap * inverse_temperature[:, None]
 
     def tile_logits(self, hidden: jax.Array, tile: Tile, inverse_temperature: jax.Array | None = None) -> jax.Array:
-        """Logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not live included."""
+        """Logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not valid included."""
         bias = None if self.bias is None else tile.take(self.bias)
         return self.logits(hidden, tile.take(self.weight, self.spec.vocab_axis), bias, inverse_temperature)
 
-    def tile_products(self, hidden: jax.Array, dlogits: jax.Array, tile: Tile, wanted: "Wanted") -> "Products":
+    def tile_products(self, hidden: jax.Array, dlogits: jax.Array, tile: Tile, needs_grad: "NeedsGrad") -> "Products":
         """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.
 
         Left in float32 they would pull both products into float32: the commonest performance bug of this field.
@@ -207,11 +212,11 @@ class Head:
         axis = self.spec.vocab_axis
         rounded = dlogits.astype(self.spec.dtype)
         for_hidden = for_weight = for_bias = None
-        if wanted.hidden_product:
+        if needs_grad.hidden_product:
             for_hidden = self.matmul(rounded, tile.take(self.weight, axis), (1, axis))
-        if wanted.weight:
+        if needs_grad.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
-        if wanted.bias_sum:
+        if needs_grad.bias_sum:
             for_bias = dlogits.sum(axis=0)
         return for_hidden, for_weight, for_bias
 
@@ -222,13 +227,13 @@ class Head:
         return jax.lax.dynamic_slice_in_dim(self.logit_weights, start, size)
 
     def with_padding(self) -> "Head":
-        """The same head, its padding taken for vocabulary of which `live_columns` exist."""
+        """The same head, its padding taken for vocabulary of which `valid_columns` exist."""
         spec, u = self.spec, self.logit_weights
         return dataclasses.replace(
             self,
             logit_weights=None if u is None else jnp.pad(u, (0, spec.weight_rows - spec.vocab_size)),
             spec=spec.with_padding(),
-            live_columns=jnp.int32(spec.vocab_size),
+            valid_columns=jnp.int32(spec.vocab_size),
         )
 
     @property
@@ -238,7 +243,7 @@ class Head:
 
 
 # `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator
-# dtype; None where not wanted.
+# dtype; None where not needed.
 Products = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
@@ -274,7 +279,7 @@ TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Products]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class NeedsGrad:
     """Which inputs are differentiated; the others' products, buffers and collectives are skipped. Static."""
 
     hidden: bool = False

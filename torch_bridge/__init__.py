@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch_bridge.exchange import to_torch as to_torch
     from torch_bridge.functions import linear_cross_entropy as linear_cross_entropy
     from torch_bridge.functions import linear_row_statistics as linear_row_statistics
-    from torch_bridge.given_logits import cross_entropy as cross_entropy
     from torch_bridge.huggingface import patch_causal_lm as patch_causal_lm
     from torch_bridge.huggingface import unpatch_causal_lm as unpatch_causal_lm
     from torch_bridge.log_probs import linear_log_probs as linear_log_probs
+    from torch_bridge.materialized_logits import cross_entropy as cross_entropy
     from torch_bridge.memory import memory_usage as memory_usage
     from torch_bridge.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
     from torch_bridge.pipeline import PipelineFusedLoss as PipelineFusedLoss
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LinearCrossEntropyLoss": "modules",
     "PipelineFusedLoss": "pipeline",
-    "cross_entropy": "given_logits",
+    "cross_entropy": "materialized_logits",
     "linear_cross_entropy": "functions",
     "linear_log_probs": "log_probs",
     "linear_row_statistics": "functions",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pallas_ce import arguments
+from pallas_ce.api import checks as arguments
 from torch_bridge import exchange
 
 _DTYPES = {

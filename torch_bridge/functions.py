@@ -6,7 +6,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from pallas_ce import Metrics, RowStatistics, arguments
+from pallas_ce import Metrics, RowStatistics
+from pallas_ce.api import checks as arguments
 from torch_bridge import checks, exchange
 from torch_bridge.operations import names_in_order
 from torch_bridge.ops import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS

@@ -4,7 +4,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from pallas_ce import LogProbs, arguments
+from pallas_ce import LogProbs
+from pallas_ce.api import checks as arguments
 from torch_bridge import checks, exchange
 from torch_bridge.ops import LINEAR_LOG_PROBS
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import pallas_ce
-from pallas_ce import head_cross_entropy, log_probs, row_statistics
-from pallas_ce.head import Wanted
+from pallas_ce.api import linear_cross_entropy as head_cross_entropy
+from pallas_ce.api import log_probs, row_statistics
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes.differentiation import Known
 from torch_bridge.programs import Arrays, Function, Outputs
 
@@ -150,8 +151,8 @@ def names_in_order(statistics: str) -> tuple[str, ...]:
     return tuple(sorted(statistics.split(","), key=lambda name: name == "argmax"))
 
 
-def _wanted(names: frozenset[str]) -> Wanted:
-    return Wanted(
+def _wanted(names: frozenset[str]) -> NeedsGrad:
+    return NeedsGrad(
         hidden="input" in names,
         weight="linear_weight" in names,
         bias="linear_bias" in names,

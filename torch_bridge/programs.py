@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from pallas_ce.settings import never_waiting
+from pallas_ce.dispatch.settings import never_waiting
 from torch_bridge.exchange import words_to_int32
 
 Arrays = Mapping[str, jax.Array]

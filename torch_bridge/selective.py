@@ -12,9 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pallas_ce.head import LogitsSpec
-from torch_bridge import checks, eager, given_kernels
+from torch_bridge import checks, eager, materialized_kernels
 from torch_bridge.chunks import check_inplace, gradient_chunks, way, wide
-from torch_bridge.given_kernels import Kernels
+from torch_bridge.materialized_kernels import Kernels
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inpla
     function: Any = _SelectiveLogSoftmax
     one = picked.shape[1] == 1 and temperature == 1.0 and eager.serves((logits, picked))
     spec = LogitsSpec(logits.shape[-1], logits.shape[-1], np.dtype(checks.floating("logits", logits)), None)
-    kernels = given_kernels.serving(logits, spec) if one else None
+    kernels = materialized_kernels.serving(logits, spec) if one else None
     values: torch.Tensor = function.apply(logits, picked, kernels, temperature, inplace_backward)
     return values.reshape(index.shape)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pallas_ce import arguments
+from pallas_ce.api import checks as arguments
 from torch_bridge import checks, losses
 from torch_bridge.functions import Reduction, linear_row_statistics
 

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from pallas_ce.backends.mosaic_gpu.gemm import gemm
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
+from pallas_ce.backends.mosaic_gpu.kernels import operands, partials
+from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
+from pallas_ce.backends.mosaic_gpu.kernels.stash_kernel import StashEpilogue
+from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu import gemm, operands, partials, tuning
-from pallas_ce.mosaic_gpu.forward_kernel import StatisticsEpilogue
-from pallas_ce.mosaic_gpu.pipeline import Epilogue
-from pallas_ce.mosaic_gpu.stash_kernel import StashEpilogue
 
 _NAMES = frozenset({"lse"})
 _SAMPLE = 64

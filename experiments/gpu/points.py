@@ -11,9 +11,11 @@ import numpy as np
 
 from experiments.gpu.programs import Program, both, canonical, checked, ignoring, ours, statistics_of
 from pallas_ce import explain
+from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import config
+from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu import config, forward_kernel, tuning
-from pallas_ce.statistics import finalise
+from pallas_ce.statistics.row import finalise
 
 GRID = [(n, v, 4096) for n, v in itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144))]
 HEADS = {

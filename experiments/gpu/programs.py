@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends import Implementation
+from pallas_ce.backends.protocol import Implementation
 
 Program = Callable[..., Any]
 

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from flax_modules import _head
 from pallas_ce import Metrics, RowStatistics
-from pallas_ce.backends import Backward, Implementation
-from pallas_ce.losses import Reduction
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.statistics.cross_entropy import Reduction
 
 default_kernel_init = nn.initializers.lecun_normal()
 default_bias_init = nn.initializers.zeros_init()

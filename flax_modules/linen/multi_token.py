@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from flax_modules import _multi_token
 from flax_modules.linen.loss_head import LossHead
 from pallas_ce import Metrics
-from pallas_ce.losses import Reduction
+from pallas_ce.statistics.cross_entropy import Reduction
 
 default_projection_init = nn.initializers.zeros_init()
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ce.head import Batch, Head, Wanted, scale_gradient
-from pallas_ce.shards import Axes, Shards, Sums, psum
+from pallas_ce.head import Batch, Head, NeedsGrad, scale_gradient
+from pallas_ce.parallel.shards import Axes, Shards, Sums, psum
 
 _REFUSAL = (
     "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
@@ -35,9 +35,9 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
-def wanted_inputs(hidden: Any, head: Any) -> Wanted:
+def inputs_needing_grad(hidden: Any, head: Any) -> NeedsGrad:
     """Reads off `custom_vjp`'s primals (with `symbolic_zeros=True`) which inputs are differentiated."""
-    return Wanted(
+    return NeedsGrad(
         hidden=hidden.perturbed,
         weight=head.weight.perturbed,
         bias=head.bias is not None and head.bias.perturbed,
@@ -81,7 +81,7 @@ class Known(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in their inputs' dtypes; None where not wanted."""
+    """Gradients in their inputs' dtypes; None where not needed."""
 
     hidden: jax.Array | None = None
     weight: jax.Array | None = None
@@ -96,7 +96,7 @@ class Saved:
 
     JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
     neither the structure nor static fields may depend on that set; shapes may. `flags` holds nothing, and its
-    shape says what is wanted; `kept` holds `absent()` arrays in place of None.
+    shape says what is needs_grad; `kept` holds `absent()` arrays in place of None.
 
     The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
     for each step of a scan.
@@ -109,17 +109,17 @@ class Saved:
     flags: jax.Array
 
     @property
-    def wanted(self) -> Wanted:
+    def needs_grad(self) -> NeedsGrad:
         """Which inputs are differentiated, read off the flags' shape."""
-        return Wanted(*(size > 1 for size in self.flags.shape))
+        return NeedsGrad(*(size > 1 for size in self.flags.shape))
 
 
-def flags_of(wanted: Wanted) -> jax.Array:
-    """An array whose shape holds `wanted`: 2 for yes, 1 for no.
+def flags_of(needs_grad: NeedsGrad) -> jax.Array:
+    """An array whose shape holds `needs_grad`: 2 for yes, 1 for no.
 
     Never 0: XLA fails on residuals without elements that cross a `shard_map` or `pmap` boundary.
     """
-    return jnp.zeros([1 + int(flag) for flag in dataclasses.astuple(wanted)], jnp.int8)
+    return jnp.zeros([1 + int(flag) for flag in dataclasses.astuple(needs_grad)], jnp.int8)
 
 
 def absent() -> jax.Array:
@@ -128,7 +128,7 @@ def absent() -> jax.Array:
 
 
 class HeadSums(NamedTuple):
-    """What a streamed operation makes of the head's gradients, before upstream scalar and scale; None where not wanted.
+    """What a streamed operation makes of the head's gradients, before upstream scalar and scale; None where not needed.
 
     Attributes:
         weight: the weight's shape.
@@ -142,7 +142,7 @@ class HeadSums(NamedTuple):
 
 
 def sum_over_devices(
-    shards: Shards, hidden: jax.Array, head: Head, wanted: Wanted, hidden_sum: jax.Array | None, sums: HeadSums
+    shards: Shards, hidden: jax.Array, head: Head, needs_grad: NeedsGrad, hidden_sum: jax.Array | None, sums: HeadSums
 ) -> HeadSums:
     """The head's small sums from this device's share of them, beside the weight's as it came.
 
@@ -150,10 +150,10 @@ def sum_over_devices(
     `hidden_sum` and the bias's: see `scale_gradient`.
     """
     scale = None
-    if wanted.logit_scale:
+    if needs_grad.logit_scale:
         assert hidden_sum is not None
         scale = shards.sum_scale(scale_gradient(hidden, hidden_sum, head.bias, sums.bias))
-    bias = None if sums.bias is None or not wanted.bias else shards.sum_bias(sums.bias)
+    bias = None if sums.bias is None or not needs_grad.bias else shards.sum_bias(sums.bias)
     return HeadSums(sums.weight, bias, scale)
 
 

@@ -5,14 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends import Plan
-from pallas_ce.blocks import RowBlock, Rows, Tiles
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head
-from pallas_ce.loops import choose
-from pallas_ce.operations import by_platform, streamed
-from pallas_ce.settings import Settings
-from pallas_ce.shards import RowArrays, Shards
-from pallas_ce.statistics import finalise, struct
+from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.statistics.row import finalise, struct
+from pallas_ce.streaming.loops import choose
+from pallas_ce.streaming.rows import RowBlock, Rows
+from pallas_ce.streaming.tiles import Tiles
 
 Statistics = dict[str, jax.Array]
 
@@ -56,7 +57,7 @@ def _local_statistics(
     def visit(counted: Rows, plan: Plan) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
-            partial = backend.statistics(head, block_batch, names, plan, block.live_rows)
+            partial = backend.statistics(head, block_batch, names, plan, block.valid_rows)
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
         blocks = counted.blocks(tokens, plan.rows, skipped=backend.counts_on_device or plan.rows >= tokens)

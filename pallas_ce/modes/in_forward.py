@@ -4,7 +4,7 @@ For a scalar reduction of a row-wise loss the cotangent of every row's statistic
 statistics are: it is the derivative of that row's loss, times one upstream scalar for all rows. So the forward goes
 over blocks of rows; of each it computes statistics, the loss's derivatives, dlogits and both gradient products, and the
 backward only multiplies by the upstream scalar. Three products (6·N·H·V operations) instead of four, for one scratch of
-`[rows, V]` and gradients that live from the forward to the backward.
+`[rows, V]` and gradients that valid from the forward to the backward.
 """
 
 import dataclasses
@@ -17,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce import coefficients as coef
-from pallas_ce.backends import Residual
-from pallas_ce.blocks import RowBlock, Rows
-from pallas_ce.head import Batch, Head, Wanted
-from pallas_ce.loops import choose, vary_like
+from pallas_ce.backends.protocol import Residual
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, Head, NeedsGrad
 from pallas_ce.modes.differentiation import (
     Gradients,
     HeadSums,
@@ -33,17 +31,19 @@ from pallas_ce.modes.differentiation import (
     first_order_only,
     flags_of,
     input_cotangents,
+    inputs_needing_grad,
     is_zero,
     sum_over_devices,
     values_of,
-    wanted_inputs,
     zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.operations import by_platform, streamed
-from pallas_ce.settings import Settings
-from pallas_ce.shards import RowArrays, Shards, Sums, psum
-from pallas_ce.statistics import finalise
+from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.row import finalise
+from pallas_ce.streaming.loops import choose, vary_like
+from pallas_ce.streaming.rows import RowBlock, Rows
 
 RowLoss = Callable[[Statistics, Any], jax.Array]
 
@@ -108,28 +108,28 @@ def with_handle(
 
 
 def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
-    wanted = wanted_inputs(primals[0].hidden, primals[1]) if call.read - {"argmax"} else Wanted()
+    needs_grad = inputs_needing_grad(primals[0].hidden, primals[1]) if call.read - {"argmax"} else NeedsGrad()
     values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals[:4])
     known: Known | None = values_of(primals[4])
     batch, head, mask, inputs = first_order_only(values)
     if known is None:
-        found, *sums = keep(call, wanted, batch, head, mask, inputs)
+        found, *sums = keep(call, needs_grad, batch, head, mask, inputs)
     else:
         found, *sums = first_order_only(known)
         found = {name: found[name] for name in call.names}
     kept = [absent() if x is None else x for x in sums]
-    saved = Saved(*values[:3], (kept, values[3]), flags_of(wanted))
+    saved = Saved(*values[:3], (kept, values[3]), flags_of(needs_grad))
     return with_handle(found, inputs, head.spec.accumulator, call.settings.total), saved
 
 
 def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     shards = call.settings.shards or Shards()
     kept, inputs = saved.kept
-    upstream, wanted = cotangents[1], dataclasses.astuple(saved.wanted)
+    upstream, needs_grad = cotangents[1], dataclasses.astuple(saved.needs_grad)
     gradients = Gradients()
-    if any(wanted) and not is_zero(upstream):
+    if any(needs_grad) and not is_zero(upstream):
         kept, upstream = first_order_only((kept, upstream))
-        hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, wanted, strict=True))
+        hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, needs_grad, strict=True))
         upstream = psum(upstream, shards.cotangents_of_total)
         gradients = finish(saved.batch.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
     return *input_cotangents(saved, gradients), zero_cotangent(inputs), None
@@ -139,34 +139,34 @@ statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def keep(
-    call: Call, wanted: Wanted, batch: Batch, head: Head, mask: jax.Array | None, inputs: tuple[Any, Any]
+    call: Call, needs_grad: NeedsGrad, batch: Batch, head: Head, mask: jax.Array | None, inputs: tuple[Any, Any]
 ) -> Known:
-    """Statistics and the sums that the gradients in `wanted` come from."""
-    if not wanted:
+    """Statistics and the sums that the gradients in `needs_grad` come from."""
+    if not needs_grad:
         return Known(forward_statistics(call.settings, call.names, batch, head, mask))
     shards = call.settings.shards
     if shards is not None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         shards = dataclasses.replace(shards, sums=Sums())
     with jax.named_scope("pallas_ce.in_forward"):
-        operation = streamed(shards, functools.partial(_statistics_and_sums, call, wanted))
+        operation = streamed(shards, functools.partial(_statistics_and_sums, call, needs_grad))
         (found, hidden_sum), sums = operation(RowArrays(batch, mask, more=inputs[0]), head, inputs[1])
     return Known(found, hidden_sum, *sums)
 
 
 def _statistics_and_sums(
-    call: Call, wanted: Wanted, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
+    call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     weight_dtype = head.weight.dtype  # what is gathered may be narrower
     rows, head = shards.enter(rows, head)
     ways = [dataclasses.replace(call, settings=settings) for settings in call.settings.ways(head)]
-    operation = functools.partial(_local_statistics_and_sums, wanted, shards, weight_dtype)
+    operation = functools.partial(_local_statistics_and_sums, needs_grad, shards, weight_dtype)
     return by_platform(ways, operation, rows, head, shared_inputs)
 
 
 def _local_statistics_and_sums(
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     shards: Shards,
     weight_dtype: np.dtype,
     call: Call,
@@ -176,7 +176,7 @@ def _local_statistics_and_sums(
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
     head = call.settings.worked_on(head)
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
-    sum_bytes = call.settings.sum_bytes(spec, weight_dtype, wanted, shards)
+    sum_bytes = call.settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
     plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
@@ -195,7 +195,7 @@ def _local_statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
-            head, block_batch, residual, coefficients, factor, stash, sums, wanted, plan, block
+            head, block_batch, residual, coefficients, factor, stash, sums, needs_grad, plan, block
         )
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
@@ -206,7 +206,7 @@ def _local_statistics_and_sums(
     sum_dtype = kept if sum_bytes and plan.rows >= tokens else wide
     # Hidden's does, too, each row being written once, unless more is to be made of it first.
     kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
-    hidden_dtype = wide if wanted.logit_scale or shards != Shards() else kept_hidden
+    hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     skips = backend.skips_rows(spec, plan)
 
@@ -214,10 +214,10 @@ def _local_statistics_and_sums(
         # A single block is worked on whether a row counts or not, rather than have the host wait to be told.
         skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
         blocks = Rows.counted(mask, few_launches=backend.few_launches).blocks(tokens, plan.rows, skipped=skipped)
-        sums = backend.accumulators(head, wanted, sum_dtype, replaced=skips and mask is not None)
+        sums = backend.accumulators(head, needs_grad, sum_dtype, replaced=skips and mask is not None)
         # Where every row counts each is written once, and nothing need be there before.
         blank = lax.empty if mask is None else jnp.zeros
-        hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if wanted.hidden_product else None
+        hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
         init = empty_statistics(call.names, rows.batch, head), hidden_sum, sums
         # The weight's sum has one product a block only where a stash is in one piece; tiles add to parts of it.
         return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)
@@ -228,8 +228,8 @@ def _local_statistics_and_sums(
         found, hidden_sum, sums = choose(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
     else:
         found, hidden_sum, sums = visit(rows.mask)
-    of_head = sum_over_devices(shards, rows.batch.hidden, head, wanted, hidden_sum, HeadSums(*sums))
-    hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if wanted.hidden else None
+    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, HeadSums(*sums))
+    hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
         of_head = of_head._replace(weight=shards.sum_weight(own))
@@ -239,7 +239,7 @@ def _local_statistics_and_sums(
 def row_cotangents(
     row_loss: RowLoss, read: frozenset[str], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]
 ) -> Statistics:
-    """d Σ row_loss / d statistics, of those in `read`, for the block's live rows; exactly 0 for the others."""
+    """d Σ row_loss / d statistics, of those in `read`, for the block's valid rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:
         return jnp.sum(row_loss({**statistics, **varied}, inputs))

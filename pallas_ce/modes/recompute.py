@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_ce import coefficients as coef
-from pallas_ce.backends import Residual
-from pallas_ce.blocks import RowBlock
-from pallas_ce.head import Batch, Head, TileStep, Wanted
+from pallas_ce.backends.protocol import Residual
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, Head, NeedsGrad, TileStep
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
@@ -24,14 +23,15 @@ from pallas_ce.modes.differentiation import (
     first_order_only,
     flags_of,
     input_cotangents,
+    inputs_needing_grad,
     is_zero,
     values_of,
-    wanted_inputs,
 )
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.operations import by_platform, streamed
-from pallas_ce.settings import Settings
-from pallas_ce.shards import RowArrays, Shards, psum
+from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.shards import RowArrays, Shards, psum
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.streaming.rows import RowBlock
 
 
 class _Kept(NamedTuple):
@@ -73,7 +73,7 @@ def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[
     else:
         found = forward_statistics(settings, names | saved_names, batch, head, mask)
     kept = _Kept({name: found[name] for name in saved_names}, *kept_head)
-    saved = Saved(*values, kept, flags_of(wanted_inputs(primals[0].hidden, primals[1])))
+    saved = Saved(*values, kept, flags_of(inputs_needing_grad(primals[0].hidden, primals[1])))
     return {name: found[name] for name in names}, saved
 
 
@@ -81,7 +81,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
     del names
     given = {name: g for name, g in cotangents.items() if name != "argmax" and not is_zero(g)}
     gradients = Gradients()
-    if given and saved.wanted:
+    if given and saved.needs_grad:
         used, given = first_order_only((saved, given))
         if settings.shards is not None:
             given = {name: psum(g, settings.shards.cotangents_by_row) for name, g in given.items()}
@@ -90,7 +90,9 @@ def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangent
             if _gathers(settings):
                 settings = _told_it_is_whole(settings)
                 head = dataclasses.replace(head, weight=used.kept.weight, bias=used.kept.bias)
-            operation = streamed(settings.shards, functools.partial(_gradients, settings, saved.wanted, weight_dtype))
+            operation = streamed(
+                settings.shards, functools.partial(_gradients, settings, saved.needs_grad, weight_dtype)
+            )
             kept = dict(used.kept.statistics)
             rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
             d_hidden, of_head = operation(rows, head)
@@ -112,15 +114,15 @@ def _told_it_is_whole(settings: Settings) -> Settings:
 
 
 def _gradients(
-    settings: Settings, wanted: Wanted, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
+    settings: Settings, needs_grad: NeedsGrad, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
-    operation = functools.partial(_local_gradients, wanted, shards, weight_dtype)
+    operation = functools.partial(_local_gradients, needs_grad, shards, weight_dtype)
     rows, head = shards.enter(rows, head)
     return by_platform(settings.ways(head), operation, rows, head)
 
 
 def _local_gradients(
-    wanted: Wanted, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
+    needs_grad: NeedsGrad, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
     head = settings.worked_on(head)
     kept, cotangents = rows.more
@@ -139,10 +141,10 @@ def _local_gradients(
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = jax.tree.map(block.take, coefficients)
-        if block.live is not None:
-            block_coefficients = coef.select(block_coefficients, block.live)
+        if block.valid is not None:
+            block_coefficients = coef.select(block_coefficients, block.valid)
         block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
-        return backend.recompute(head, block_batch, block_residual, block_coefficients, wanted, plan, block)
+        return backend.recompute(head, block_batch, block_residual, block_coefficients, needs_grad, plan, block)
 
     return sweep.gradient_sums(
         shards,
@@ -150,7 +152,7 @@ def _local_gradients(
         head,
         weight_dtype,
         plan,
-        wanted,
+        needs_grad,
         factor,
         products,
         functools.partial(backend.replaced_weight, head, plan),

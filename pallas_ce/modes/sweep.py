@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends import Plan
-from pallas_ce.blocks import RowBlock, Rows, Tiles
-from pallas_ce.head import Head, Products, TileStep, Wanted, WeightSum
-from pallas_ce.loops import fori_loop
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.modes.differentiation import Gradients, HeadSums, finish, sum_over_devices
-from pallas_ce.shards import RowArrays, Shards
+from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.streaming.loops import fori_loop
+from pallas_ce.streaming.rows import RowBlock, Rows
+from pallas_ce.streaming.tiles import Tiles
 
 
 def gradient_sums(
@@ -26,7 +27,7 @@ def gradient_sums(
     head: Head,
     weight_dtype: np.dtype,
     plan: Plan,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     factor: jax.Array,
     products: Callable[[RowBlock], TileStep],
     replaced_weight: Callable[[np.dtype], jax.Array] | None = None,
@@ -41,12 +42,12 @@ def gradient_sums(
         head: likewise.
         weight_dtype: that of the weight's gradient.
         plan: block sizes.
-        wanted: which gradients.
+        needs_grad: which gradients.
         factor: `[]`: what undoes the normalisation of dlogits.
-        products: the step over tiles for a block of rows; rows of the block that are not live contribute nothing.
+        products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
         replaced_weight: what a whole gradient of the weight starts from, given its dtype, whose every tile's part the
             steps replace; None: zeros.
-        skipped: whether the steps skip rows that are not live by themselves; see `RowBlocks.skipped`.
+        skipped: whether the steps skip rows that are not valid by themselves; see `RowBlocks.skipped`.
         few_launches: see `Backend`.
     """
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
@@ -73,8 +74,8 @@ def gradient_sums(
             return hidden_sum, for_weight, None if sums[2] is None or for_bias is None else sums[2] + for_bias
 
         zeros = (
-            jnp.zeros(tile_shape, wide) if wanted.weight else None,
-            jnp.zeros(plan.columns, wide) if wanted.bias_sum else None,
+            jnp.zeros(tile_shape, wide) if needs_grad.weight else None,
+            jnp.zeros(plan.columns, wide) if needs_grad.bias_sum else None,
         )
         return blocks.for_each(block_body, (hidden_sum, *zeros))
 
@@ -104,9 +105,9 @@ def gradient_sums(
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     start = functools.partial(jnp.zeros, weight_shape) if replaced_weight is None or not directly else replaced_weight
     init = (
-        jnp.zeros(hidden.shape, wide) if wanted.hidden_product else None,
-        start(weight_dtype if by_tile else wide) if wanted.weight else None,
-        jnp.zeros(spec.weight_rows, wide) if wanted.bias_sum else None,
+        jnp.zeros(hidden.shape, wide) if needs_grad.hidden_product else None,
+        start(weight_dtype if by_tile else wide) if needs_grad.weight else None,
+        jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
     if d_weight is not None:
@@ -116,8 +117,8 @@ def gradient_sums(
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:
         bias_sum = factor * bias_sum
-    of_head = sum_over_devices(shards, hidden, head, wanted, hidden_sum, HeadSums(d_weight, bias_sum))
-    if not wanted.hidden:
+    of_head = sum_over_devices(shards, hidden, head, needs_grad, hidden_sum, HeadSums(d_weight, bias_sum))
+    if not needs_grad.hidden:
         return None, of_head
     assert hidden_sum is not None
     d_hidden = hidden_sum if head.logit_scale is None else head.logit_scale * hidden_sum

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import gpu_losses
-from experiments.gpu import given_logits, timing
+from experiments.gpu import materialized_logits, timing
 from experiments.gpu.points import Setting
 
 DRY = Setting("xla", 64)
@@ -42,8 +42,8 @@ def test_a_dry_run_measures_every_section(tmp_path: Path, capsys: pytest.Capture
 
 def test_bandwidth_is_that_of_the_passes_a_program_must_make() -> None:
     """With a clock that says 1 ms for a copy and for everything else, three passes are 3/2 of a copy's bandwidth."""
-    programs = given_logits.programs("xla")
-    record = given_logits.measure((16, 256, 1), programs, 3, lambda program, arguments: 1.0)
+    programs = materialized_logits.programs("xla")
+    record = materialized_logits.measure((16, 256, 1), programs, 3, lambda program, arguments: 1.0)
     passes = 16 * 256 * 2 / 1e-3
     assert record["copy_bytes_per_second"] == pytest.approx(2 * passes)
     shares = {name: record["results"][name]["share"] for name in programs}
@@ -52,14 +52,14 @@ def test_bandwidth_is_that_of_the_passes_a_program_must_make() -> None:
 
 
 def test_a_donated_buffer_is_used_again_by_the_next_launch() -> None:
-    programs = {name: given_logits.programs("xla")[name] for name in ("donated xla", "kept xla")}
-    record = given_logits.measure((16, 256, 1), programs, 1, timing.back_to_back)
+    programs = {name: materialized_logits.programs("xla")[name] for name in ("donated xla", "kept xla")}
+    record = materialized_logits.measure((16, 256, 1), programs, 1, timing.back_to_back)
     assert all(record["results"][name]["ms"] > 0 for name in programs)
 
 
 def test_the_contenders_agree_and_the_upstream_weights_differ() -> None:
     logits = jax.random.normal(jax.random.key(0), (8, 64), jnp.float32)
-    programs = given_logits.programs("xla")
+    programs = materialized_logits.programs("xla")
     ours, plain = (programs[name](logits, jnp.arange(8)) for name in ("kept xla", "kept plain"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, plain)
     # Were both weights the same, the gradients of log-probability and entropy might cancel unnoticed.
@@ -72,6 +72,6 @@ def test_every_contender_is_timed_on_the_gpu() -> None:
     programs: dict[str, Any] = gpu_losses.log_probs(Setting()) | gpu_losses.top_k(Setting())
     results = timing.measure((512, 4096, 256), programs, 1, timing.back_to_back)["results"]
     assert all(results[name]["ratio"] > 0 for name in programs)
-    given = given_logits.programs("mosaic_gpu")
-    found = given_logits.measure((512, 4096, 1), given, 1, timing.back_to_back)["results"]
+    given = materialized_logits.programs("mosaic_gpu")
+    found = materialized_logits.measure((512, 4096, 1), given, 1, timing.back_to_back)["results"]
     assert all(found[name]["share"] > 0 for name in given)

@@ -15,10 +15,10 @@ import pytest
 from jax._src import callback as jax_callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-import pallas_ce.mosaic_gpu
+import pallas_ce.backends.mosaic_gpu
+from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
-from pallas_ce.mosaic_gpu.config import Config
 
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 _copy = threading.local()
@@ -99,7 +99,7 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
 @pytest.fixture
 def small_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend with tiles that suit the interpreter."""
-    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, processors=4))
+    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, sms=4))
     monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)
 
 

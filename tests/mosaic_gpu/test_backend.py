@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_ce.mosaic_gpu
+import pallas_ce.backends.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
-from pallas_ce.backends import Plan
-from pallas_ce.blocks import Rows
+from pallas_ce.backends.mosaic_gpu.schedule import plans
+from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.modes import forward
-from pallas_ce.mosaic_gpu import plans
-from pallas_ce.shards import Shards
+from pallas_ce.parallel.shards import Shards
+from pallas_ce.streaming.rows import Rows
 
 MODES = ["recompute", "in_forward"]
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.2e-3}

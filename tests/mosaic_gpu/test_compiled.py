@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.coefficients import Coefficients
+from pallas_ce.backends.mosaic_gpu.gemm import gemm
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
+from pallas_ce.backends.mosaic_gpu.tuning import candidates
+from pallas_ce.dispatch.settings import never_waiting
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.mosaic_gpu import candidates, dlogits_kernel, entries, forward_kernel, gemm, stash_kernel
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, Kernel, choose
-from pallas_ce.settings import never_waiting
+from pallas_ce.statistics.gradient import Coefficients
 from tests import compile_for_h200 as h200
 
 MIB = 2**20

@@ -25,8 +25,8 @@ from pallas_ce import (
     linear_top_k,
     mean_squared_lse,
     selective_log_softmax,
-    targets,
 )
+from pallas_ce.backends import device as targets
 from tests import compile_for_h200 as h200
 
 N, H, V = 64, 128, 512
@@ -82,10 +82,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "row statistics": lambda h, w, t: linear_row_statistics(h, w, t, statistics=("lse", "entropy")),
     "log-probabilities": jax.grad(lambda h, w, t: jnp.sum(linear_log_probs(h, w, t, temperature=0.7)), argnums=1),
     "top-k": lambda h, w, t: linear_top_k(h, w, 5),
-    "given logits": lambda h, w, t: jax.value_and_grad(cross_entropy)(h, t),
-    "given logits, each row": jax.grad(lambda h, w, t: jnp.sum(cross_entropy(h, t, reduction="none"))),
-    "lse of given logits": lambda h, w, t: mean_squared_lse(h, t),
-    "entries of given logits": jax.grad(lambda h, w, t: jnp.sum(selective_log_softmax(h, t))),
+    "stored logits": lambda h, w, t: jax.value_and_grad(cross_entropy)(h, t),
+    "stored logits, each row": jax.grad(lambda h, w, t: jnp.sum(cross_entropy(h, t, reduction="none"))),
+    "lse of stored logits": lambda h, w, t: mean_squared_lse(h, t),
+    "entries of stored logits": jax.grad(lambda h, w, t: jnp.sum(selective_log_softmax(h, t))),
 }
 
 
@@ -189,7 +189,7 @@ def test_what_the_kernels_cannot_serve_is_silently_xlas(hopper: None, function: 
 
 
 @pytest.mark.parametrize(("check_vma", "served"), [(True, False), (False, True)])
-@pytest.mark.parametrize("name", ["the loss", "gradients", "top-k", "given logits"])
+@pytest.mark.parametrize("name", ["the loss", "gradients", "top-k", "stored logits"])
 def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, check_vma: bool, served: bool) -> None:
     mesh, split, whole = h200.h200_mesh(2), PartitionSpec("gpu"), PartitionSpec()
 
@@ -201,7 +201,7 @@ def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, check_v
         "the loss": (local, whole, split, whole),
         "gradients": (jax.grad(lambda h, w, t: linear_cross_entropy(h, w, t)), split, whole, split),
         "top-k": (lambda h, w, t: linear_top_k(h, w, 5), split, whole, split),
-        "given logits": (jax.grad(lambda h, w, t: cross_entropy(h, t)), split, whole, split),
+        "stored logits": (jax.grad(lambda h, w, t: cross_entropy(h, t)), split, whole, split),
     }[name]
     places = (by_row, of_weight, by_row)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=places, out_specs=out, check_vma=check_vma)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_ce import Explanation, explain, linear_cross_entropy
-from pallas_ce.mosaic_gpu import gemm
+from pallas_ce.backends.mosaic_gpu.gemm import gemm
 from tests import compile_for_h200 as h200
 
 MIB = 2**20

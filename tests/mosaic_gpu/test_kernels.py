@@ -11,26 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import coefficients as coef
-from pallas_ce import reference
+from pallas_ce.backends import reference
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, operands, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Batch
-from pallas_ce.mosaic_gpu import (
-    dlogits_kernel,
-    entries,
-    forward_kernel,
-    layouts,
-    operands,
-    stash_kernel,
-)
-from pallas_ce.mosaic_gpu.config import Config
-from pallas_ce.statistics import finalise
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.row import finalise
 from tests.mosaic_gpu.conftest import Problem, logits_of, make_problem
 
 EVERY = frozenset({"lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"})
 LOSS = frozenset({"lse", "target_logit"})
 LSE = frozenset({"lse"})
 
-SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
+SMALL = {"rows": 64, "columns": 64, "stages": 3, "sms": 4}
 ALL_OPTIONS: dict[str, Any] = {"bias": True, "scale": 1.3, "weights": True, "softcap": 5.0}
 
 # Every option, layout, schedule and ragged edge at least once.
@@ -46,13 +40,16 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 9, "h": 16, "v": 5, "bias": True}, {"cluster": None}),
     (
         {"n": 150, "h": 264, "v": 328, "scale": -1.3},
-        {"cluster": "columns", "turns": True, "in_flight": 1, "windows": 2},
+        {"cluster": "columns", "ping_pong": True, "in_flight": 1, "windows": 2},
     ),
     (
         {"n": 150, "h": 80, "v": 584, **ALL_OPTIONS},
-        {"cluster": "rows", "turns": True, "columns": 128, "piece": 64, "windows": 3},
+        {"cluster": "rows", "ping_pong": True, "columns": 128, "piece": 64, "windows": 3},
     ),
-    ({"n": 70, "h": 328, "v": 640, "vocab_axis": 1}, {"cluster": None, "turns": True, "in_flight": 1, "windows": 1}),
+    (
+        {"n": 70, "h": 328, "v": 640, "vocab_axis": 1},
+        {"cluster": None, "ping_pong": True, "in_flight": 1, "windows": 1},
+    ),
 ]
 
 
@@ -96,13 +93,13 @@ def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) 
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_rows_that_are_not_live_are_skipped(turns: bool, interpreted: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Callable[..., Any]) -> None:
     p = make_problem(512, 64, 192)
-    config = Config(**{**SMALL, "cluster": None, "turns": turns})
+    config = Config(**{**SMALL, "cluster": None, "ping_pong": ping_pong})
 
-    def lse(head: Any, h: jax.Array, live: jax.Array) -> jax.Array:
-        return finalise(forward_kernel.statistics(head, h, LSE, config, live_rows=live), LSE)["lse"]
+    def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
+        return finalise(forward_kernel.statistics(head, h, LSE, config, valid_rows=valid), LSE)["lse"]
 
     want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
     got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
@@ -143,23 +140,23 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
         return dlogits_kernel.dlogits(head, h, lse, coefficients, config, first=begin)
 
     stored = interpreted(run)(p.head, p.hidden, lse, coefficients)
-    live = None if first is None else jnp.arange(v) >= first
+    valid = None if first is None else jnp.arange(v) >= first
     u = None if coefficients.logit_weights is None else p.head.tile_logit_weights(0, v)
-    exact = coef.dlogits(coefficients, logits_of(p), lse, jnp.arange(v), live, None, None, u, spec.softcap)
+    exact = coef.dlogits(coefficients, logits_of(p), lse, jnp.arange(v), valid, None, None, u, spec.softcap)
     resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
     np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=2e-5)
     assert not stored[:n, v:].any()
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_every_number_is_stored_once(
-    cluster: Any, turns: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
+    cluster: Any, ping_pong: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
 ) -> None:
     """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
     monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
     p = make_problem(n=150, h=264, v=584)
-    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "turns": turns, "windows": 3})
+    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "ping_pong": ping_pong, "windows": 3})
     lse = jnp.zeros(150)  # so that a product of 0 would store 1
 
     def run(head: Any, h: jax.Array, lse: jax.Array) -> jax.Array:
@@ -184,12 +181,12 @@ def test_dlogits_of_a_part_are_those_columns_of_the_whole(
     lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
     coefficients = entries.without(all_coefficients(96))
 
-    def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, live: Any) -> Any:
+    def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:
         whole = dlogits_kernel.dlogits(head, h, lse, coefficients, config)
-        part = operands.Part(128, first, live)
+        part = operands.Part(128, first, valid)
         return whole, dlogits_kernel.dlogits(head, h, lse, coefficients, config, part=part)
 
-    for first, live in ((0, 128), (128, 128), (256, 80)):
-        whole, part = interpreted(run)(p.head, p.hidden, lse, jnp.int32(first), jnp.int32(live))
+    for first, valid in ((0, 128), (128, 128), (256, 80)):
+        whole, part = interpreted(run)(p.head, p.hidden, lse, jnp.int32(first), jnp.int32(valid))
         assert part.shape == (96, 128)
-        np.testing.assert_array_equal(part[:, :live], whole[:, first : first + live])
+        np.testing.assert_array_equal(part[:, :valid], whole[:, first : first + valid])

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.mosaic_gpu import product_kernel
-from pallas_ce.mosaic_gpu.config import IN_TURNS, Config
-from pallas_ce.mosaic_gpu.operands import Part
+from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
+from pallas_ce.backends.mosaic_gpu.schedule.config import PING_PONG, Config
 
-SMALL = {"rows": 64, "columns": 64, "stages": 3, "processors": 4}
+SMALL = {"rows": 64, "columns": 64, "stages": 3, "sms": 4}
 
 
 def matrices(n: int, v: int, h: int, vocab_axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -36,7 +36,7 @@ def exact(a: Any, b: Any) -> np.ndarray:
         {"cluster": None},
         {"cluster": "rows", "in_flight": 1},
         {"cluster": "columns", "windows": 3, "lead": 2},
-        {"cluster": "columns", "windows": 3, "turns": True},
+        {"cluster": "columns", "windows": 3, "ping_pong": True},
     ],
 )
 def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
@@ -50,8 +50,8 @@ def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Calla
 def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
     stored, weight, _ = matrices(512, 256, 256, 0)
     config = Config(**{**SMALL, "cluster": "rows", "windows": 2})
-    live = jnp.int32(100)
-    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, live).sum(axis=0)
+    valid = jnp.int32(100)
+    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, valid).sum(axis=0)
     np.testing.assert_allclose(got[:100], exact(stored[:100], weight), rtol=1e-4, atol=1e-3)
     assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
 
@@ -63,7 +63,7 @@ def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., An
         {"cluster": None},
         {"cluster": "rows", "in_flight": 1},
         {"cluster": "columns"},
-        {"cluster": None, "in_flight": 1, "turns": True},
+        {"cluster": None, "in_flight": 1, "ping_pong": True},
     ],
 )
 def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
@@ -79,30 +79,30 @@ def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Calla
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("live", [0, 70, 192])
+@pytest.mark.parametrize("valid", [0, 70, 192])
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_weight_sums_go_on_from_block_to_block(
-    vocab_axis: int, live: int, in_flight: int, interpreted: Callable[..., Any]
+    vocab_axis: int, valid: int, in_flight: int, interpreted: Callable[..., Any]
 ) -> None:
-    """The first block replaces undefined memory; rows behind the live ones, here nan, are never multiplied."""
+    """The first block replaces undefined memory; rows behind the valid ones, here nan, are never multiplied."""
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
     config = Config(**{**SMALL, "cluster": "rows", "in_flight": in_flight})
-    reached = -(-live // 64) * 64
+    reached = -(-valid // 64) * 64
     broken = stored.at[reached:].set(jnp.nan)
 
-    def run(stored: Any, broken: Any, rows: Any, live: Any) -> jax.Array:
+    def run(stored: Any, broken: Any, rows: Any, valid: Any) -> jax.Array:
         total = product_kernel.undefined(weight.shape, jnp.float32)
 
-        def add(total: jax.Array, stored: Any, live: Any, first: bool) -> jax.Array:
+        def add(total: jax.Array, stored: Any, valid: Any, first: bool) -> jax.Array:
             return product_kernel.put_for_weight(
-                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(first), live_rows=live
+                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(first), valid_rows=valid
             )
 
         total = add(total, stored, jnp.int32(192), True)
-        return add(total, broken, live, False)
+        return add(total, broken, valid, False)
 
-    got = interpreted(run)(stored, broken, rows.at[live:].set(0), jnp.int32(live))
-    want = exact(stored.T, rows.at[live:].set(0)) + exact(stored[:live].T, rows.at[live:].set(0)[:live])
+    got = interpreted(run)(stored, broken, rows.at[valid:].set(0), jnp.int32(valid))
+    want = exact(stored.T, rows.at[valid:].set(0)) + exact(stored[:valid].T, rows.at[valid:].set(0)[:valid])
     np.testing.assert_allclose(got, want if vocab_axis == 0 else want.T, rtol=1e-4, atol=1e-3)
 
 
@@ -110,20 +110,20 @@ def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
     stored, weight, rows = matrices(64, 272, 256, 0)
     config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
 
-    def run(stored: Any, rows: Any, live: Any) -> jax.Array:
+    def run(stored: Any, rows: Any, valid: Any) -> jax.Array:
         total = product_kernel.undefined(weight.shape, jnp.float32)
-        return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, live_rows=live)
+        return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, valid_rows=valid)
 
     got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
     np.testing.assert_array_equal(got, np.zeros(weight.shape))
 
 
-# First column, width and live columns of each part of 272, of which the last is narrower.
+# First column, width and valid columns of each part of 272, of which the last is narrower.
 PARTS = ((128, 144, 144), (256, 128, 16))
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("options", [{"cluster": "rows"}, {"cluster": "columns"}, {"cluster": None, "turns": True}])
+@pytest.mark.parametrize("options", [{"cluster": "rows"}, {"cluster": "columns"}, {"cluster": None, "ping_pong": True}])
 @pytest.mark.parametrize(("windows", "to_row"), [(1, None), (1, 64), (3, None)])
 def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
     vocab_axis: int, options: Any, windows: int, to_row: int | None, interpreted: Callable[..., Any]
@@ -132,41 +132,41 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
     config = Config(**{**SMALL, **options, "in_flight": 1, "windows": windows})
     total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
 
-    def run(stored: Any, weight: Any, total: Any, first: Any, live: Any) -> jax.Array:
-        part = Part(stored.shape[1], first, live)
+    def run(stored: Any, weight: Any, total: Any, first: Any, valid: Any) -> jax.Array:
+        part = Part(stored.shape[1], first, valid)
         where = None if to_row is None else jnp.int32(to_row)
         return product_kernel.add_for_hidden(stored, weight, vocab_axis, config, total, to_row=where, part=part)
 
-    for first, width, live in PARTS:
-        own = stored[:, :width].at[:, live:].set(0)
-        got = interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(live))
-        of_part = (weight if vocab_axis == 0 else weight.T)[first : first + live]
+    for first, width, valid in PARTS:
+        own = stored[:, :width].at[:, valid:].set(0)
+        got = interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid))
+        of_part = (weight if vocab_axis == 0 else weight.T)[first : first + valid]
         want = np.asarray(total, np.float64)
-        want[to_row or 0 :] += exact(own[:, :live], of_part)
+        want[to_row or 0 :] += exact(own[:, :valid], of_part)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("live_rows", [None, 0, 70])
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("valid_rows", [None, 0, 70])
+@pytest.mark.parametrize("ping_pong", [False, True])
 def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, live_rows: int | None, turns: bool, interpreted: Callable[..., Any]
+    vocab_axis: int, valid_rows: int | None, ping_pong: bool, interpreted: Callable[..., Any]
 ) -> None:
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, "cluster": None if turns else "rows", "in_flight": 1, "turns": turns})
-    reached = 192 if live_rows is None else -(-live_rows // 64) * 64
+    config = Config(**{**SMALL, "cluster": None if ping_pong else "rows", "in_flight": 1, "ping_pong": ping_pong})
+    reached = 192 if valid_rows is None else -(-valid_rows // 64) * 64
 
-    def run(stored: Any, rows: Any, weight: Any, first: Any, live: Any) -> jax.Array:
+    def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
         return product_kernel.put_for_weight(
             weight, stored, rows, vocab_axis, config, replaced=True, multiplier=jnp.float32(0.5),
-            live_rows=None if live_rows is None else jnp.int32(live_rows), part=Part(stored.shape[1], first, live),
+            valid_rows=None if valid_rows is None else jnp.int32(valid_rows), part=Part(stored.shape[1], first, valid),
         )  # fmt: skip
 
-    for first, width, live in PARTS:
-        own = stored[:, :width].at[live_rows or 192 :].set(0)
-        got = interpreted(run)(own.at[reached:].set(jnp.nan), rows, weight, jnp.int32(first), jnp.int32(live))
+    for first, width, valid in PARTS:
+        own = stored[:, :width].at[valid_rows or 192 :].set(0)
+        got = interpreted(run)(own.at[reached:].set(jnp.nan), rows, weight, jnp.int32(first), jnp.int32(valid))
         want = np.asarray(weight if vocab_axis == 0 else weight.T, np.float64)
-        want[first : first + live] = 0.5 * exact(own.T, rows)[:live] if live_rows != 0 else 0
+        want[first : first + valid] = 0.5 * exact(own.T, rows)[:valid] if valid_rows != 0 else 0
         np.testing.assert_allclose(
             np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3
         )
@@ -197,7 +197,7 @@ def test_few_rows_and_windows_take_the_kernel(
 
 
 def test_tiles_are_those_that_lose_least_to_their_edges() -> None:
-    """Of 4096 x 4096 numbers 22 x 32 tiles that take turns would need six rounds of 132 processors, for 5.3."""
-    assert not product_kernel.hidden_sum_config(4096, 4096, 132).turns
+    """Of 4096 x 4096 numbers 22 x 32 tiles that work in ping-pong would need six rounds of 132 sms, for 5.3."""
+    assert not product_kernel.hidden_sum_config(4096, 4096, 132).ping_pong
     assert product_kernel.hidden_sum_config(16384, 4096, 132).rows == 192
-    assert product_kernel.weight_config(5376, 4096, 0, 132) == dataclasses.replace(IN_TURNS, piece=None)
+    assert product_kernel.weight_config(5376, 4096, 0, 132) == dataclasses.replace(PING_PONG, piece=None)

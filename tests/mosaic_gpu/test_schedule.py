@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.head import HeadSpec, Wanted
-from pallas_ce.mosaic_gpu import BACKEND, operands
-from pallas_ce.mosaic_gpu.config import PARTIALS_BYTES, Config, busiest, choose_windows, schedule
-from pallas_ce.settings import Settings
-from pallas_ce.shards import Shards
+from pallas_ce.backends.mosaic_gpu import BACKEND
+from pallas_ce.backends.mosaic_gpu.kernels import operands
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, busiest, choose_windows, schedule
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.parallel.shards import Shards
 
 SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
 SIZES = list(itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144)))
@@ -20,7 +21,7 @@ SIZES = list(itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 
 
 @pytest.mark.parametrize(("n", "v"), SIZES)
 def test_windows_keep_the_chip_busy_within_little_memory(n: int, v: int) -> None:
-    config = Config(processors=132)
+    config = Config(sms=132)
     found = schedule(config, n, v, 8)
     assert found.windows * n * 8 <= PARTIALS_BYTES
     sizes = np.diff(np.arange(found.windows + 1) * found.column_blocks // found.windows)
@@ -36,8 +37,8 @@ def test_few_rows_get_many_windows_and_many_rows_few() -> None:
 
 
 def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:
-    assert schedule(Config(windows=5, processors=132), 1024, 131072, 8).windows == 5
-    assert schedule(Config(windows=5, processors=132), 1024, 300, 8).windows == 3
+    assert schedule(Config(windows=5, sms=132), 1024, 131072, 8).windows == 5
+    assert schedule(Config(windows=5, sms=132), 1024, 300, 8).windows == 3
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:
         ({"in_flight": 2}, "in_flight=2 must be 0 or 1"),
         ({"piece": 96}, "piece=96 must be a multiple of 16 that divides columns=128"),
         ({"columns": 72}, "columns=72 must be a multiple of 16"),
-        ({"turns": True, "lead": 1}, "turns goes with lead=0, not 1"),
+        ({"ping_pong": True, "lead": 1}, "ping_pong goes with lead=0, not 1"),
     ],
 )
 def test_impossible_tiles_are_refused(change: dict[str, int], match: str) -> None:
@@ -114,7 +115,7 @@ def test_other_gpus_are_refused_with_the_alternative(
 )
 def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, rows: int) -> None:
     spec, settings = HeadSpec(h, v, v, 0, np.dtype(jnp.bfloat16), None), Settings("mosaic_gpu", None, None)
-    sums = settings.sum_bytes(spec, spec.dtype, Wanted(weight=True), Shards())
+    sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(weight=True), Shards())
     plan = settings.plan(spec, n, "in_forward", sums)
     assert plan.rows == rows
     assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else 0)

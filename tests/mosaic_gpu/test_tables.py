@@ -9,9 +9,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from pallas_ce.mosaic_gpu import tables
-from pallas_ce.mosaic_gpu.config import TILES, Config, most_stages
-from pallas_ce.mosaic_gpu.tables import Entry, ShapeClass, Table, TableError, class_of
+from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, most_stages
+from pallas_ce.backends.mosaic_gpu.tuning import tables
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, ShapeClass, Table, TableError, class_of
 
 DEVICE = "NVIDIA H200"
 KEY = ShapeClass("forward", 8192, 131072, 4096, 0)
@@ -20,7 +20,7 @@ CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row
 
 def document() -> dict[str, Any]:
     config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1}
-    config |= {"turns": False, "lead": 0, "row_group": 4}
+    config |= {"ping_pong": False, "lead": 0, "row_group": 4}
     entry = {**KEY._asdict(), "config": config, "microseconds": 9.5, "rule_microseconds": 10}
     return {"format": 3, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
 
@@ -105,8 +105,8 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
         (changed(entry__config__stages=5), "stages of the config of entry 0 is 5 and not a whole number from 2 to 4"),
         (changed(entry__config__stages="4"), "stages of the config of entry 0 is '4'"),
         (changed(entry__config__rows=128), r"\(rows, .*\) of the config of entry 0 is \(128, 256, None, False\)"),
-        (changed(entry__config__turns=True), r"\(rows, .*\) of the config of entry 0 is \(64, 256, None, True\)"),
-        (changed(entry__config__turns=0), "turns of the config of entry 0 is 0 and not true or false"),
+        (changed(entry__config__ping_pong=True), r"\(rows, .*\) of the config of entry 0 is \(64, 256, None, True\)"),
+        (changed(entry__config__ping_pong=0), "ping_pong of the config of entry 0 is 0 and not true or false"),
         (changed(entry__config__columns=10**30), "columns of the config of entry 0 is a huge number"),
         (changed(entry__config__cluster="both"), "cluster of the config of entry 0 is 'both'"),
         (changed(entry__config__cluster={}), "cluster of the config of entry 0 is"),
@@ -176,7 +176,7 @@ def test_any_value_anywhere_is_either_a_table_or_refused(
         return
     for key, entry in table.entries.items():
         config = entry.config
-        assert (config.rows, config.columns, config.piece, config.turns) in TILES[key.kernel]
+        assert (config.rows, config.columns, config.piece, config.ping_pong) in TILES[key.kernel]
         assert config.stages <= most_stages(key.kernel, config)
 
 

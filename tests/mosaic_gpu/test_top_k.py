@@ -12,18 +12,18 @@ import pytest
 from jax import lax
 
 from pallas_ce import linear_top_k
+from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, operands
+from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.head import HeadSpec
-from pallas_ce.mosaic_gpu import logits_kernel, operands
-from pallas_ce.mosaic_gpu.config import Config
-from pallas_ce.mosaic_gpu.logits_kernel import GROUP
-from pallas_ce.mosaic_gpu.top_k import StoredBlocks
-from pallas_ce.settings import DEFAULT_SCRATCH_BYTES
-from pallas_ce.statistics import finalise
+from pallas_ce.statistics.row import finalise
+from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES
 from tests import compile_for_h200 as h200
 from tests.mosaic_gpu.conftest import logits_of, make_problem
 from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
 
-SMALL = Config(rows=64, columns=64, stages=3, processors=4)
+SMALL = Config(rows=64, columns=64, stages=3, sms=4)
 LSE = frozenset({"lse"})
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from pallas_ce import explain
+from pallas_ce.backends.mosaic_gpu.schedule import config
+from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
+from pallas_ce.backends.mosaic_gpu.tuning import candidates, tables, tune, tuning
+from pallas_ce.backends.mosaic_gpu.tuning.candidates import Case, Times
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Table, class_of
 from pallas_ce.head import HeadSpec
-from pallas_ce.mosaic_gpu import candidates, config, tables, tune, tuning
-from pallas_ce.mosaic_gpu.candidates import Case, Times
-from pallas_ce.mosaic_gpu.config import TILES, Config, Kernel, most_stages
-from pallas_ce.mosaic_gpu.tables import Entry, Table, class_of
 
 DEVICE = "NVIDIA H200"
 SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
@@ -127,7 +128,7 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
 def test_every_candidate_can_stand_in_a_table(kernel: Kernel, tmp_path: Path) -> None:
     first = list(candidates.first_candidates(kernel))
     every = {*first, *(near for c in first for near in candidates.refinements(kernel, c))}
-    assert len(first) == len(set(first)) == sum(3 if turns else 6 for *_, turns in TILES[kernel])
+    assert len(first) == len(set(first)) == sum(3 if ping_pong else 6 for *_, ping_pong in TILES[kernel])
     assert candidates.number_of_candidates(kernel) == len(first) + 4
     for candidate in every:
         entry = Entry(candidate, 1.0, 1.0)
@@ -142,10 +143,10 @@ def test_the_rules_tiles_are_among_the_candidates(kernel: Kernel) -> None:
 
 def test_no_more_stages_are_taken_than_shared_memory_holds() -> None:
     assert {c.stages for kernel in KERNELS for c in candidates.first_candidates(kernel)} == {4, 5}
-    small, turns = Config(rows=64, columns=128), Config(rows=128, columns=192, in_flight=1, turns=True)
+    small, ping_pong = Config(rows=64, columns=128), Config(rows=128, columns=192, in_flight=1, ping_pong=True)
     assert (most_stages("forward", small), most_stages("stash", small)) == (7, 6)
-    assert (most_stages("forward", turns), most_stages("stash", turns)) == (5, 5)
-    assert most_stages("stash", dataclasses.replace(turns, turns=False)) == 3
+    assert (most_stages("forward", ping_pong), most_stages("stash", ping_pong)) == (5, 5)
+    assert most_stages("stash", dataclasses.replace(ping_pong, ping_pong=False)) == 3
 
 
 class Fake:
@@ -223,7 +224,7 @@ def test_a_candidates_program_agrees_with_the_rules(kernel: Kernel, interpreted:
     small = Case(kernel, HeadSpec(16, 64, 64, 0, np.dtype(jnp.bfloat16), None), 64, 64)
     given = tune.arrays(small)
     a, b = (
-        interpreted(tune.program(small, Config(rows=64, columns=64, stages=2, processors=2, cluster=cluster)))(*given)
+        interpreted(tune.program(small, Config(rows=64, columns=64, stages=2, sms=2, cluster=cluster)))(*given)
         for cluster in ("rows", None)
     )
     assert bool(tune._agree(a, b))

@@ -295,9 +295,9 @@ def others() -> Iterator[str]:
             return hidden.astype(jnp.bfloat16), *others
 
         value, got = jax.jit(step)(*narrowed(*placed(layout, on, True)))
-        alone, wanted = step(*narrowed(*arrays(layout.vocabulary, True)))
+        alone, needs_grad = step(*narrowed(*arrays(layout.vocabulary, True)))
         np.testing.assert_allclose(value, alone, rtol=1e-4)
-        for x, y in zip(got, wanted, strict=True):
+        for x, y in zip(got, needs_grad, strict=True):
             assert x.dtype == y.dtype
             assert np.linalg.norm(np.float32(x) - np.float32(y)) <= 2**-7 * np.linalg.norm(np.float32(y))
     yield "float32 weights that are computed with, and gathered, in bfloat16"

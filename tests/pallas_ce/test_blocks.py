@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.blocks import RowBlock, Rows, Tiles, constant_unless_any, with_stand_ins, zeroed
+from pallas_ce.streaming.rows import RowBlock, Rows, constant_unless_any, with_placeholder_rows, zeroed
+from pallas_ce.streaming.tiles import Tiles
 
 
 @st.composite
@@ -35,9 +36,9 @@ def test_tiles_cover_every_column_once(size: tuple[int, int]) -> None:
         def body(i: jax.Array, carry: Any) -> Any:
             covered, copy, ids = carry
             tile = tiles.tile(i)
-            live = jnp.ones(tile.size, jnp.int32) if tile.live is None else tile.live
+            valid = jnp.ones(tile.size, jnp.int32) if tile.valid is None else tile.valid
             return (
-                tile.add(covered, live),
+                tile.add(covered, valid),
                 tile.put(copy, tile.take(x, 1), 1),
                 ids & jnp.all(tile.take(jnp.arange(tiles.total)) == tile.columns),
             )
@@ -67,8 +68,8 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
     def walk(x: jax.Array) -> Any:
         def body(block: RowBlock, carry: Any) -> Any:
             visits, copy, trips = carry
-            live = block.select(jnp.ones(size), 0.0)
-            visits = visits.at[block.take(jnp.arange(n))].add(live)
+            valid = block.select(jnp.ones(size), 0.0)
+            visits = visits.at[block.take(jnp.arange(n))].add(valid)
             return visits, block.put(copy, block.take(x)), trips + 1
 
         blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
@@ -120,7 +121,7 @@ def test_a_counted_row_stands_in_for_those_that_do_not_count(mask: np.ndarray | 
     n = 11 if mask is None else len(mask)
     counts = np.ones(n, bool) if mask is None else mask
     given = {"x": np.where(counts[:, None], np.arange(2.0 * n).reshape(n, 2), np.nan), "id": np.arange(n)}
-    found = with_stand_ins(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
+    found = with_placeholder_rows(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
     for name, value in given.items():
         assert found[name].dtype == jnp.asarray(value).dtype
         stand_in = value[np.argmax(counts)] if n else value
@@ -130,7 +131,7 @@ def test_a_counted_row_stands_in_for_those_that_do_not_count(mask: np.ndarray | 
 
 def test_stand_ins_carry_no_gradient() -> None:
     mask = jnp.array([False, True, False, True])
-    gradient = jax.grad(lambda x: jnp.sum(jnp.inf * with_stand_ins(mask, x)))(jnp.ones(4))
+    gradient = jax.grad(lambda x: jnp.sum(jnp.inf * with_placeholder_rows(mask, x)))(jnp.ones(4))
     np.testing.assert_array_equal(gradient, [0, np.inf, 0, np.inf])
 
 

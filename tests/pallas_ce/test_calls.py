@@ -111,10 +111,10 @@ def check(
         return jax.value_and_grad(lambda *given: call(loss, *given, labels), differentiated)
 
     wide = (hidden.astype(jnp.float32), weight.astype(jnp.float32))
-    want, wanted = differentiable(implemented("reference", "auto"))(*wide)
+    want, needs_grad = differentiable(implemented("reference", "auto"))(*wide)
     got, gradients = compiled(differentiable(implemented(implementation, backward)))(hidden, weight)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
-    for place, gradient, exact in zip(differentiated, gradients, wanted, strict=True):
+    for place, gradient, exact in zip(differentiated, gradients, needs_grad, strict=True):
         assert gradient.dtype == (hidden, weight)[place].dtype
         if not np.any(exact):
             assert not np.any(np.asarray(gradient))
@@ -188,8 +188,8 @@ def test_a_block_of_more_logits_than_31_bits_count(implementation: str, divisor:
     assert implementation == "xla" or explain(hidden, weight, scratch_bytes=2**33, backward="in_forward").rows == n
     got, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight, labels)
     wide = (few.astype(jnp.float32), weight.astype(jnp.float32), labels[:33])
-    want, wanted = jax.value_and_grad(implemented("reference", "auto"), argnums=(0, 1))(*wide)
+    want, needs_grad = jax.value_and_grad(implemented("reference", "auto"), argnums=(0, 1))(*wide)
     np.testing.assert_allclose(got, want, rtol=2e-5)
     for part in (gradients[0][:33], gradients[0][-33:]):
-        assert relative_error(part * (n // 33), np.asarray(wanted[0], np.float64)) <= TOLERANCE
-    assert relative_error(gradients[1], np.asarray(wanted[1], np.float64)) <= TOLERANCE
+        assert relative_error(part * (n // 33), np.asarray(needs_grad[0], np.float64)) <= TOLERANCE
+    assert relative_error(gradients[1], np.asarray(needs_grad[1], np.float64)) <= TOLERANCE

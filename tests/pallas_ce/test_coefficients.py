@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.coefficients import Coefficients, dlogits, from_cotangents, normalise, saved_statistics
-from pallas_ce.statistics import finalise, partial_of_tile
+from pallas_ce.statistics.gradient import Coefficients, dlogits, from_cotangents, normalise, saved_statistics
+from pallas_ce.statistics.row import finalise, partial_of_tile
 from tests.pallas_ce.checks import relative_error
 
 N, V = 6, 17
@@ -62,10 +62,10 @@ def test_dlogits_do_not_change_with_a_common_shift_of_the_logits() -> None:
 
 
 def test_columns_that_are_not_live_get_exactly_nothing() -> None:
-    live = COLUMNS >= 4
+    valid = COLUMNS >= 4
     logits = jnp.full((N, V), jnp.nan).at[:, 4:].set(0.0)
     ones = jnp.ones(N)
-    got = dlogits(Coefficients(ones, ones, ones, ones, ones), logits, ones, COLUMNS, live, LABELS, None, U, None)
+    got = dlogits(Coefficients(ones, ones, ones, ones, ones), logits, ones, COLUMNS, valid, LABELS, None, U, None)
     assert not np.any(got[:, :4])
     assert np.all(np.isfinite(got))
 

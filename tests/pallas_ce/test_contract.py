@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
-from pallas_ce.statistics import STATISTICS
+from pallas_ce.statistics.row import STATISTICS
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, float32_floor, library_loss, library_results, oracle_results
 from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, statistics_problems

@@ -140,11 +140,11 @@ def test_a_padded_candidate_is_as_if_absent() -> None:
 def test_positions_behind_the_mask_may_hold_anything() -> None:
     with jax.enable_x64(True):
         arrays, candidates, tags = _tagger(False)
-        live = jnp.arange(4) < jnp.array([[4], [2]])
-        run = jax.jit(jax.value_and_grad(functools.partial(_from_streamed_head, mask=live)))
-        hidden = jnp.where(live[..., None], arrays["hidden"], jnp.nan)
-        padded = jnp.where(live[..., None], candidates, -100)
-        got = run({**arrays, "hidden": hidden}, padded, jnp.where(live, tags, -100))
+        valid = jnp.arange(4) < jnp.array([[4], [2]])
+        run = jax.jit(jax.value_and_grad(functools.partial(_from_streamed_head, mask=valid)))
+        hidden = jnp.where(valid[..., None], arrays["hidden"], jnp.nan)
+        padded = jnp.where(valid[..., None], candidates, -100)
+        got = run({**arrays, "hidden": hidden}, padded, jnp.where(valid, tags, -100))
         assert_close(got, run(arrays, candidates, tags), 1e-12)
 
 

@@ -202,8 +202,8 @@ def test_reduction_none_gives_each_row_and_takes_any_cotangent(divergence: Any) 
 
 
 def test_masked_rows_cost_nothing_and_may_hold_anything(monkeypatch: Any) -> None:
-    p, live = as_jax(two_heads(0, 64, 4, 32)), (np.arange(64) >= 8) & (np.arange(64) < 16)
-    p |= {k: jnp.where(live[:, None], p[k], jnp.nan) for k in ("hidden", "teacher_hidden")}
+    p, valid = as_jax(two_heads(0, 64, 4, 32)), (np.arange(64) >= 8) & (np.arange(64) < 16)
+    p |= {k: jnp.where(valid[:, None], p[k], jnp.nan) for k in ("hidden", "teacher_hidden")}
 
     def gradients(mask: Any) -> Any:
         return jax.value_and_grad(
@@ -212,7 +212,7 @@ def test_masked_rows_cost_nothing_and_may_hold_anything(monkeypatch: Any) -> Non
         )(p["hidden"], p["weight"])
 
     with counted_rows(monkeypatch) as seen:
-        value, found = jax.block_until_ready(gradients(live))
+        value, found = jax.block_until_ready(gradients(valid))
         jax.effects_barrier()
         half = sum(seen)
         seen.clear()

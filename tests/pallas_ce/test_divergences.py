@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import divergences as pairs
-from pallas_ce.divergences import Divergence
+from pallas_ce.statistics import divergences as pairs
+from pallas_ce.statistics.divergences import Divergence
 
 N, V = 4, 12
 # Open in both heads, closed in one, closed in both.

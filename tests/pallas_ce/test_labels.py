@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.labels import NO_TARGET, as_array, canonical, counted
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, counted
 
 DTYPES = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 VOCABULARIES = [1, 5, 100, 127, 128, 129, 200, 256, 300, 40_000, 100_000, 2**31 - 1]

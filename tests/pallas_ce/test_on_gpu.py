@@ -187,11 +187,11 @@ def test_adversarial_logits(backward: str) -> None:
     p.labels[(p.labels >= 100) & (p.labels < 200)] = 17
     p.arrays = {k: x.astype(ml_dtypes.bfloat16) if k != "bias" else x for k, x in p.arrays.items()}
     loss, gradients = library_results(p, "mosaic_gpu", backward)
-    want, wanted = library_results(p, "reference", "auto")
+    want, needs_grad = library_results(p, "reference", "auto")
     np.testing.assert_allclose(loss, want, rtol=1e-5)
-    for name in wanted:
+    for name in needs_grad:
         assert np.all(np.isfinite(np.asarray(gradients[name], np.float32)))
-        assert relative_error(gradients[name], np.asarray(wanted[name], np.float64)) < 1e-2, name
+        assert relative_error(gradients[name], np.asarray(needs_grad[name], np.float64)) < 1e-2, name
 
 
 def test_statistics_with_their_gradients() -> None:
@@ -207,12 +207,12 @@ def test_statistics_with_their_gradients() -> None:
         return sum(jnp.sum(x * (0.1 + i)) for i, x in enumerate(kept)), found
 
     (_, found), gradients = jax.value_and_grad(run, has_aux=True)(arrays, "mosaic_gpu")
-    (_, want), wanted = jax.value_and_grad(run, has_aux=True)(arrays, "reference")
+    (_, want), needs_grad = jax.value_and_grad(run, has_aux=True)(arrays, "reference")
     np.testing.assert_array_equal(found.argmax, want.argmax)
     for name in names[:-1]:
         np.testing.assert_allclose(getattr(found, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
-    for name in wanted:
-        assert relative_error(gradients[name], np.asarray(wanted[name], np.float64)) < 6e-3, name
+    for name in needs_grad:
+        assert relative_error(gradients[name], np.asarray(needs_grad[name], np.float64)) < 6e-3, name
 
 
 def test_ignored_rows_are_never_read() -> None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import LossConfig, build_loss_fn, loss_names, register_loss, registry
+from pallas_ce import LossConfig, build_loss_fn, loss_names, register_loss
+from pallas_ce.objectives import registry
 from tests.pallas_ce.checks import assert_close
 
 HIDDEN = jax.random.normal(jax.random.key(0), (2, 7, 5))

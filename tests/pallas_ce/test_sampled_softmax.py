@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import ClassSample, class_samplers, sampled_softmax_cross_entropy
+from pallas_ce import ClassSample, sampled_softmax_cross_entropy
+from pallas_ce.objectives import class_samplers
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import Problem, make

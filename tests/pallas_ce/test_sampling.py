@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_sample, linear_top_k, noise
+from pallas_ce import linear_sample, linear_top_k
+from pallas_ce.streaming import noise
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
 from tests.pallas_ce.streamed import counted_rows, exact_head, log_softmax, no_stored_logits, stored_logits

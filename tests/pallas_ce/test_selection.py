@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_ce import selection
+from pallas_ce.streaming import selection
 
 RARE = [-np.inf, -0.0, 0.0, 1.0]
 
@@ -31,9 +31,9 @@ def test_equals_sorting_whole_rows(data: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_SHORT", data.draw(st.sampled_from([1, 16, 64])))
         found = selection.largest(values, k)
-    wanted, places = lax.top_k(values, k)
+    needs_grad, places = lax.top_k(values, k)
     np.testing.assert_array_equal(found.places, places)
-    np.testing.assert_array_equal(found.values, wanted)
+    np.testing.assert_array_equal(found.values, needs_grad)
 
 
 @pytest.mark.parametrize(("m", "size", "k"), [(64, 32, 5), (3, 32, 96), (700, 32, 64), (40, 1, 7)])
@@ -41,9 +41,9 @@ def test_given_maxima_lead_to_the_same(m: int, size: int, k: int) -> None:
     values = rows(m, 3, m * size, 50)
     groups = values.reshape(3, m, size)
     found = selection.largest_in_groups(groups, k, groups.max(axis=2))
-    wanted, places = lax.top_k(values, k)
+    needs_grad, places = lax.top_k(values, k)
     np.testing.assert_array_equal(found.places, places)
-    np.testing.assert_array_equal(found.values, wanted)
+    np.testing.assert_array_equal(found.values, needs_grad)
 
 
 def test_no_long_row_is_sorted() -> None:

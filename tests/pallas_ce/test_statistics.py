@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.statistics import STATISTICS, Partial, finalise, from_primitives, merge, partial_of_tile, primitive_names
+from pallas_ce.statistics.row import (
+    STATISTICS,
+    Partial,
+    finalise,
+    from_primitives,
+    merge,
+    partial_of_tile,
+    primitive_names,
+)
 
 N, V = 5, 24
 NAMES = primitive_names(STATISTICS)
@@ -22,8 +30,8 @@ join = jax.jit(merge)
 def part(rows: Any, start: Any, stop: Any) -> Partial:
     """Statistics of the columns from `start` on and before `stop`."""
     columns = COLUMNS
-    live = (columns >= start) & (columns < stop)
-    return partial_of_tile(rows["logits"], columns, live, rows["labels"], rows["u"], NAMES)
+    valid = (columns >= start) & (columns < stop)
+    return partial_of_tile(rows["logits"], columns, valid, rows["labels"], rows["u"], NAMES)
 
 
 @st.composite
@@ -73,8 +81,8 @@ def test_each_of_several_targets_is_found_once_however_the_columns_are_cut(rows:
     logits, labels = rows["logits"], np.random.default_rng(cut).integers(-1, V, (N, 4)).astype(np.int32)
     labels[:, 3] = labels[:, 0]
 
-    def found(live: Any, columns: Any) -> Any:
-        part = partial_of_tile(logits[:, columns], columns, live, labels, None, frozenset({"target_logit"}))
+    def found(valid: Any, columns: Any) -> Any:
+        part = partial_of_tile(logits[:, columns], columns, valid, labels, None, frozenset({"target_logit"}))
         return part.target_logit
 
     early = min(cut, V - 8)  # a tile of eight that starts early, before the columns that are its own

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import MeshAxes, linear_cross_entropy, linear_loss, linear_row_statistics
-from pallas_ce.head_cross_entropy import compute
+from pallas_ce.api.linear_cross_entropy import compute
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import STREAMED
 

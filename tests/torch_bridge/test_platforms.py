@@ -4,7 +4,7 @@ import pytest
 import torch
 from jax import lax
 
-from pallas_ce import targets
+from pallas_ce.backends import device as targets
 from torch_bridge import linear_cross_entropy, linear_log_probs
 
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import torch_bridge  # noqa: E402
 from tests.torch_bridge import reference  # noqa: E402
-from torch_bridge import chunks, given_kernels  # noqa: E402
+from torch_bridge import chunks, materialized_kernels  # noqa: E402
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax  # noqa: E402
 
 
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_exact_log_softmax(data: Any) -> N
 
     by_kernels = contextlib.nullcontext()
     if data.draw(st.booleans()):
-        by_kernels = mock.patch.object(given_kernels, "serving", reference.by_xla)
+        by_kernels = mock.patch.object(materialized_kernels, "serving", reference.by_xla)
     elements = data.draw(st.sampled_from([37, 2**24]))
     with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 2), by_kernels:
         if temperature == 1.0:

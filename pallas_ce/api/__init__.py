@@ -1,0 +1,1 @@
+"""The public functions: checks, then one jitted call each."""

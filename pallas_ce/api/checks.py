@@ -1,0 +1,301 @@
+"""Checks of the public functions' arguments. Each error names the argument, its value and what would work."""
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.head import HeadSpec, LogitsSpec
+from pallas_ce.statistics.row import STATISTICS
+
+# Logits are multiplied by the inverse, in float32.
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """`value` as a JAX array."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} is a {type(value).__name__} that JAX cannot read as an array: {error}") from error
+
+
+def head_spec(
+    hidden: Any,
+    weight: Any,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    dtype: Any | None,
+    logit_softcap: float | None,
+    parts: tuple[int, int] = (1, 1),
+) -> HeadSpec:
+    """The static facts of a head, from arrays or anything with `shape` and `dtype`.
+
+    `parts` tells of how many parts of the vocabulary and of H the weight is one.
+    """
+    if not is_int(vocab_axis) or vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
+    if hidden.ndim < 1:
+        raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
+    if weight.ndim != 2:
+        raise ValueError(f"weight has shape {weight.shape}; it must have two axes, [V, H] or [H, V]")
+    for name, array in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
+    held, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis] * parts[1]
+    rows = held * parts[0]
+    if hidden.shape[-1] != width:
+        other = " (is vocab_axis the right one?)" if hidden.shape[-1] == rows else ""
+        raise ValueError(
+            f"hidden has shape {hidden.shape} and weight {weight.shape} with vocab_axis={vocab_axis}: "
+            f"the hidden size is {hidden.shape[-1]} in the one and {width} in the other{other}"
+        )
+    if rows < 1 or width < 1:
+        raise ValueError(f"weight has shape {weight.shape}; both axes must be at least 1")
+    if bias is not None and bias.shape != (held,):
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
+    if vocab_size is None:
+        vocab_size = rows
+    elif not is_int(vocab_size) or not 1 <= vocab_size <= rows:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the weight's {rows} entries")
+    return HeadSpec(
+        width, rows, int(vocab_size), int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
+    )
+
+
+def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> LogitsSpec:
+    """The static facts of materialized logits, from an array or anything with `shape` and `dtype`; V may be 0."""
+    if logits.ndim < 1:
+        raise ValueError(f"logits have shape {logits.shape}; they must be [..., V]")
+    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
+    columns = logits.shape[-1]
+    if vocab_size is None:
+        vocab_size = columns
+    elif not is_int(vocab_size) or not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+    return LogitsSpec(columns, int(vocab_size), np.dtype(logits.dtype), _cap(logit_softcap))
+
+
+def chunk(name: str, value: Any, default: int) -> int:
+    """A number of rows; 0 stands for `default`."""
+    if not is_int(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {default}")
+    return int(value) or default
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an int of Python or NumPy, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
+    supported = "supported are bfloat16, float16, float32 and float64"
+    which = f"dtype={dtype!r}" if dtype is not None else f"hidden {hidden.dtype} with weight {weight.dtype}"
+    try:
+        chosen = jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError) as error:  # no such dtype, or 8-bit floats, which promote to nothing
+        raise TypeError(f"{which} names no compute dtype; {supported}") from error
+    if chosen not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        raise TypeError(f"{which} asks for computing in {chosen}; {supported}")
+    if chosen == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError("dtype=float64 needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True)")
+    return np.dtype(chosen)
+
+
+def _cap(logit_softcap: float | None) -> float | None:
+    if logit_softcap is None:
+        return None
+    if isinstance(logit_softcap, jax.core.Tracer):
+        raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
+    try:
+        cap = float(logit_softcap)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
+    if not (cap > 0 and math.isfinite(cap)):
+        raise ValueError(f"logit_softcap={logit_softcap!r} must be a finite number above 0, or None for no cap")
+    return cap
+
+
+def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", several: bool = False) -> None:
+    """Integers (not bool), one for each token; with `several`, or K of them."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels have dtype {labels.dtype}; they must be integers")
+    if several and labels.shape[:-1] == leading and labels.ndim == len(leading) + 1 and labels.shape[-1] > 0:
+        return
+    if labels.shape != leading:
+        either = ", or that with K >= 1 labels for each row behind it," if several else ""
+        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed")
+
+
+def ignored(ignore_index: Any) -> int | None:
+    """`ignore_index` as an int or None."""
+    if ignore_index is None:
+        return None
+    if not is_int(ignore_index):
+        raise TypeError(f"ignore_index={ignore_index!r} must be a Python int, or None where no label is special")
+    return int(ignore_index)
+
+
+def by_row(name: str, value: Any, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array:
+    """`value` as an array with one entry for each token."""
+    values = _real(name, array(name, value))
+    if values.shape != leading:
+        raise ValueError(f"{name} has shape {values.shape}; {of} leading shape {leading} is needed")
+    return values
+
+
+def _real[T: Any](name: str, values: T) -> T:
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be real")
+    return values
+
+
+def row_mask(value: Any, leading: tuple[int, ...]) -> jax.Array:
+    """`value` as booleans, one for each token.
+
+    Only booleans: an integer or floating array is as likely to hold weights or labels as a mask.
+    """
+    mask = by_row("row_mask", value, leading)
+    if mask.dtype != jnp.bool:
+        raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
+    return mask
+
+
+def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> float | jax.Array:
+    """A positive number, or a floating array `[]` or with one entry for each token; with `zero`, 0 too.
+
+    The range of an array is checked only where that costs no transfer.
+    """
+    if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
+        right: Any = (value >= _LEAST_TEMPERATURE) & (value < math.inf)
+        right = right | (value == 0) if zero else right
+        many = isinstance(value, np.ndarray)
+        if not (right.all() if many else right):
+            wrong = np.asarray(value)[~np.asarray(right)].flat[0]
+            least = "at least 0 (if not 0," if zero else "above 0 (at least"
+            raise ValueError(f"temperature={wrong:g} must be a finite number {least} {_LEAST_TEMPERATURE:.2g})")
+        if not many:
+            return float(value)
+    values = array("temperature", value)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"temperature has dtype {values.dtype}; it must be a floating dtype")
+    if values.shape not in ((), leading):
+        raise ValueError(
+            f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
+        )
+    return values
+
+
+def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:
+    """`value` as an array with one entry for each vocabulary entry."""
+    values = _real(name, array(name, value))
+    if values.shape != (vocab_size,):
+        raise ValueError(
+            f"{name} has shape {values.shape}; it must be ({vocab_size},), one entry for each of vocab_size"
+        )
+    return values
+
+
+def check_reduction(reduction: str, normalizer: Any, backward: str) -> None:
+    """Known names, and a reduction, normalizer and backward mode that go together."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is unknown; choose from 'mean', 'sum', 'none'")
+    if backward not in ("auto", "recompute", "in_forward"):
+        raise ValueError(f"backward={backward!r} is unknown; choose from 'auto', 'recompute', 'in_forward'")
+    if reduction == "none" and backward == "in_forward":
+        raise ValueError(
+            "backward='in_forward' needs a scalar loss, and reduction='none' returns one loss for each token: "
+            "choose reduction='mean' or 'sum', or backward='recompute'"
+        )
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(f"normalizer is given with reduction={reduction!r}; only reduction='mean' divides by it")
+
+
+def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Any:
+    """A scalar that may be an array or traced; a plain number, whose range is checked, as a float.
+
+    JAX would take an int for one of 32 bits. The range of an array is not checked: that would cost a transfer.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if is_plain(value):
+        if not low <= float(value) <= high:
+            least = "" if low == -sys.float_info.max else f", at least {low:g}"
+            bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else f"a finite number{least}"
+            raise ValueError(f"{name}={value!r} must be {bounds}")
+        return float(value)
+    if not hasattr(value, "shape"):
+        value = array(name, value)
+    if value.shape != ():
+        raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
+    return _real(name, value) if isinstance(value, jax.Array | np.generic) else value
+
+
+def above_zero(name: str, value: Any) -> Any:
+    """`scalar`, and a plain number must be above 0."""
+    number = scalar(name, value)
+    if is_plain(number) and not number > 0:
+        raise ValueError(f"{name}={value!r} must be above 0")
+    return number
+
+
+def normalizer(value: Any | None) -> Any | None:
+    """What a mean divides by: `scalar`, and a plain number must be at least 0. None stays None."""
+    return None if value is None else scalar("normalizer", value, 0.0)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a real number of Python or NumPy."""
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def key(value: Any) -> Any:
+    """One of JAX's random keys."""
+    dtype, ndim = getattr(value, "dtype", None), getattr(value, "ndim", None)
+    if dtype is not None:
+        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
+        if typed or (dtype == jnp.uint32 and ndim == 1):
+            return value
+    described = type(value).__name__ if dtype is None else f"{dtype}{list(value.shape)}"
+    raise TypeError(f"key is {described}; it must be one key, such as jax.random.key(0) (for several, use jax.vmap)")
+
+
+def is_known(value: Any, constant: float) -> bool:
+    """Whether a scalar is a Python or NumPy number of just that value: then its term is left out when compiling."""
+    return is_plain(value) and float(value) == constant
+
+
+def check_scratch_bytes(scratch_bytes: Any | None) -> int | None:
+    """`scratch_bytes` as a positive int or None."""
+    if scratch_bytes is None:
+        return None
+    if not is_int(scratch_bytes) or scratch_bytes < 1:
+        raise ValueError(f"scratch_bytes={scratch_bytes!r} must be a positive int, or None for the default")
+    return int(scratch_bytes)
+
+
+def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:
+    """`names` without repetitions; a string is refused, since it would be taken letter by letter."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        example = names if isinstance(names, str) else "…"
+        raise TypeError(f"{argument}={names!r} must be a sequence of names, such as ({example!r},)")
+    return tuple(dict.fromkeys(names))
+
+
+def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
+    """`statistics` as a tuple of known names that can be had."""
+    names = sequence_of_names("statistics", names)
+    if not names:
+        raise ValueError(f"statistics is empty; choose from {STATISTICS}")
+    for name in names:
+        if name not in STATISTICS:
+            raise ValueError(f"statistics names {name!r}, which is unknown; choose from {STATISTICS}")
+        if labels is None and name in ("target_logit", "log_prob"):
+            raise ValueError(f"statistics names {name!r}, which needs labels; labels is None")
+    return names

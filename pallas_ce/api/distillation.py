@@ -1,0 +1,252 @@
+"""`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.api.temperature import Temperature
+from pallas_ce.backends import protocol as backends
+from pallas_ce.backends import reference
+from pallas_ce.head import HeadSpec
+from pallas_ce.modes import two_heads as pair
+from pallas_ce.modes.fold import Streams
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.mesh_axes import shards_of
+from pallas_ce.parallel.shards import Shards
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.divergences import Divergence, Name
+from pallas_ce.statistics.reductions import reduce_rows
+
+
+def linear_distillation(
+    hidden: Any,
+    weight: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    labels: Any | None = None,
+    *,
+    divergence: Name = "forward_kl",
+    beta: float = 0.5,
+    temperature: Any = 1.0,
+    row_mask: Any | None = None,
+    ignore_index: int | None = -100,
+    token_weights: Any | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    teacher_bias: Any | None = None,
+    teacher_vocab_axis: int | None = None,
+    teacher_logit_softcap: float | None = None,
+    teacher_logit_scale: Any = 1.0,
+    teacher_dtype: Any | None = None,
+    implementation: Literal["xla", "reference"] | None = None,
+    scratch_bytes: int | None = None,
+) -> jax.Array:
+    r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
+
+    With `p = softmax(student's logits / T)`, `q = softmax(teacher's logits / T)` for each row:
+
+        forward_kl   KL(q‖p) = Σ_v q_v (log q_v - log p_v)
+        reverse_kl   KL(p‖q)
+        jsd          β·KL(q‖m) + (1-β)·KL(p‖m),   m = β·q + (1-β)·p
+
+    and `loss = Σ_i w_i·divergence_i / normalizer` over the rows that count. Both heads are streamed over the vocabulary
+    together: once in the forward (twice for "jsd", whose mixture needs both log-sum-exps first), once in the backward,
+    which recomputes tiles of both heads' logits and makes the student's gradients. O(N) numbers are kept in between.
+
+    Differentiable in `hidden`, `weight`, `bias`, `logit_scale` and `token_weights`, in reverse mode, once. The teacher
+    and the temperature are constants: they get no gradient.
+
+    Args:
+        hidden: the student's `[..., H]`.
+        weight: the student's `[V', H]` or `[H, V']`.
+        teacher_hidden: `[..., H_t]` with `hidden`'s leading shape; H_t may differ from H.
+        teacher_weight: `[V'', H_t]` or `[H_t, V'']`. The first V entries of both weights are one vocabulary.
+        labels: `[...]` integers that only say which rows count, or None.
+        divergence: "forward_kl" (mode-covering; what is usually meant by distillation), "reverse_kl" (mode-seeking) or
+            "jsd" (the generalised Jensen-Shannon divergence).
+        beta: β of "jsd", strictly between 0 and 1; towards 0 jsd/β tends to the forward, towards 1 jsd/(1-β) to the
+            reverse divergence. A Python number.
+        temperature: T > 0 for both heads, a scalar or `[...]`. Multiply the loss by T² for gradients whose size does
+            not depend on it.
+        row_mask: `[...]` bool; rows where it is False do not count: no loss, gradients of exactly 0, no work.
+        ignore_index: rows with this label do not count, nor do those with a label outside the vocabulary.
+        token_weights: w `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
+        normalizer: scalar for the mean; by default Σ w over the rows that count.
+        bias: the student's `[V']`.
+        vocab_axis: the student's weight's vocabulary axis.
+        vocab_size: V; entries from there on are padding in both heads. By default all, if both have as many.
+        logit_softcap: the cap of the student's logits.
+        logit_scale: their scale, differentiable.
+        dtype: compute dtype of the student's products.
+        teacher_bias: the teacher's `[V'']`.
+        teacher_vocab_axis: by default the student's.
+        teacher_logit_softcap: the cap of the teacher's logits.
+        teacher_logit_scale: their scale.
+        teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
+        implementation: "xla" or None (any platform), or "reference" (materialised logits, any derivative).
+        scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
+            at least 1 MiB).
+
+    Returns:
+        Array: `[]`, or `[...]` for "none", float32 (float64 for a float64 student); 0.0 when no row counts. +inf, with
+        gradient 0, for a row whose divergence is infinite; 0 for a row in which either head has only logits of -inf.
+
+    Raises:
+        ValueError: shapes, names or values that do not fit, a budget too small for one row.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_distillation
+        >>> k = jax.random.split(jax.random.key(0), 4)
+        >>> hidden, weight = jax.random.normal(k[0], (6, 8)), jax.random.normal(k[1], (50, 8))
+        >>> teacher = jax.random.normal(k[2], (6, 16)), jax.random.normal(k[3], (50, 16))
+        >>> loss, d_weight = jax.value_and_grad(linear_distillation, 1)(hidden, weight, *teacher, temperature=2.0)
+        >>> bool(loss > 0), d_weight.shape
+        (True, (50, 8))
+        >>> bool(linear_distillation(hidden, weight, hidden, weight, divergence="jsd") < 1e-6)
+        True
+
+    References:
+        "Distilling the Knowledge in a Neural Network" (Hinton, Vinyals, Dean), section 2. "On-Policy Distillation of
+        Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
+    """
+    arguments.check_reduction(reduction, normalizer, "auto")
+    ignore_index = arguments.ignored(ignore_index)
+    student, spec = inputs.read_head(
+        hidden, weight, bias, logit_scale, None,
+        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
+    )  # fmt: skip
+    try:
+        teacher, teacher_spec = inputs.read_head(
+            teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, None,
+            vocab_axis=vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
+            vocab_size=vocab_size, logit_softcap=teacher_logit_softcap, dtype=teacher_dtype,
+        )  # fmt: skip
+    except (ValueError, TypeError) as error:
+        error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")
+        raise
+    leading = student.hidden.shape[:-1]
+    if teacher.hidden.shape[:-1] != leading:
+        raise ValueError(
+            f"teacher_hidden has shape {teacher.hidden.shape} and hidden {student.hidden.shape}; "
+            "they must have the same leading shape"
+        )
+    if spec.vocab_size != teacher_spec.vocab_size:
+        raise ValueError(
+            f"weight has {spec.weight_rows} vocabulary entries and teacher_weight {teacher_spec.weight_rows}; "
+            "pass vocab_size, the entries that both have"
+        )
+    temperatures = Temperature.read(temperature, leading)
+    if labels is not None:
+        labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
+    normalizer = arguments.normalizer(normalizer)
+    # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
+    streams = Streams((spec, teacher_spec), arguments.check_scratch_bytes(scratch_bytes), 6)
+    for mode in (None, "recompute"):
+        streams.plan(max(inputs.tokens(leading), 1), mode)  # raises where the budget is too small
+    by_row = (
+        labels,
+        inputs.read_row_mask(row_mask, leading),
+        inputs.read_by_row("token_weights", token_weights, leading),
+    )
+    shards = shards_of(None, student, (teacher, temperatures, by_row, normalizer)) or Shards()
+    static = _Static(
+        pair.Call(_divergence(divergence, beta), streams, shards),
+        _streamed(implementation),
+        reduction,
+        ignore_index,
+        spec,
+        teacher_spec,
+    )
+    return in_automatic_region(
+        functools.partial(_linear_distillation, static),
+        reduction == "none",
+        student.hidden,
+        student,
+        teacher,
+        temperatures,
+        *by_row,
+        normalizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    call: pair.Call
+    streamed: bool
+    reduction: str
+    ignore_index: int | None
+    spec: HeadSpec
+    teacher_spec: HeadSpec
+
+
+def _divergence(name: Name, beta: float) -> Divergence:
+    if name not in ("forward_kl", "reverse_kl", "jsd"):
+        raise ValueError(f"divergence={name!r} is unknown; choose from 'forward_kl', 'reverse_kl', 'jsd'")
+    if isinstance(beta, jax.core.Tracer):
+        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
+    if not 0.0 < float(beta) < 1.0:
+        raise ValueError(
+            f"beta={beta!r} must lie strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or "
+            "'reverse_kl' (1)"
+        )
+    return Divergence(name, float(beta) if name == "jsd" else 0.5)
+
+
+def _streamed(implementation: str | None) -> bool:
+    if implementation not in (None, "xla", "reference"):
+        known = implementation in backends.IMPLEMENTATIONS
+        what = "does not serve distillation yet" if known else "is unknown"
+        raise ValueError(f"implementation={implementation!r} {what}; choose from 'xla', 'reference' or None")
+    return implementation != "reference"
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_distillation(
+    static: _Static,
+    student: inputs.HeadArrays,
+    teacher: inputs.HeadArrays,
+    temperature: Temperature,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+    token_weights: jax.Array | None,
+    normalizer: Any | None,
+) -> jax.Array:
+    spec, leading = static.spec, student.hidden.shape[:-1]
+    hidden, head = inputs.flatten(student, spec)
+    constant = pair.Teacher(
+        *lax.stop_gradient(inputs.flatten(teacher, static.teacher_spec)), temperature.by_row(leading, spec)
+    )
+    mask = None if row_mask is None else row_mask.reshape(-1)
+    if labels is not None:
+        ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+        counted = label_rule.counted(ids, static.ignore_index)
+        mask = counted if mask is None else mask & counted
+    if hidden.shape[0] == 0:
+        values = jnp.zeros(0, spec.accumulator)
+    elif static.streamed:
+        values = pair.row_divergences(static.call, hidden, head, mask, constant)
+    else:
+        inverse = None if constant.temperature is None else 1.0 / constant.temperature
+        values = reference.divergences(
+            static.call.divergence, hidden, head, mask, constant.hidden, constant.head, inverse
+        )
+    weights = None if token_weights is None else token_weights.reshape(-1)
+    loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
+    return loss.reshape(leading) if static.reduction == "none" else loss

@@ -1,0 +1,278 @@
+"""`explain`: what a call will do, before it is made."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.backends import device as targets
+from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode, Plan
+from pallas_ce.dispatch import settings
+from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.parallel.partitioning import share
+from pallas_ce.parallel.shards import Shards
+from pallas_ce.statistics.cross_entropy import Reduction
+
+# Less is no more than predictions are off.
+_TOLD_SLOWDOWN = 1.05
+
+_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call is carried out. `print` it for a summary.
+
+    Attributes:
+        implementation: the backend's name.
+        implementation_reason: why that one.
+        backward: the backward mode, or None without differentiation or for "reference".
+        backward_reason: why that one.
+        gemms: matrix products of `2·N·H·V` operations in forward and backward together.
+        rows: rows of a block; None for "reference".
+        columns: vocabulary columns of a tile; None for "reference".
+        scratch_bytes: memory of blocks and tiles at their largest.
+        accumulator_bytes: float32 sums that valid beside the gradients while these are made, or from the forward to the
+            backward.
+        gradient_bytes: the gradients returned.
+        peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
+        logits_bytes: what float32 logits would take, for comparison.
+        weight_copy_bytes: a copy of the weight, part of the scratch, that is made because its rows do not lie at
+            multiples of the bytes that the kernels read; 0 where none is made.
+        launches: the kernels that make each block's logits, with tiles, clusters, windows of the vocabulary, and where
+            these come from; none for "xla" and "reference".
+        slowdown: about how many times as long the call takes as with the default scratch; None for "xla", where it
+            depends on the platform, and "reference".
+        parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
+    """
+
+    implementation: str
+    implementation_reason: str
+    backward: str | None
+    backward_reason: str
+    gemms: int
+    rows: int | None
+    columns: int | None
+    scratch_bytes: int
+    accumulator_bytes: int
+    gradient_bytes: int
+    peak_bytes: int
+    logits_bytes: int
+    weight_copy_bytes: int = 0
+    launches: tuple[Launch, ...] = ()
+    slowdown: float | None = None
+    parallelism: str = ""
+
+    def __str__(self) -> str:
+        tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
+        copied = f", {_mib(self.weight_copy_bytes)} of it at first a padded copy of the weight"
+        slower = f"; takes about {self.slowdown or 1:.2f} times as long as with the default"
+        return "\n".join(
+            [
+                f"implementation  {self.implementation}: {self.implementation_reason}",
+                f"backward        {self.backward or 'none'}: {self.backward_reason}",
+                *([f"on each device  {self.parallelism}"] if self.parallelism else []),
+                f"products        {self.gemms} (2·N·H·V operations each)",
+                f"tiles           {tiles}",
+                *map(_launch, self.launches),
+                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}"
+                f"{slower if (self.slowdown or 1) >= _TOLD_SLOWDOWN else ''}",
+                f"accumulators    {_mib(self.accumulator_bytes)}",
+                f"gradients       {_mib(self.gradient_bytes)}",
+                f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
+            ]
+        )
+
+
+def explain(
+    hidden: Any,
+    weight: Any,
+    *,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    reduction: Reduction = "mean",
+    dtype: Any | None = None,
+    backward: Backward = "auto",
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    differentiate: Sequence[str] = _DIFFERENTIABLE,
+) -> Explanation:
+    """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
+
+    Without a name, that of a program for the arrays' mesh or the ambient one, where they know their devices, also if
+    these are only compiled for; else for the process's GPU, or its CPU where it has none.
+
+    Args:
+        hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
+            computed.
+        weight: `[V', H]` or `[H, V']`, likewise.
+        bias: `[V']`, likewise, or None.
+        vocab_axis: as in `linear_cross_entropy`, like all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
+        dtype: compute dtype.
+        backward: "auto", "recompute" or "in_forward".
+        implementation: "xla", "mosaic_gpu", "reference" or None.
+        scratch_bytes: bound on scratch memory.
+        differentiate: which of "hidden", "weight", "bias", "logit_scale" are differentiated; () describes evaluation.
+
+    Returns:
+        Explanation: see there.
+
+    Raises:
+        ValueError: as the call itself would.
+        TypeError: likewise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import explain
+        >>> hidden = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+        >>> weight = jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16)
+        >>> told = explain(hidden, weight, implementation="xla")
+        >>> told.backward, told.gemms, told.peak_bytes < told.logits_bytes
+        ('in_forward', 3, True)
+        >>> explain(hidden, weight, reduction="none").gemms
+        4
+    """
+    arguments.check_reduction(reduction, None, backward)
+    arguments.scalar("logit_scale", logit_scale)
+    given = (hidden, weight)
+    hidden, weight = _described("hidden", hidden), _described("weight", weight)
+    bias = None if bias is None else _described("bias", bias)
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    differentiate = arguments.sequence_of_names("differentiate", differentiate)
+    if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
+        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
+    needs_grad = NeedsGrad(
+        hidden="hidden" in differentiate,
+        weight="weight" in differentiate,
+        bias="bias" in differentiate and bias is not None,
+        logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
+    )
+    tokens = inputs.tokens(hidden.shape[:-1])
+    part = share(*given, spec)
+    choice = settings.choose(
+        spec,
+        tokens,
+        given,
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+        padded_share=part.spec if part is not None and part.padded else None,
+    )
+    hidden_parts = weight_parts = 1
+    if part is not None:
+        tokens, spec, hidden_parts, weight_parts = part[:4]
+    logits = tokens * spec.vocab_size * spec.accumulator.itemsize
+    sizes = (
+        (hidden, needs_grad.hidden, hidden_parts),
+        (weight, needs_grad.weight, weight_parts),
+        (bias, needs_grad.bias, 1),
+    )
+    gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
+    if choice.settings.mode is None:
+        # Logits, probabilities and their gradient, as plain differentiation keeps them.
+        return Explanation(
+            choice.settings.implementation,
+            choice.implementation_reason,
+            None,
+            choice.mode_reason,
+            1 + needs_grad.products,
+            None,
+            None,
+            (3 if needs_grad else 2) * logits,
+            0,
+            gradients,
+            (3 if needs_grad else 2) * logits + gradients,
+            logits,
+        )
+    mode = choice.settings.mode if needs_grad else None
+    backend = choice.settings.backend
+    spec = choice.settings.spec_worked_on(spec)
+    passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
+    sum_bytes = 0
+    if mode == "in_forward":
+        sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards()) if part is None else 0
+    options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
+    with targets.known(given):
+        plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
+        launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
+        slowdown = _slowdown(choice.settings, spec, max(tokens, 1), passes[-1], plans[-1], sum_bytes)
+    gathered = 0 if part is None else part.gathered_bytes
+    plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
+    rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
+    of_hidden = choice.settings.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
+    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
+    if plan.rows >= tokens:
+        accumulators -= sum_bytes
+    by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
+    return Explanation(
+        choice.settings.implementation,
+        choice.implementation_reason,
+        mode,
+        choice.mode_reason if needs_grad else "nothing is differentiated",
+        1 + needs_grad.products + (1 if mode == "recompute" else 0),
+        plan.rows,
+        plan.columns,
+        scratch,
+        accumulators,
+        gradients,
+        scratch + accumulators + gradients + by_row,
+        logits,
+        backend.weight_copy_bytes(spec),
+        tuple(launch for of_pass in launches for launch in of_pass),
+        slowdown,
+        "" if part is None else part.words,
+    )
+
+
+def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype as the call itself would see them: without the 64-bit mode, float64 arrays become float32."""
+    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
+    narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
+    return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
+
+
+def _slowdown(
+    chosen: settings.Settings, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan, sum_bytes: int
+) -> float | None:
+    """Predicted time with `plan` by that with the default scratch's."""
+    default = dataclasses.replace(chosen, scratch_bytes=None).plan(spec, tokens, mode, sum_bytes)
+    time, usual = (chosen.backend.predicted_time(spec, tokens, mode, x) for x in (plan, default))
+    return None if time is None or usual is None else time / usual
+
+
+def _accumulator_bytes(
+    spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype
+) -> int:
+    """DESIGN.md §3: in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
+    if mode is None:
+        return 0
+    elements = spec.weight_rows * needs_grad.bias_sum
+    if mode == "in_forward":
+        elements += spec.weight_rows * spec.hidden_size * needs_grad.weight
+    hidden = tokens * spec.hidden_size * needs_grad.hidden_product
+    return elements * spec.accumulator.itemsize + hidden * of_hidden.itemsize
+
+
+def _launch(launch: Launch) -> str:
+    clusters = f", clusters of {launch.cluster}" if launch.cluster > 1 else ""
+    windows = f"{launch.windows} window{'s' if launch.windows > 1 else ''}"
+    tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}{clusters}, {windows}"
+    return f"kernel          {launch.kernel}: {tile}, chosen by {launch.source}"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,279 @@
+"""`linear_cross_entropy`: the loss of a language model's head."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.modes import evaluate
+from pallas_ce.modes.differentiation import Known
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
+
+
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    token_weights: Any | None = None,
+    class_weights: Any | None = None,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    dtype: Any | None = None,
+    backward: Backward = "auto",
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+    return_metrics: bool = False,
+) -> Any:
+    r"""Cross entropy of `logits = softcap(logit_scale · (hidden·weight + bias))` with `labels`, without storing logits.
+
+    For a row z with label t, token weight w, class weights c (1 each by default), smoothing α and z-loss factor β:
+
+        loss = w·[ (1-α)·c_t·(lse - z_t) + α/V·Σ_v c_v·(lse - z_v) ]  +  w·β·lse²,     lse = log Σ_v exp z_v
+
+    which is PyTorch's `cross_entropy` where the options are its. The mean divides the first part by `Σ w·c_t` and the
+    z part by `Σ w`, over the tokens that count; a given `normalizer` replaces both.
+
+    Args:
+        hidden: `[..., H]` bfloat16, float16, float32 or float64; any leading shape, zero tokens included.
+        weight: `[V', H]` (`vocab_axis=0`: tied embeddings, PyTorch) or `[H, V']` (`vocab_axis=1`: Flax Dense kernels).
+            Float32 master weights with `dtype=bfloat16` are cast inside; their gradient is the float32 accumulator.
+            "mosaic_gpu" copies what is sliced off a larger array inside the same `jit`.
+        labels: `[...]`, any integer dtype. Labels outside `[0, vocab_size)` count as ignored.
+        bias: `[V']`.
+        vocab_axis: the weight's vocabulary axis.
+        vocab_size: V; entries of the weight from there on are padding: no probability, zero gradient. Default V'.
+        ignore_index: tokens with this label have loss 0 and gradient 0, and their work is skipped; it may lie inside
+            the vocabulary.
+        token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
+        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
+        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
+            term out.
+        z_loss: β; may be traced. The number 0 leaves the term out.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        logit_scale: scalar, may be traced and differentiated.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
+        dtype: compute dtype of the products' operands; by default hidden's and weight's common one.
+        backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
+            "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
+            bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
+            "xla"; `explain` tells which and why.
+        scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
+            most 1 GiB, and never more than float32 logits would take (but at least 1 MiB). What lies where the weight's
+            gradient will, once it is made, does not count.
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
+            needed: under `jit` the arrays' own shardings are read.
+        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
+            `ignore_index`. Reads the labels' values, so only outside jit.
+        return_metrics: return `(loss, Metrics)`.
+
+    Returns:
+        The loss, float32 (float64 for float64): `[]`, or `[...]` for "none"; 0.0 when no token counts. With
+        `return_metrics`, the pair `(loss, Metrics)`.
+
+    Raises:
+        ValueError: shapes or values that do not fit, "in_forward" with `reduction="none"`, a named implementation that
+            cannot serve, a budget too small for one row.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_cross_entropy
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 5, 8))      # [batch, time, H]
+        >>> weight = jax.random.normal(jax.random.key(1), (100, 8))       # [V, H]
+        >>> labels = jnp.array([[1, 2, 3, 4, -100], [5, 6, -100, -100, -100]])
+        >>> loss_and_gradients = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))
+        >>> loss, (d_hidden, d_weight) = loss_and_gradients(hidden, weight, labels)
+        >>> d_hidden.shape, d_weight.shape
+        ((2, 5, 8), (100, 8))
+        >>> loss, metrics = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4, return_metrics=True)
+        >>> int(metrics.num_tokens)
+        6
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
+        (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
+    """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        token_weights=token_weights,
+        class_weights=class_weights,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        normalizer=normalizer,
+        dtype=dtype,
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+        validate_labels=validate_labels,
+        return_metrics=return_metrics,
+    )
+    function = functools.partial(compute, problem.static)
+    by_row = (reduction == "none", False)
+    loss, metrics = in_automatic_region(function, by_row, problem.arrays.hidden, *problem[1:])
+    return (loss, metrics) if return_metrics else loss
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: "_Static"
+    arrays: inputs.HeadArrays
+    labels: jax.Array
+    options: Options
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    ignore_index: int | None,
+    token_weights: Any | None,
+    class_weights: Any | None,
+    label_smoothing: Any,
+    z_loss: Any,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    reduction: Reduction,
+    normalizer: Any | None,
+    dtype: Any | None,
+    backward: Backward,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool,
+    return_metrics: bool,
+) -> Problem:
+    """Checks the arguments of `linear_cross_entropy`."""
+    arguments.check_reduction(reduction, normalizer, backward)
+    ignore_index = arguments.ignored(ignore_index)
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        None,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+        mesh_axes=mesh_axes,
+    )
+    leading = arrays.hidden.shape[:-1]
+    options = read_options(
+        inputs.read_by_row("token_weights", token_weights, leading),
+        class_weights,
+        label_smoothing,
+        z_loss,
+        normalizer,
+        spec.vocab_size,
+    )
+    labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        arrays,
+        scalar_loss=reduction != "none",
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+        shards=shards_of(mesh_axes, arrays, (labels, options)),
+    )
+    static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
+    return Problem(static, arrays, labels, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    reduction: str
+    ignore_index: int | None
+    return_metrics: bool
+    how: Settings
+    spec: HeadSpec
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compute(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, known: Known | None = None
+) -> tuple[jax.Array, Metrics | None]:
+    """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same problem."""
+    rows = _rows(static, arrays, labels, options)
+    loss, batch, head, mask, given = rows
+    if static.reduction == "none":
+        unreduced = (given[0], given[1] | unnormalised(static.spec.accumulator))
+        names = loss.names | _extra(static)
+        value, found = evaluate.row_losses(static.how, names, loss, batch, head, mask, unreduced, known)
+    else:
+        value, found = evaluate.total_loss(static.how, loss.names, _extra(static), *rows, known)
+    if not static.return_metrics:
+        return value, None
+    assert batch.labels is not None
+    return value, call_metrics(loss, found, batch.labels, mask, given, static.how.total)
+
+
+def keep(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, needs_grad: NeedsGrad
+) -> Known | None:
+    """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
+    rows = _rows(static, arrays, labels, options)
+    return evaluate.keep(static.how, rows.loss.names, _extra(static), *rows, needs_grad)
+
+
+def _extra(static: _Static) -> frozenset[str]:
+    return frozenset({"argmax"}) if static.return_metrics else frozenset()
+
+
+class _Rows(NamedTuple):
+    loss: CrossEntropy
+    batch: Batch
+    head: Head
+    mask: jax.Array
+    inputs: tuple[dict[str, jax.Array], dict[str, jax.Array]]
+
+
+def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options) -> _Rows:
+    """The call as rows, a head, and a row loss with its inputs."""
+    spec = static.spec
+    ids = label_rule.canonical(labels, spec.vocab_size)
+    mask = label_rule.counted(ids, static.ignore_index)
+    loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
+    arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
+    return _Rows(loss, *inputs.batch_and_head(arrays, spec, ids), mask, (by_row, shared))

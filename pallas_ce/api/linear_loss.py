@@ -1,0 +1,310 @@
+"""`linear_loss`: any row-wise function of the statistics, reduced, in either backward mode."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, HeadSpec
+from pallas_ce.modes import evaluate
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
+from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, primitive_names, struct
+from pallas_ce.streaming.rows import flat_rows
+
+RowLoss = Callable[..., jax.Array]
+
+
+def linear_loss(
+    row_loss: RowLoss,
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    *row_inputs: Any,
+    reduction: Reduction = "mean",
+    backward: Backward = "auto",
+    ignore_index: int | None = -100,
+    row_mask: Any | None = None,
+    token_weights: Any | None = None,
+    normalizer: Any | None = None,
+    logit_weights: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    temperature: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+) -> jax.Array:
+    r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
+
+    `loss = Σ_i w_i·row_loss_i / normalizer` over the rows that count. Which statistics the loss reads is found by
+    tracing it; the others are not computed. It is a static argument: pass the same function object each time, not a new
+    lambda, and it is traced once for each set of shapes.
+
+    Args:
+        row_loss: `(statistics, *row_inputs) -> [n]`, where `statistics` is a `RowStatistics` of `[n]` arrays and the
+            row inputs are `[n, ...]`. It must treat each row by itself: it sees them in blocks and in any order, and
+            only those that count. Differentiable values it needs must come as row inputs, not from its closure.
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`.
+        labels: `[...]` integers, or None for losses without a target. `[..., K]`: K targets for each row, for which
+            `statistics.log_prob` and `.target_logit` are `[n, K]`.
+        *row_inputs: `[..., *K]` with `hidden`'s leading shape (advantages, old log-probabilities, …), or scalars shared
+            by all rows. Differentiable where floating.
+        reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
+        backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
+        ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
+            vocabulary never count. With K labels a row counts where one of them does, and those that do not have
+            `target_logit` 0.
+        row_mask: `[...]` bool; rows where it is False do not count.
+        token_weights: w `[...]`, differentiable.
+        normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
+        logit_weights: `[V]`, u of `mean_logit`.
+        bias: `[V']`.
+        vocab_axis: see `linear_row_statistics`, as for all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
+        dtype: compute dtype.
+        implementation: "xla", "mosaic_gpu", "reference" or None.
+        scratch_bytes: bound on scratch memory.
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
+        validate_labels: raise on labels outside the vocabulary; only outside jit.
+
+    Returns:
+        Array: `[]`, or `[...]` for "none"; float32 (float64 for float64). 0.0 when no row counts.
+
+    Raises:
+        ValueError: shapes or names that do not fit, `row_loss` returning another shape than its rows', in_forward with
+            `reduction="none"`, a budget too small for one row.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_loss
+        >>> def focal(statistics, gamma):
+        ...     log_p = statistics.log_prob
+        ...     return -((1 - jnp.exp(log_p)) ** gamma) * log_p
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((4, 3))
+        >>> print(linear_loss(focal, hidden, weight, jnp.array([0, 3]), 2.0))
+        0.7797906
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
+    """
+    arguments.check_reduction(reduction, normalizer, backward)
+    if validate_labels and labels is None:
+        raise ValueError("validate_labels=True needs labels, which is None")
+    ignore_index = arguments.ignored(ignore_index)
+    if not callable(row_loss) or not isinstance(row_loss, Hashable):
+        raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        logit_weights,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+        temperature=temperature,
+        mesh_axes=mesh_axes,
+    )
+    leading = arrays.hidden.shape[:-1]
+    if labels is not None:
+        labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, several=True)
+    by_row, shared, is_shared = _split(row_inputs, leading)
+    mask = inputs.read_row_mask(row_mask, leading)
+    weights = inputs.read_by_row("token_weights", token_weights, leading)
+    normalizer = arguments.normalizer(normalizer)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        arrays,
+        scalar_loss=reduction != "none",
+        rows=inputs.batch_spec(arrays, labels),
+        backward=backward,
+        implementation=implementation,
+        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+        shards=shards_of(mesh_axes, arrays, (labels, by_row, shared, mask, weights, normalizer)),
+    )
+    static = _Static(row_loss, is_shared, reduction, ignore_index, choice.settings, spec)
+    return in_automatic_region(
+        functools.partial(_linear_loss, static),
+        reduction == "none",
+        arrays.hidden,
+        arrays,
+        labels,
+        by_row,
+        shared,
+        mask,
+        weights,
+        normalizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    row_loss: RowLoss
+    is_shared: tuple[bool, ...]
+    reduction: str
+    ignore_index: int | None
+    how: Settings
+    spec: HeadSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowTotal:
+    """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
+
+    row_loss: RowLoss
+    names: tuple[str, ...]
+    unread: tuple[str, ...]
+    is_shared: tuple[bool, ...]
+    dtype: Any
+    tokens: int
+    targets: tuple[int, ...]
+    defined_at_zero: ClassVar[bool] = False
+
+    def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
+        (by_row, token_weights), (shared, inverse_normalizer) = given
+        rows = next((x.shape[0] for x in primitives.values()), self.tokens)
+        # A function may mention a statistic that its result does not depend on; the compiler drops the stand-in.
+        stand_ins = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in stand_ins.items()}
+        statistics = from_primitives(primitives, self.names)._replace(**zeros)
+        values = self.row_loss(statistics, *_join(by_row, shared, self.is_shared))
+        values = values.astype(self.dtype)
+        if token_weights is not None:
+            values = zero_safe_product(token_weights, values)
+        return values * inverse_normalizer
+
+
+def _split(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> tuple[list[Any], list[Any], tuple[bool, ...]]:
+    by_row, shared, is_shared = [], [], []
+    for position, value in enumerate(row_inputs):
+        value = arguments.array(f"row_inputs[{position}]", value)
+        if value.shape[: len(leading)] == leading:
+            by_row.append(value)
+        elif value.ndim == 0:
+            shared.append(value)
+        else:
+            raise ValueError(
+                f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
+                f"leading shape {leading}"
+            )
+        is_shared.append(value.shape[: len(leading)] != leading)
+    return by_row, shared, tuple(is_shared)
+
+
+def _join(by_row: Any, shared: Any, is_shared: tuple[bool, ...]) -> list[Any]:
+    rows, scalars = iter(by_row), iter(shared)
+    return [next(scalars if flag else rows) for flag in is_shared]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_loss(
+    static: _Static,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    by_row: list[jax.Array],
+    shared: list[jax.Array],
+    row_mask: jax.Array | None,
+    token_weights: jax.Array | None,
+    normalizer: Any | None,
+) -> jax.Array:
+    spec, leading = static.spec, arrays.hidden.shape[:-1]
+    wide, n = spec.accumulator, inputs.tokens(leading)
+    mask, ids = row_mask, None
+    if labels is not None:
+        ids, counted = label_rule.targets(
+            label_rule.canonical(labels, spec.vocab_size), static.ignore_index, len(leading)
+        )
+        mask = counted if mask is None else mask & counted
+    batch, head = inputs.batch_and_head(arrays, spec, ids)
+    weights = None if token_weights is None else token_weights.astype(wide)
+
+    inverse = jnp.ones((), wide)
+    if static.reduction == "mean":
+        each = jnp.ones(leading, wide) if weights is None else weights
+        default = jnp.sum(each if mask is None else jnp.where(mask, each, 0))
+        inverse = safe_inverse(static.how.total(default) if normalizer is None else jnp.asarray(normalizer, wide))
+
+    examples = _join(flat_rows(leading, by_row), shared, static.is_shared)
+    names = _statistics_read(static.row_loss, spec, batch, examples, n)
+    unread = tuple(name for name in _available(ids is not None) if name not in names)
+    row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n, batch.targets)
+    problem = (batch, head, mask, ((by_row, weights), (shared, inverse)))
+    if static.reduction == "none":
+        return evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)[0]
+    total, _ = evaluate.total_loss(static.how, primitive_names(names), frozenset(), row_total, *problem)
+    return total
+
+
+def _available(has_labels: bool) -> list[str]:
+    return [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
+
+
+def _statistics_read(
+    row_loss: RowLoss, spec: HeadSpec, batch: Batch, row_inputs: list[jax.Array], tokens: int
+) -> tuple[str, ...]:
+    """Names of the statistics that `row_loss`'s result depends on, from its trace."""
+    has_labels = batch.labels is not None
+    names = _available(has_labels)
+
+    def trace(rows: int) -> tuple[Any, Any]:
+        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, spec.accumulator) for name in names}
+        given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
+        return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
+
+    without = "" if has_labels else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    try:
+        traced, out = trace(tokens)
+    except Exception as error:
+        error.add_note(f"This happened in row_loss{without}.")
+        raise
+    for constant in traced.consts:
+        if isinstance(constant, jax.core.Tracer):
+            raise ValueError(
+                f"row_loss reads a traced value of shape {constant.shape} from its closure, where its gradient would "
+                "be lost; pass it to linear_loss as a row input (scalars are shared by all rows)"
+            )
+        if jnp.ndim(constant) and jnp.shape(constant)[0] == tokens > 1:
+            try:
+                trace(tokens + 1)  # a table of as many entries as there are tokens serves any number of rows
+            except Exception as error:
+                raise ValueError(
+                    f"row_loss reads an array of shape {jnp.shape(constant)}, one entry for each token, from its "
+                    "closure, but it is called on blocks of the rows that count; pass the array to linear_loss as a "
+                    "row input"
+                ) from error
+    shape = getattr(out, "shape", None)
+    if shape != (tokens,) or not jnp.issubdtype(out.dtype, jnp.floating):
+        described = f"{out.dtype}{list(shape)}" if shape is not None else f"a {type(out).__name__}"
+        raise ValueError(
+            f"row_loss returned {described} for {tokens} rows; it must return floating [{tokens}]{without}"
+        )
+    valid = {v for v in traced.jaxpr.outvars if isinstance(v, jex.Var)}
+    for equation in reversed(traced.jaxpr.eqns):
+        if valid.intersection(equation.outvars):
+            valid.update(v for v in equation.invars if isinstance(v, jex.Var))
+    return tuple(name for name, v in zip(names, traced.jaxpr.invars, strict=False) if v in valid)

@@ -1,0 +1,233 @@
+"""`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.backends.protocol import Implementation
+from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.modes import evaluate
+from pallas_ce.modes.differentiation import Known
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.row import from_primitives, primitive_names, spread
+
+
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` found of each row `p = softmax(z)`; None where not asked for, 0 in ignored rows.
+
+    Attributes:
+        log_probs: `log p_t`, the labels' shape; 0 for ignored labels.
+        entropy: `-Σ_v p_v log p_v` in nats, `[...]`.
+        sum_sq_probs: `Σ_v p_v²`, `[...]`.
+        hit: bool, the labels' shape: whether the label is the largest logit's, the lowest one where several tie; False
+            for ignored labels.
+    """
+
+    log_probs: jax.Array
+    entropy: jax.Array | None = None
+    sum_sq_probs: jax.Array | None = None
+    hit: jax.Array | None = None
+
+
+def linear_log_probs(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    temperature: Any = 1.0,
+    return_entropy: bool = False,
+    return_sum_sq_probs: bool = False,
+    return_hit: bool = False,
+    bias: Any | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+) -> Any:
+    r"""Log-probabilities of `labels` under `softmax(z)`, without storing logits.
+
+        z = softcap(logit_scale · (hidden·weight + bias)) / temperature,     log p_t = z_t - log Σ_v exp z_v
+
+    Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, through everything returned
+    together, with any cotangents: the input of policy-gradient, preference and distillation losses
+    (`pallas_ce.post_training`). The backward recomputes tiles of logits; the forward keeps O(N) numbers. For a plain
+    sum over rows, `linear_loss` takes the cheaper in-forward mode.
+
+    Args:
+        hidden: `[..., H]` bfloat16, float16, float32 or float64.
+        weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating.
+        labels: `[...]`, any integer dtype, or `[..., K]` for the log-probabilities of K given tokens of each row; a
+            token may be given several times. Labels outside `[0, vocab_size)` count as ignored.
+        temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. A constant: it gets
+            no gradient. A number costs nothing.
+        return_entropy: return `LogProbs` with the rows' entropy.
+        return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
+        return_hit: return `LogProbs` with whether a label is the most likely token.
+        bias: `[V']`.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        logit_scale: scalar, may be traced and differentiated.
+        vocab_axis: the weight's vocabulary axis.
+        vocab_size: V; entries of the weight from there on are padding. Default V'.
+        ignore_index: this label is ignored: log-probability and gradient exactly 0. The work of rows whose labels are
+            all ignored is skipped, and what they hold does not matter.
+        dtype: compute dtype of the products' operands; by default the inputs' common one.
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
+            `[...]` labels and a number as temperature), or None: that one in programs for a Hopper GPU where it can,
+            else "xla".
+        scratch_bytes: bound on the memory of tiles; see `linear_row_statistics`.
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
+        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
+            `ignore_index`. Reads the labels' values, so only outside jit.
+
+    Returns:
+        The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked.
+
+    Raises:
+        ValueError: shapes or values that do not fit, a named implementation that cannot serve.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice; see `implementation="reference"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_log_probs
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((4, 3))
+        >>> print(linear_log_probs(hidden, weight, jnp.array([1, -100])))
+        [-1.3862944  0.       ]
+        >>> found = linear_log_probs(hidden, weight, jnp.array([[1, 2], [0, -100]]), return_entropy=True)
+        >>> found.log_probs.shape, found.entropy.shape
+        ((2, 2), (2,))
+        >>> def objective(hidden):  # log-probability and entropy bonus, differentiated together
+        ...     found = linear_log_probs(hidden, weight, jnp.array([1, -100]), temperature=0.7, return_entropy=True)
+        ...     return jnp.sum(found.log_probs + 0.01 * found.entropy)
+        >>> jax.grad(objective)(hidden).shape
+        (2, 3)
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
+    """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        return_entropy=return_entropy,
+        return_sum_sq_probs=return_sum_sq_probs,
+        return_hit=return_hit,
+        bias=bias,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        dtype=dtype,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+        validate_labels=validate_labels,
+    )
+    function = functools.partial(compute, problem.static)
+    found = in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+    return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
+
+
+_Static = tuple[Settings, HeadSpec, tuple[str, ...], int | None]
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: _Static
+    arrays: inputs.HeadArrays
+    labels: jax.Array
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    temperature: Any,
+    return_entropy: bool,
+    return_sum_sq_probs: bool,
+    return_hit: bool,
+    bias: Any | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    vocab_axis: int,
+    vocab_size: int | None,
+    ignore_index: int | None,
+    dtype: Any | None,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+) -> Problem:
+    """Checks the arguments of `linear_log_probs`."""
+    ignore_index = arguments.ignored(ignore_index)
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        None,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+        temperature=temperature,
+        mesh_axes=mesh_axes,
+    )
+    labels = inputs.read_labels(labels, arrays.leading, spec, ignore_index, validate_labels, several=True)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(arrays.leading),
+        arrays,
+        scalar_loss=False,
+        rows=inputs.batch_spec(arrays, labels),
+        implementation=implementation,
+        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+        shards=shards_of(mesh_axes, arrays, labels),
+    )
+    asked = {"entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
+    names = ("log_prob", *(name for name, needs_grad in asked.items() if needs_grad))
+    return Problem((choice.settings, spec, names, ignore_index), arrays, labels)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compute(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, known: Known | None = None) -> LogProbs:
+    """Everything asked for. `known`: what `keep` has found for the same problem."""
+    how, _, names, _ = static
+    ids, batch, head, mask = _rows(static, arrays, labels)
+    found = from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, mask, known), names)
+    assert found.log_prob is not None
+    counts = ids != label_rule.NO_TARGET
+    hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
+    return LogProbs(jnp.where(counts, found.log_prob, 0), found.entropy, found.sum_sq_probs, hit)
+
+
+def keep(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, needs_grad: NeedsGrad) -> Known | None:
+    """What `compute` takes as `known`."""
+    how, _, names, _ = static
+    _, batch, head, mask = _rows(static, arrays, labels)
+    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, mask, ((), ()), needs_grad)
+
+
+def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array) -> tuple[jax.Array, Batch, Head, jax.Array]:
+    """The targets, and what the statistics are taken of."""
+    _, spec, _, ignore_index = static
+    ids, mask = label_rule.targets(label_rule.canonical(labels, spec.vocab_size), ignore_index, len(arrays.leading))
+    return ids, *inputs.batch_and_head(arrays, spec, ids), mask

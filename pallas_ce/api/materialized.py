@@ -1,0 +1,291 @@
+"""`cross_entropy`: the loss of logits that the caller holds, fused with its gradient."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
+from pallas_ce.backends.protocol import Implementation
+from pallas_ce.head import LogitsSpec
+from pallas_ce.modes import evaluate
+from pallas_ce.modes import materialized as mode
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
+
+_DEFAULT_CHUNK = 4096
+
+
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    *,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = -100,
+    class_weights: Any | None = None,
+    token_weights: Any | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    vocab_size: int | None = None,
+    implementation: Implementation | None = None,
+    validate_labels: bool = False,
+    return_metrics: bool = False,
+) -> Any:
+    r"""Cross entropy of given `logits` with `labels`, its gradient made in the same pass and in the logits' place.
+
+    For a row z of `softcap(logits)` with label t, token weight w, class weights c (1 each by default), smoothing α and
+    z-loss factor β, exactly as in `linear_cross_entropy`:
+
+        loss = w·[ (1-α)·c_t·(lse - z_t) + α/V·Σ_v c_v·(lse - z_v) ]  +  w·β·lse²,     lse = log Σ_v exp z_v
+
+    which without weights is `lse - (1-α)·z_t - α·mean(z) + β·lse²`, and has the gradient
+    `(p - (1-α)·onehot(t) - α/V + 2β·lse·p) / normalizer`.
+
+    When a scalar reduction is differentiated, the gradient of each block of rows is written over the block's logits
+    while they are in the cache. The buffer itself is reused where the logits are not needed afterwards: an intermediate
+    of a jitted step, or an argument in `donate_argnums` whose gradient is an output; otherwise XLA copies it once. An
+    upstream scalar other than the constant 1 multiplies that gradient, which bfloat16 and float16 logits then round a
+    second time. Where the hidden states are at hand, `linear_cross_entropy` needs no logits at all.
+
+    Args:
+        logits: `[..., V']` bfloat16, float16, float32 or float64; any leading shape, zero tokens and V' = 0 included.
+        labels: `[...]`, any integer dtype, unsigned included. Labels outside `[0, vocab_size)` count as ignored.
+        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
+            term out.
+        z_loss: β; may be traced. The number 0 leaves the term out.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        ignore_index: tokens with this label have loss 0 and gradient 0; it may lie inside the vocabulary.
+        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
+        token_weights: w `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
+        normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
+        vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, where the number of rows is a multiple of 8, V'
+            one of 16, and a row of bfloat16, float16 or float32 takes other than 128 bytes: a kernel takes all rows at
+            once, so that a chunk size does not matter), or None: that one in programs for a Hopper GPU where it can,
+            else "xla". Logits that are not donated are copied once, which takes about as long as the loss and its
+            gradient.
+        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
+            `ignore_index`. Reads the labels' values, so only outside jit.
+        return_metrics: return `(loss, Metrics)`.
+
+    Returns:
+        The loss, float32 (float64 for float64): `[]`, or `[...]` for "none"; 0.0 when no token counts. With
+        `return_metrics`, the pair `(loss, Metrics)`. The gradient has the logits' dtype.
+
+    Raises:
+        ValueError: shapes or values that do not fit, a named implementation that cannot serve.
+        TypeError: dtypes that do not fit; `validate_labels` on traced labels.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import cross_entropy
+        >>> logits = jnp.zeros((2, 3, 4))                                  # [batch, time, V]
+        >>> labels = jnp.array([[0, 1, 2], [3, -100, -100]])
+        >>> step = jax.jit(jax.value_and_grad(cross_entropy), donate_argnums=0)
+        >>> loss, d_logits = step(logits, labels)                          # d_logits in the logits' buffer
+        >>> print(loss, d_logits[1, 0])
+        1.3862944 [ 0.0625  0.0625  0.0625 -0.1875]
+        >>> print(cross_entropy(jnp.zeros((2, 4)), jnp.array([0, -100]), reduction="none"))
+        [1.3862944 0.       ]
+
+    References:
+        z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
+        Architecture for Computer Vision", section 7.
+    """
+    return _checked(
+        logits,
+        labels,
+        None,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        class_weights=class_weights,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+        vocab_size=vocab_size,
+        implementation=implementation,
+        validate_labels=validate_labels,
+        return_metrics=return_metrics,
+    )
+
+
+def chunked_cross_entropy(logits: Any, labels: Any, chunk_size: int = 0, **options: Any) -> Any:
+    """`cross_entropy`, with a bound on the number of rows that are worked on at a time.
+
+    The loss and its gradient are those of `cross_entropy`, which takes as many rows at a time as suit the cache; code
+    that is used to setting a chunk size can lower that number here, and so the temporary memory.
+
+    Args:
+        logits: `[..., V']`.
+        labels: `[...]` integers.
+        chunk_size: at most so many rows at a time; 0 means 4096.
+        **options: those of `cross_entropy`.
+
+    Returns:
+        What `cross_entropy` returns.
+
+    Raises:
+        ValueError: a negative `chunk_size`, and what `cross_entropy` raises.
+        TypeError: as `cross_entropy`, and for unknown options.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import chunked_cross_entropy
+        >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
+        1.3862944
+    """
+    if unknown := sorted(set(options) - set(inspect.signature(cross_entropy).parameters)):
+        raise TypeError(f"chunked_cross_entropy() got an unexpected keyword argument {unknown[0]!r}")
+    return _checked(logits, labels, arguments.chunk("chunk_size", chunk_size, _DEFAULT_CHUNK), **options)
+
+
+def mean_squared_lse(
+    logits: Any,
+    labels: Any,
+    *,
+    ignore_index: int | None = -100,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+) -> jax.Array:
+    """The z-loss's regulariser by itself, `Σ lse² / count` over the tokens that count; 0.0 when none does.
+
+    For losses that have no `z_loss` of their own; those that have one need no second pass over the logits.
+
+    Args:
+        logits: `[..., V]` bfloat16, float16, float32 or float64.
+        labels: `[...]` integers; they only say which tokens count.
+        ignore_index: tokens with this label do not count, nor do those whose label lies outside `[0, V)`.
+        logit_softcap: see `cross_entropy`.
+        vocab_size: V, where the logits are padded.
+
+    Returns:
+        Array: `[]`, float32 (float64 for float64); differentiable once.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import mean_squared_lse
+        >>> print(mean_squared_lse(jnp.ones((2, 1)), jnp.array([0, -100])))
+        1.0
+    """
+    logits = arguments.array("logits", logits)
+    spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
+    labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
+    function = functools.partial(_mean_squared_lse, mode.choose(spec, logits, None), arguments.ignored(ignore_index))
+    return in_automatic_region(function, False, logits, logits, labels)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mean_squared_lse(given: mode.Given, ignore_index: int | None, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    spec = given.spec
+    flat, _, mask = _rows(spec, ignore_index, logits, labels)
+    if flat.size == 0:
+        return jnp.zeros((), spec.accumulator)
+    lse = mode.row_statistics(given, frozenset({"lse"}), flat, None, None, mask)["lse"]
+    return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=spec.accumulator))
+
+
+def _checked(
+    logits: Any,
+    labels: Any,
+    chunk: int | None,
+    *,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = -100,
+    class_weights: Any | None = None,
+    token_weights: Any | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    vocab_size: int | None = None,
+    implementation: Implementation | None = None,
+    validate_labels: bool = False,
+    return_metrics: bool = False,
+) -> Any:
+    arguments.check_reduction(reduction, normalizer, "auto")
+    ignore_index = arguments.ignored(ignore_index)
+    logits = arguments.array("logits", logits)
+    spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
+    leading = logits.shape[:-1]
+    options = read_options(
+        inputs.read_by_row("token_weights", token_weights, leading, "logits'"),
+        class_weights,
+        label_smoothing,
+        z_loss,
+        normalizer,
+        spec.vocab_size,
+    )
+    labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
+    given = mode.choose(spec, logits, implementation, chunk=chunk)
+    static = _Static(reduction, ignore_index, return_metrics, given)
+    function = functools.partial(_cross_entropy, static)
+    loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)
+    return (loss, metrics) if return_metrics else loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    reduction: str
+    ignore_index: int | None
+    return_metrics: bool
+    given: mode.Given
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _cross_entropy(
+    static: _Static, logits: jax.Array, labels: jax.Array, options: Options
+) -> tuple[jax.Array, Metrics | None]:
+    given, spec = static.given, static.given.spec
+    flat, ids, mask = _rows(spec, static.ignore_index, logits, labels)
+    loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask)
+    weights = _logit_weights(spec, options) if loss.smoothing else None
+    names = loss.names | (frozenset({"argmax"}) if static.return_metrics else frozenset())
+    handle = jnp.zeros((), spec.accumulator)
+    if flat.size == 0:  # no tokens, or no vocabulary, in which no label can lie
+        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else spec.accumulator) for name in names}
+    elif static.reduction == "none":
+        found = mode.row_statistics(given, names, flat, weights, ids, mask)
+    else:
+        call = mode.Call(given, loss, loss.names, names)
+        found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
+        found = jax.tree.map(jax.lax.stop_gradient, found)
+    read, each = {name: found[name] for name in loss.names}, static.reduction == "none"
+    normalised = shared | unnormalised(spec.accumulator) if each else shared
+    values = evaluate.row_values(loss, read, ids.shape, mask, (by_row, normalised))
+    value = values.reshape(labels.shape) if each else jnp.sum(values) + handle
+    return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if static.return_metrics else None
+
+
+def _rows(
+    spec: LogitsSpec, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits `[N, columns]`, canonical labels `[N]` and which of them count."""
+    flat = logits.reshape(inputs.tokens(labels.shape), spec.columns)
+    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+    return flat, ids, label_rule.counted(ids, ignore_index)
+
+
+def _logit_weights(spec: LogitsSpec, options: Options) -> jax.Array:
+    """The u of `mean_logit`, 0 for padding."""
+    u = options.logit_weights(spec.vocab_size, spec.accumulator)
+    if u is None:
+        u = jnp.full(spec.vocab_size, 1.0 / max(spec.vocab_size, 1), spec.accumulator)
+    return jnp.pad(u, (0, spec.columns - spec.vocab_size))

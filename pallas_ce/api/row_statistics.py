@@ -1,0 +1,211 @@
+"""`linear_row_statistics`: the statistics themselves, for any loss written on top of them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.backends.protocol import Implementation
+from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.modes import evaluate
+from pallas_ce.modes.differentiation import Known
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
+
+
+def linear_row_statistics(
+    hidden: Any,
+    weight: Any,
+    labels: Any | None = None,
+    *,
+    statistics: Sequence[str] = ("lse", "target_logit"),
+    row_mask: Any | None = None,
+    logit_weights: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    temperature: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
+) -> RowStatistics:
+    r"""Statistics of each row of `logits = softcap(logit_scale · (hidden·weight + bias)) / temperature`, not stored.
+
+    Differentiable in `hidden`, `weight`, `bias` and `logit_scale`, in reverse mode, once, with any cotangents: a loss
+    written in plain JAX on top of the statistics trains. The backward recomputes tiles of the logits (`2·N·H·V`
+    operations) beside its two products; the forward keeps O(N) numbers.
+
+    Args:
+        hidden: `[..., H]` bfloat16, float16, float32 or float64; N rows in all, zero rows included.
+        weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. Never copied or transposed.
+        labels: `[...]`, any integer dtype; needed for `target_logit` and `log_prob`. No label is special here: one
+            outside `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
+        statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
+        row_mask: `[...]` bool; rows where it is False hold 0, have gradients of exactly 0, and their work is skipped.
+        logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant: it gets no gradient.
+        bias: `[V']`.
+        vocab_axis: the weight's vocabulary axis.
+        vocab_size: V; entries of the weight from there on are padding: no statistics, zero gradients. Default V'.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+        logit_scale: scalar, may be traced and differentiated.
+        temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. Divides the capped
+            logits; a constant, it gets no gradient. A number is folded into cap and scale and costs nothing.
+        dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
+            accumulate in float32 (float64 for float64).
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
+            bfloat16 and float16), or None: that one in programs for a Hopper GPU where it can serve the call, else
+            "xla"; `explain` tells which and why.
+        scratch_bytes: bound on the memory of tiles; by default 4 KiB for each vocabulary entry but at least 512 MiB and
+            at most 1 GiB, and never more than the logits would take (but at least 1 MiB).
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
+            needed: under `jit` the arrays' own shardings are read.
+
+    Returns:
+        RowStatistics: fields `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for; with K
+            targets, `target_logit` and `log_prob` are `[..., K]`.
+
+    Raises:
+        ValueError: shapes that do not fit, unknown names, a budget too small for one row.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_row_statistics
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((4, 3))
+        >>> found = linear_row_statistics(hidden, weight, jnp.array([0, 3]), statistics=("log_prob", "entropy"))
+        >>> print(found.log_prob, found.entropy)
+        [-1.3862944 -1.3862944] [1.3862944 1.3862944]
+        >>> def entropy_bonus(hidden):
+        ...     return linear_row_statistics(hidden, weight, statistics=("entropy",)).entropy.sum()
+        >>> jax.grad(entropy_bonus)(hidden).shape
+        (2, 3)
+
+    References:
+        "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
+    """
+    problem = read(
+        hidden,
+        weight,
+        labels,
+        statistics=statistics,
+        row_mask=row_mask,
+        logit_weights=logit_weights,
+        bias=bias,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        dtype=dtype,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes,
+    )
+    function = functools.partial(compute, problem.static)
+    return in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+
+
+_Static = tuple[Settings, HeadSpec, tuple[str, ...]]
+
+
+class Problem(NamedTuple):
+    """A checked call: what `compute` and `keep` take."""
+
+    static: _Static
+    arrays: inputs.HeadArrays
+    labels: jax.Array | None
+    row_mask: jax.Array | None
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    *,
+    statistics: Sequence[str],
+    row_mask: Any | None,
+    logit_weights: Any | None,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    temperature: Any = 1.0,
+    dtype: Any | None,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    mesh_axes: MeshAxes | None = None,
+) -> Problem:
+    """Checks the arguments of `linear_row_statistics`."""
+    arrays, spec = inputs.read_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        logit_weights,
+        vocab_axis=vocab_axis,
+        vocab_size=vocab_size,
+        logit_softcap=logit_softcap,
+        dtype=dtype,
+        temperature=temperature,
+        mesh_axes=mesh_axes,
+    )
+    leading = arrays.hidden.shape[:-1]
+    if labels is not None:
+        labels = inputs.read_labels(labels, leading, spec, None, False, several=True)
+    names = arguments.check_statistics(statistics, labels)
+    mask = inputs.read_row_mask(row_mask, leading)
+    choice = settings.choose(
+        spec,
+        inputs.tokens(leading),
+        arrays,
+        scalar_loss=False,
+        rows=inputs.batch_spec(arrays, labels),
+        implementation=implementation,
+        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+        shards=shards_of(mesh_axes, arrays, (labels, mask)),
+    )
+    return Problem((choice.settings, spec, names), arrays, labels, mask)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compute(
+    static: _Static,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+    known: Known | None = None,
+) -> RowStatistics:
+    """The statistics. `known`: what `keep` has found for the same problem."""
+    how, spec, names = static
+    batch, head = _rows(spec, arrays, labels)
+    return from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, row_mask, known), names)
+
+
+def keep(
+    static: _Static,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array | None,
+    row_mask: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Known | None:
+    """What `compute` takes as `known`."""
+    how, spec, names = static
+    batch, head = _rows(spec, arrays, labels)
+    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, row_mask, ((), ()), needs_grad)
+
+
+def _rows(spec: HeadSpec, arrays: inputs.HeadArrays, labels: jax.Array | None) -> tuple[Batch, Head]:
+    ids = None if labels is None else label_rule.canonical(labels, spec.vocab_size)
+    return inputs.batch_and_head(arrays, spec, ids)

@@ -1,0 +1,235 @@
+"""`linear_top_k`: the largest logits of each row, without storing the others."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.api.temperature import Temperature
+from pallas_ce.backends.protocol import Implementation, Plan
+from pallas_ce.dispatch import select
+from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.modes.fold import Planner, Streams, fold_tiles, over_rows_that_count
+from pallas_ce.parallel.entry import by_platform
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.streaming.loops import varying
+from pallas_ce.streaming.selection import Largest
+from pallas_ce.streaming.tiles import Tile, Tiles
+
+_LSE = frozenset({"lse"})
+
+
+class TopK(NamedTuple):
+    """The k largest logits of each row, in descending order; ties in ascending order of their ids.
+
+    Attributes:
+        logits: `[..., k]` capped logits, not divided by the temperature; 0 in rows that are masked.
+        ids: `[..., k]` int32, vocabulary ids; -1 in rows that are masked.
+        log_probs: `[..., k]` log-probabilities over the whole vocabulary at the given temperature; 0 in rows that are
+            masked.
+    """
+
+    logits: jax.Array
+    ids: jax.Array
+    log_probs: jax.Array
+
+
+def linear_top_k(
+    hidden: Any,
+    weight: Any,
+    k: int,
+    *,
+    temperature: Any = 1.0,
+    row_mask: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+) -> TopK:
+    r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
+
+    Exact: values, ids and order are those of `jax.lax.top_k` on the whole row, ties going to the lowest id. The row's
+    log-sum-exp is found in the same pass, so that `log_probs = logits/temperature - lse(logits/temperature)` are
+    log-probabilities over the whole vocabulary, not over the k.
+
+    Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
+    that is differentiable.
+
+    Args:
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`.
+        k: how many, from 1 to V. A Python int.
+        temperature: T > 0, a scalar or `[...]`; changes `log_probs` only.
+        row_mask: `[...]` bool; rows where it is False hold logits 0, ids -1 and log-probabilities 0, and their work is
+            skipped.
+        bias: `[V']`.
+        vocab_axis: see `linear_row_statistics`, as for all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_softcap: the cap of the logits.
+        logit_scale: their scale.
+        dtype: compute dtype.
+        implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
+            many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
+            "xla".
+        scratch_bytes: bound on scratch memory.
+
+    Returns:
+        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf.
+
+    Raises:
+        ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row, a named
+            implementation that cannot serve.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import linear_top_k
+        >>> hidden = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+        >>> weight = jnp.array([[0.0, 3.0], [2.0, 1.0], [2.0, 0.0], [1.0, 2.0]])  # [V, H]
+        >>> print(linear_top_k(hidden, weight, 2).ids)
+        [[1 2]
+         [0 3]]
+    """
+    arrays, spec = inputs.read_head(
+        hidden, weight, bias, logit_scale, None,
+        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
+    )  # fmt: skip
+    leading = arrays.hidden.shape[:-1]
+    k = check_k("k", k, spec.vocab_size)
+    finders = _finders(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes), arrays)
+    for finder in finders:
+        finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
+    temperatures = Temperature.read(temperature, leading)
+    function = functools.partial(_linear_top_k, (k, spec, finders))
+    mask = inputs.read_row_mask(row_mask, leading)
+    return in_automatic_region(function, True, arrays.hidden, arrays, temperatures, mask)
+
+
+def check_k(name: str, k: Any, vocab_size: int) -> int:
+    """`k` as an int that the vocabulary can serve."""
+    if not arguments.is_int(k) or not 1 <= k <= vocab_size:
+        raise ValueError(f"{name}={k!r} must be an int between 1 and vocab_size={vocab_size}")
+    return int(k)
+
+
+class Finder(Planner, Hashable, Protocol):
+    """How an implementation finds the k largest logits of a block of rows, and how large blocks are."""
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
+
+
+def _finders(
+    k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None, arrays: inputs.HeadArrays
+) -> tuple[Finder, ...]:
+    """Those of the implementations that may serve the call; see `operations.by_platform`."""
+
+    def finder(name: str) -> Finder:
+        if name == "mosaic_gpu":
+            from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
+
+            return StoredBlocks(spec, k, scratch_bytes)
+        if name == "xla":
+            # Beside the logits: their exponentials, and what selecting from them takes.
+            return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
+        raise ValueError(f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
+
+    name, _, default = select.choose(
+        implementation, lambda name: select.load(name).refusal(spec), arrays, checked=bool(varying(arrays))
+    )
+    chosen = finder(name)
+    return (chosen,) if default is None else default.ways(chosen, finder(default.instead), _holds_a_row(chosen))
+
+
+def _holds_a_row(finder: Finder) -> bool:
+    try:
+        finder.plan(1)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear_top_k(
+    static: tuple[int, HeadSpec, tuple[Finder, ...]],
+    arrays: inputs.HeadArrays,
+    temperature: Temperature,
+    row_mask: jax.Array | None,
+) -> TopK:
+    k, spec, finders = static
+    leading = arrays.hidden.shape[:-1]
+    hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
+    mask = None if row_mask is None else row_mask.reshape(-1)
+
+    def empty(rows: int) -> TopK:
+        zeros = jnp.zeros((rows, k), spec.accumulator)
+        return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
+
+    def search(finder: Finder, *arrays: Any) -> TopK:
+        return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
+
+    with jax.named_scope("pallas_ce.top_k"):
+        found = by_platform(finders, search, (hidden, temperature.by_row(leading, spec)), head, mask)
+    return jax.tree.map(lambda x: x.reshape(*leading, k), found)
+
+
+def _block(finder: Finder, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
+    hidden, temperature = by_row
+    best, partial = finder.find(head, hidden, temperature, plan)
+    scaled, lse = tempered(best.values, temperature), finalise(partial, _LSE)["lse"]
+    # A row of -inf only: (-inf) - (-inf) would be nan.
+    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
+    return TopK(best.values, best.places, log_probs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiled:
+    """A tile at a time, joined with the best of the tiles before it."""
+
+    k: int
+    streams: Streams
+
+    def plan(self, tokens: int) -> Plan:
+        """See `Streams`."""
+        return self.streams.plan(tokens)
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """See `Finder`."""
+
+        def part(tile: Tile) -> tuple[Largest, Partial]:
+            logits = head.tile_logits(hidden, tile)
+            partial = partial_of_tile(tempered(logits, temperature), tile.columns, tile.valid, None, None, _LSE)
+            return _best_of_tile(self.k, logits, tile), partial
+
+        def join(a: tuple[Largest, Partial], b: tuple[Largest, Partial]) -> tuple[Largest, Partial]:
+            return _merge_best(a[0], b[0]), merge(a[1], b[1])
+
+        return fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
+
+
+def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
+    """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
+    valid = logits if tile.valid is None else jnp.where(tile.valid, logits, -jnp.inf)
+    values, places = lax.top_k(valid, k)
+    return Largest(values, tile.start + places.astype(jnp.int32))
+
+
+def _merge_best(a: Largest, b: Largest) -> Largest:
+    """The k largest of both, where the columns of `a` lie before those of `b`.
+
+    `lax.top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b`
+    that are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
+    """
+    values, places = lax.top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
+    return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))

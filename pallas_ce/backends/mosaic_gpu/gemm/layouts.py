@@ -1,0 +1,127 @@
+"""Where values valid: a tile in registers, vectors beside it, and matrices on their way through shared memory.
+
+A tile is `[rows, columns]` float32 in the layout of a wgmma accumulator: a row lies in four neighbouring threads, so
+sums along it are mostly thread-local, and a vector by row costs one register for each 32 rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS
+
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+# Tiles are stored in blocks of so many rows, and bytes of each row.
+BLOCK = 64
+BLOCK_BYTES = 128
+
+
+def column_ids(shape: tuple[int, ...]) -> jax.Array:
+    """`shape` int32: each entry's column within the tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def along_columns(by_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector by row, the same in every column."""
+    return lax.broadcast_in_dim(by_row, shape, [0])
+
+
+def along_rows(by_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector by column, the same in every row."""
+    return lax.broadcast_in_dim(by_column, shape, [1])
+
+
+def rows_of(ref: Any, row: jax.Array, rows: int) -> jax.Array:
+    """`rows` numbers of a vector by row in global memory."""
+    return plgpu.load(ref.at[pl.ds(row, rows)], layout=_BY_ROW, optimized=False)
+
+
+def columns_of(ref: Any, column: jax.Array, columns: int) -> jax.Array:
+    """`columns` numbers of a vector by column in global memory."""
+    return plgpu.load(ref.at[pl.ds(column, columns)], layout=_BY_COLUMN, optimized=False)
+
+
+def constant_by_row(rows: int, value: float, dtype: Any = jnp.float32) -> jax.Array:
+    """A vector by row with one value."""
+    return plgpu.layout_cast(jnp.full((rows,), value, dtype), _BY_ROW)
+
+
+def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
+    """The layout that TMA and wgmma want of matrices in shared memory, for rows of these numbers of elements.
+
+    It spans 128 bytes of a row where all are multiples of that, and less where they are not.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    span = next(s for s in (128, 64, 32) if all(length * itemsize % s == 0 for length in lengths))
+    tiling = plgpu.TilingTransform((8, span // itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
+
+
+def tile_staging(blocks: int, columns: int, dtype: Any) -> Any:
+    """Shared memory for `blocks` of what `store_piece` stores in rows of `columns` numbers."""
+    shape = (COMPUTE_WARPGROUPS, blocks, BLOCK, _block_columns(dtype))
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
+
+
+def _block_columns(dtype: Any) -> int:
+    return BLOCK_BYTES // jnp.dtype(dtype).itemsize
+
+
+def store_piece(
+    staging: Any,
+    warpgroup: jax.Array,
+    target: Any,
+    row: jax.Array,
+    column: jax.Array,
+    first: int,
+    x: jax.Array,
+    add: jax.Array | bool = False,
+) -> None:
+    """Starts storing `x [rows, width]` at `target[row:, column + first:]`; what lies outside the array is dropped.
+
+    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add`, a Python
+    bool or `[]`, `x` is added to what is there.
+    """
+    slots, wide = staging.shape[1], staging.shape[-1]
+    assert x.shape[1] % wide == 0
+    per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
+    x = x.astype(staging.dtype)
+    earlier = first // wide * per_column
+    for start in range(0, per_row * per_column, slots):
+        group = range(earlier + start, earlier + min(start + slots, per_row * per_column))
+        # Slots are empty again when the stores from them have been read. At a tile's beginning that was long ago.
+        if any(number % slots == 0 for number in group):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number in group:
+            r, c = _block_of(number - earlier, per_row, wide)
+            staging[warpgroup, number % slots] = x[r : r + BLOCK, c : c + wide]
+        plgpu.commit_smem()
+        for number in group:
+            r, c = _block_of(number - earlier, per_row, wide)
+            place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
+            _copy(staging.at[warpgroup, number % slots], place, add)
+
+
+def _block_of(index: int, per_row: int, wide: int) -> tuple[int, int]:
+    """First row and column of a piece's block."""
+    return index // per_row * BLOCK, index % per_row * wide
+
+
+def _copy(block: Any, place: Any, add: jax.Array | bool) -> None:
+    if isinstance(add, bool):
+        plgpu.copy_smem_to_gmem(block, place, reduction_op="add" if add else None)
+        return
+
+    @pl.when(add)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(block, place, reduction_op="add")
+
+    @pl.when(~add)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(block, place)

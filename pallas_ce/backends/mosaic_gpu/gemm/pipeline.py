@@ -1,0 +1,228 @@
+"""What the warpgroups of a kernel do: one loads ahead through a ring in shared memory, two multiply what it loads.
+
+A ring is a dictionary of slots and barriers, made in `gemm`. The product of a tile goes to the kernel's `Epilogue`
+while in registers. The warpgroups multiply two halves of a tile together, or work in ping-pong: then one is
+in its epilogue while the other multiplies, and the tensor cores never rest.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.gemm.walk import Item, Walk
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
+
+Carry = Any
+
+
+class Place(NamedTuple):
+    """Where a warpgroup's part of a tile lies.
+
+    Attributes:
+        warpgroup: 0 or 1.
+        row: first row.
+        slot: which of the partial results this one is.
+        column: first column; that of the window where there is no tile.
+    """
+
+    warpgroup: jax.Array
+    row: jax.Array
+    slot: jax.Array
+    column: jax.Array
+
+
+class At(NamedTuple):
+    """How far a thread block's work is.
+
+    Attributes:
+        slot: of the ring, the next to be filled or multiplied.
+        turn: which warpgroup the next tile belongs to, where they work in ping-pong.
+    """
+
+    slot: jax.Array
+    turn: jax.Array
+
+    @staticmethod
+    def start() -> "At":
+        """Before the first tile."""
+        return At(jnp.int32(0), jnp.int32(0))
+
+
+class Epilogue(Hashable, Protocol):
+    """What a kernel does with its product; `refs` holds inputs, outputs and scratch by name. Equal ones do the same."""
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Shared memory to allocate, by name."""
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """The carry of a new window."""
+
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+        """Takes `product [rows, columns]` float32, in the layout of a wgmma accumulator."""
+
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
+        """Writes what the window leaves."""
+
+
+def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> None:
+    """What the loading warpgroup does: fills slots as they become empty, for all tiles of this thread block in turn."""
+    config, problem = walk.config, walk.problem
+    left_peers = "peer" if config.cluster == "rows" else None
+    right_peers = "peer" if config.cluster == "columns" else None
+
+    def part(matrix: Any, axis: int, along: Any, depth: Any) -> Any:
+        return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
+
+    def fill(row: jax.Array, column: jax.Array, k: jax.Array, at: At) -> At:
+        depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
+        left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
+        columns = pl.ds(walk.first_column + column, config.columns)
+        right = part(right_gmem, problem.right_axis, columns, right_depth)
+        plgpu.barrier_wait(ring["empty"].at[at.slot])
+        full = ring["full"].at[walk.full(at.slot, at.turn)]
+        plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[at.slot], full, collective_axes=left_peers)
+        plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[at.slot], full, collective_axes=right_peers)
+        return at._replace(slot=walk.next(at.slot))
+
+    def load_item(index: jax.Array, at: At) -> At:
+        item = walk.item(index)
+
+        def tile(i: jax.Array, at: At) -> At:
+            column = walk.column(item.block + i)
+            at = lax.fori_loop(0, item.steps, lambda k, at: fill(item.row, column, item.step + k, at), at)
+            return at._replace(turn=1 - at.turn)
+
+        return lax.fori_loop(0, item.tiles, tile, at)
+
+    at = lax.fori_loop(0, walk.items, load_item, At.start())
+
+    # Leaving only when every slot is empty again keeps this block's memory alive for its peer's loads and arrivals.
+    def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(ring["empty"].at[slot])
+        return walk.next(slot)
+
+    lax.fori_loop(0, config.stages, drain, at.slot)
+
+
+class Multiplier:
+    """What a compute warpgroup does: multiplies its part of every tile, and hands it to the epilogue."""
+
+    def __init__(
+        self, ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: Epilogue, warpgroup: jax.Array
+    ) -> None:
+        self.ring, self.refs, self.walk, self.epilogue, self.warpgroup = ring, refs, walk, epilogue, warpgroup
+        self.config, self.problem = walk.config, walk.problem
+        self.first_row = 0 if self.config.ping_pong else warpgroup * self.config.rows
+        self.rows = pl.ds(self.first_row, self.config.rows)
+
+    def run(self) -> None:
+        """All items of this thread block."""
+
+        # All slots start empty; of warpgroups that work in ping-pong, one says so.
+        @pl.when((self.warpgroup == 0) | (not self.config.ping_pong))
+        def _() -> None:
+            for slot in range(self.config.stages):
+                self._give_back(slot)
+
+        lax.fori_loop(0, self.walk.items, self._item, At.start())
+
+    def _item(self, index: jax.Array, at: At) -> At:
+        config, item = self.config, self.walk.item(index)
+        # Each leaves a result of its own, but where items are tiles: a tile's only one is whoever's turn it is.
+        own = config.ping_pong and not self.walk.schedule.split
+        result = item.slot * COMPUTE_WARPGROUPS + self.warpgroup if own else item.slot
+        place = Place(self.warpgroup, item.row + self.first_row, result, self.walk.column(item.block))
+        carry = self.epilogue.start(self.refs, place)
+        at, carry = self._tiles(item, place, at, carry)
+        self.epilogue.finish(self.refs, place, carry)
+        return at
+
+    def _tiles(self, item: Item, place: Place, at: At, carry: Carry) -> tuple[At, Carry]:
+        """This warpgroup's tiles of an item, each with its epilogue after it.
+
+        Turns go on from item to item, so that the warpgroup that made an item's last tile is in its epilogue while the
+        other makes the next item's first.
+        """
+        walk, every, first = self.walk, 1, jnp.int32(0)
+        if self.config.ping_pong:
+            every, first = COMPUTE_WARPGROUPS, jnp.bitwise_xor(at.turn, self.warpgroup)
+
+        def tile(j: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+            slot, carry = state
+            value, slot = self._product(item.steps, slot)
+            where = place._replace(column=walk.column(item.block + first + every * j))
+            return walk.after(slot, (every - 1) * item.steps), self.epilogue.tile(self.refs, where, value, carry)
+
+        own = lax.div(item.tiles + (every - 1) - first, jnp.int32(every))
+        _, carry = lax.fori_loop(0, own, tile, (walk.after(at.slot, first * item.steps), carry))
+        turn = jnp.bitwise_and(at.turn + item.tiles, COMPUTE_WARPGROUPS - 1)
+        return At(walk.after(at.slot, item.tiles * item.steps), turn), carry
+
+    def _product(self, steps: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One tile's product, and the slot after its last one."""
+        walk = self.walk
+        self._follow(steps)
+
+        def one_by_one(accumulator: Any) -> tuple[jax.Array, jax.Array]:
+            def step(k: jax.Array, slot: jax.Array) -> jax.Array:
+                self._multiply(accumulator, slot)
+                plgpu.wgmma_wait(0)
+                self._give_back(slot)
+                self._tell(k, steps)
+                return walk.next(slot)
+
+            after = lax.fori_loop(0, steps, step, slot)
+            return accumulator[...], after
+
+        def in_flight(accumulator: Any) -> tuple[jax.Array, jax.Array]:
+            # A slot is given back when the product after its own has been issued; the last one only when the
+            # accumulator has been read, which waits for all of them.
+            def step(k: jax.Array, slots: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                previous, slot = slots
+                self._multiply(accumulator, slot)
+                plgpu.wgmma_wait(1)
+                pl.when(k > 0)(lambda: self._give_back(previous))
+                self._tell(k, steps)
+                return slot, walk.next(slot)
+
+            last, after = lax.fori_loop(0, steps, step, (slot, slot))
+            value = accumulator[...]
+            pl.when(steps > 0)(lambda: self._give_back(last))
+            return value, after
+
+        accumulator = plgpu.ACC((self.config.rows, self.config.columns), jnp.float32)
+        return pl.run_scoped(in_flight if self.config.in_flight else one_by_one, accumulator)
+
+    def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
+        """Issues the product of what a slot holds, once it is there."""
+        plgpu.barrier_wait(self.ring["full"].at[self.walk.full(slot, self.warpgroup)])
+        if self.problem.left_axis == 0:
+            left = self.ring["left_smem"].at[slot, self.rows]
+        else:
+            left = self.ring["left_smem"].at[slot, :, self.rows].transpose((1, 0))
+        right = self.ring["right_smem"].at[slot]
+        plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if self.problem.right_axis == 0 else right)
+
+    def _give_back(self, slot: jax.Array | int) -> None:
+        plgpu.barrier_arrive(self.ring["empty"].at[slot])
+
+    def _follow(self, steps: jax.Array) -> None:
+        """The second warpgroup waits at the start of a tile until the first is `lead` steps into it."""
+        if self.config.lead:
+
+            @pl.when((self.warpgroup == 1) & (steps > 0))
+            def _() -> None:
+                plgpu.barrier_wait(self.ring["ahead"])
+
+    def _tell(self, k: jax.Array, steps: jax.Array) -> None:
+        """The first warpgroup tells that it has begun its step k."""
+        if self.config.lead:
+
+            @pl.when((self.warpgroup == 0) & (k == jnp.minimum(self.config.lead, steps) - 1))
+            def _() -> None:
+                plgpu.barrier_arrive(self.ring["ahead"])

@@ -1,0 +1,170 @@
+"""Tiles of a matrix that lies in memory, one after the other at the rate of memory, handed to an epilogue.
+
+The loop of `gemm` without a product: a warpgroup that only issues TMA loads fills a ring of slots with tiles, two
+others hand them, as float32 in the layout of a wgmma accumulator, to an `Epilogue`. So an item of work, a statistic and
+the gradient's formula mean the same here as there. An epilogue may write the matrix itself: a tile is read once, before
+anything is written in its place.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, SHARED_MEMORY_BYTES, Config, Schedule
+
+# Registers of a thread, set when the kernel starts, as in `gemm`.
+_COMPUTE_REGISTERS = 232
+_LOAD_REGISTERS = 40
+
+# Shared memory for barriers, alignment and vectors by row.
+_RESERVED_BYTES = 3072
+
+# Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
+_TILE_BYTES = 512
+_TILE_ROWS = 64
+
+
+def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
+    """Tiles of numbers of `itemsize`, in as many stages as shared memory holds beside `staged_bytes`."""
+    free = SHARED_MEMORY_BYTES - _RESERVED_BYTES - staged_bytes
+    stages = free // (COMPUTE_WARPGROUPS * _TILE_ROWS * _TILE_BYTES)
+    return Config(rows=_TILE_ROWS, columns=_TILE_BYTES // itemsize, stages=stages, cluster=None, piece=piece)
+
+
+def run(
+    name: str,
+    matrix: Any,
+    config: Config,
+    plan: Schedule,
+    epilogue: Epilogue,
+    inputs: dict[str, jax.Array],
+    outputs: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs one kernel; returns its outputs by name.
+
+    Args:
+        name: what profilers show.
+        matrix: `[N, M]`, rows and columns as TMA wants them (`operands`); a `jax.Ref` where the epilogue changes it.
+        config: tile shapes; no clusters.
+        plan: how the tiles are handed out.
+        epilogue: what is done with them; it finds the matrix as "matrix" among its `refs`.
+        inputs: arrays that the epilogue reads, by name.
+        outputs: shapes and dtypes that it writes, by name.
+    """
+    shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
+    program = _program(name, config, plan, epilogue, tuple(inputs), shapes)
+    with jax.named_scope(name):
+        results = program(matrix, *map(gemm.at_run_time, inputs.values()))
+    return dict(zip(outputs, results, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    name: str,
+    config: Config,
+    plan: Schedule,
+    epilogue: Epilogue,
+    input_names: tuple[str, ...],
+    outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
+) -> Any:
+    """The kernel as a jitted function, one for each set of static facts; see `gemm.kernel_function`."""
+    names = input_names + tuple(output for output, _, _ in outputs)
+
+    def body(matrix_gmem: Any, *others: Any) -> None:
+        _kernel({"matrix": matrix_gmem, **dict(zip(names, others, strict=True))}, config, plan, epilogue)
+
+    return gemm.warpgroups(name, body, [x[1:] for x in outputs], plan.clusters)
+
+
+def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: Epilogue) -> None:
+    matrix = refs["matrix"]
+    dtype, shape = matrix.dtype, (config.stages, config.tile_rows, config.columns)
+    transforms = layouts.swizzled(dtype, matrix.shape[1], config.columns)
+    ring = {
+        "tiles": plgpu.SMEM(shape, dtype, transforms=transforms),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=config.stages),
+        "empty": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
+    }
+    worker = lax.axis_index("worker")
+    items = lax.div(plan.items + plan.clusters - 1 - worker, plan.clusters)
+
+    def item(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """First row, window, first tile and number of tiles. What runs at one time lies side by side in a few rows."""
+        linear = index * plan.clusters + worker
+        row_block, window = lax.div(linear, plan.windows), lax.rem(linear, plan.windows)
+        first = lax.div(window * plan.column_blocks, plan.windows)
+        last = lax.div((window + 1) * plan.column_blocks, plan.windows)
+        return row_block * config.tile_rows, window, first, last - first
+
+    def next_slot(slot: jax.Array) -> jax.Array:
+        return jnp.where(slot == config.stages - 1, 0, slot + 1)
+
+    def load(ring: dict[str, Any]) -> None:
+        def one(index: jax.Array, slot: jax.Array) -> jax.Array:
+            row, _, first, count = item(index)
+
+            def tile(i: jax.Array, slot: jax.Array) -> jax.Array:
+                columns = pl.ds((first + i) * config.columns, config.columns)
+                plgpu.barrier_wait(ring["empty"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    matrix.at[pl.ds(row, config.tile_rows), columns],
+                    ring["tiles"].at[slot],
+                    ring["full"].at[slot],
+                )
+                return next_slot(slot)
+
+            return lax.fori_loop(0, count, tile, slot)
+
+        slot = lax.fori_loop(0, items, one, jnp.int32(0))
+
+        # Leaves when every slot is empty again: no barrier has a phase that nobody waits for.
+        def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(ring["empty"].at[slot])
+            return next_slot(slot)
+
+        lax.fori_loop(0, config.stages, drain, slot)
+
+    def compute(ring: dict[str, Any], refs: dict[str, Any], warpgroup: jax.Array) -> None:
+        for slot in range(config.stages):
+            plgpu.barrier_arrive(ring["empty"].at[slot])
+
+        def one(index: jax.Array, slot: jax.Array) -> jax.Array:
+            row, window, first, count = item(index)
+            place = Place(warpgroup, row + warpgroup * config.rows, window, first * config.columns)
+
+            def tile(i: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+                slot, carry = state
+                plgpu.barrier_wait(ring["full"].at[slot])
+                rows = pl.ds(warpgroup * config.rows, config.rows)
+                stored = plgpu.load(ring["tiles"].at[slot, rows], layout=plgpu.Layout.WGMMA)
+                plgpu.barrier_arrive(ring["empty"].at[slot])
+                where = place._replace(column=(first + i) * config.columns)
+                return next_slot(slot), epilogue.tile(refs, where, stored.astype(jnp.float32), carry)
+
+            slot, carry = lax.fori_loop(0, count, tile, (slot, epilogue.start(refs, place)))
+            epilogue.finish(refs, place, carry)
+            return slot
+
+        lax.fori_loop(0, items, one, jnp.int32(0))
+
+    def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            load(ring)
+
+        @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            compute(ring, {**refs, **scratch}, warpgroup)
+
+    pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")

@@ -1,0 +1,1 @@
+"""The kernels: a GEMM each, with an epilogue that never stores the logits."""

@@ -1,0 +1,137 @@
+"""Row-wise arithmetic on a tile of logits in registers: what the kernels' epilogues are made of.
+
+Exponentials are base 2, because that is the instruction: `e^{z-m} = 2^{z·log2e - m·log2e}` is one multiply-add and one
+exponential.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.statistics.row import Partial
+
+LOG2E = math.log2(math.e)
+
+# e^{-200} is 0 in float32, so distances below need not be told apart; -inf would make 0·(-inf).
+FARTHEST = -200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitSpec:
+    """From products to logits `softcap(scale·(product + bias))`; static.
+
+    Attributes:
+        columns: how many there are; those of a tile that lie beyond are not valid.
+        ragged: whether some tile has columns that are not valid.
+        counted: whether how many are valid is known at run time only, as the input "valid" `[1]` int32.
+        bias: whether there is one, as the input "bias" `[padded V]` float32.
+        scale: whether there is one, as the input "scale" `[1]` float32.
+        softcap: the cap, or None.
+        uniform_weight: the u of `mean_logit` where none is given.
+    """
+
+    columns: int
+    ragged: bool
+    counted: bool
+    bias: bool
+    scale: bool
+    softcap: float | None
+    uniform_weight: float
+
+    def logits(self, refs: dict[str, Any], column: jax.Array, product: jax.Array) -> jax.Array:
+        """Capped logits of a tile that begins at `column`; those of columns that are not valid mean nothing."""
+        z = product
+        if self.bias:
+            z = z + layouts.along_rows(layouts.columns_of(refs["bias"], column, z.shape[1]), z.shape)
+        if self.scale:
+            z = z * refs["scale"][0]
+        if self.softcap is not None:
+            # c·tanh(z/c) = c - 2c/(e^{2z/c} + 1), to 1e-7·c, at ±inf too; the hardware's tanh is good to 5e-4 only.
+            z = self.softcap - 2 * self.softcap / (jnp.exp2(z * (2 * LOG2E / self.softcap)) + 1.0)
+        return z
+
+    def valid(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """`shape` bool: which entries belong to the vocabulary."""
+        count = refs["valid"][0] if self.counted else self.columns
+        return layouts.column_ids(shape) < count - column
+
+    def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
+        """Logits with -inf where not valid."""
+        if not self.ragged:
+            return z
+        return jnp.where(self.valid(refs, column, z.shape), z, -jnp.inf)
+
+
+def finite_or_zero(top: jax.Array) -> jax.Array:
+    """A row's reference for exponentials: a row of -inf only is measured from 0, where all its exponentials are 0."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def no_columns(rows: int, fields: tuple[str, ...]) -> Partial:
+    """The neutral `Partial` with these fields."""
+    neutral = {"max": (-jnp.inf, jnp.float32), "argmax": (0, jnp.int32)}
+    return Partial(**{f: layouts.constant_by_row(rows, *neutral.get(f, (0.0, jnp.float32))) for f in fields})
+
+
+def pieces(x: jax.Array, width: int) -> Iterator[tuple[int, jax.Array]]:
+    """The `width` columns wide parts of `[rows, columns]`, each with its first column.
+
+    Working piece by piece keeps fewer values alive where many vectors must be kept beside them.
+    """
+    for first in range(0, x.shape[1], width):
+        yield first, x[:, first : first + width]
+
+
+def piece_partial(
+    spec: LogitSpec,
+    fields: tuple[str, ...],
+    refs: dict[str, Any],
+    column: jax.Array,
+    z: jax.Array,
+    reference: jax.Array | None,
+) -> tuple[Partial, jax.Array | None]:
+    """What `pallas_ce.statistics.partial_of_tile` does, measured from `reference`; `e^{z - reference}` as well.
+
+    Not the targets' logits, see `entries`.
+
+    Args:
+        spec: of the logits.
+        fields: of `Partial`, those to compute.
+        refs: "u" `[padded V]` float32, 0 where not valid, if the mean is weighted.
+        column: the piece's first vocabulary entry.
+        z: logits `[rows, width]`, -inf where not valid.
+        reference: `[rows]`, what sums of exponentials are measured from.
+    """
+    shape = z.shape
+    found: dict[str, jax.Array] = {}
+    if "weighted_sum" in fields:
+        if "u" in refs:
+            u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
+            found["weighted_sum"] = jnp.where(u != 0, u * z, 0.0).sum(axis=1)
+        else:
+            counted = jnp.where(spec.valid(refs, column, shape), z, 0.0) if spec.ragged else z
+            found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
+    if "max" in fields:
+        found["max"] = z.max(axis=1)
+    if "argmax" in fields:
+        # The lowest column that attains the maximum.
+        place = jnp.where(z == layouts.along_columns(found["max"], shape), layouts.column_ids(shape), shape[1])
+        found["argmax"] = column + place.min(axis=1)
+    exp = None
+    if "sum_exp" in fields:
+        assert reference is not None
+        if "sum_exp_shifted" in fields:
+            distance = jnp.maximum(z - layouts.along_columns(reference, shape), FARTHEST)
+            exp = jnp.exp2(distance * LOG2E)
+            found["sum_exp_shifted"] = (exp * distance).sum(axis=1)
+        else:
+            exp = jnp.exp2(z * LOG2E - layouts.along_columns(reference * LOG2E, shape))
+        found["sum_exp"] = exp.sum(axis=1)
+        if "sum_exp_sq" in fields:
+            found["sum_exp_sq"] = (exp * exp).sum(axis=1)
+    return Partial(**found), exp

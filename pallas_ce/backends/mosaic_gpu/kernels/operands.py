@@ -1,0 +1,211 @@
+"""From a head and a block of rows to what a kernel takes: aligned matrices and padded vectors.
+
+TMA wants rows of 16-byte multiples; the tiled layout of wgmma asks for a little more: a matrix's rows in eights, its
+row length in sixteens (32 bytes). Hidden states are padded where need be, which costs little. The weight is not:
+
+* `[V, H]`: a kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
+* Where H (or V of a `[H, V]` weight) is not a multiple of 16 no view can help: one padded copy (`weight_copied`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Launch, Problem, schedule
+from pallas_ce.head import Head, HeadSpec
+
+ROW_MULTIPLE = 8
+LENGTH_MULTIPLE = 16
+
+# Bytes at whose multiples Mosaic wants all arrays to begin.
+ALIGNMENT = 256
+
+
+def weight_copied(spec: HeadSpec) -> bool:
+    """Whether the kernels need a padded copy of the weight."""
+    if spec.vocab_axis == 0:
+        return spec.hidden_size % LENGTH_MULTIPLE != 0 or spec.weight_rows < ROW_MULTIPLE
+    return spec.weight_rows % LENGTH_MULTIPLE != 0 or spec.hidden_size % LENGTH_MULTIPLE != 0
+
+
+def covered(spec: HeadSpec) -> int:
+    """How many of the V vocabulary entries the kernels work on; the rest is the tail."""
+    if spec.vocab_axis == 1 or weight_copied(spec):
+        return spec.vocab_size
+    return min(spec.vocab_size, spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def tail(head: Head) -> Head | None:
+    """The head of the entries that the kernels leave to XLA, or None."""
+    spec = head.spec
+    first = covered(spec)
+    assert head.valid_columns is None or first == spec.vocab_size, "a shard of a padded vocabulary has no tail"
+    if first == spec.vocab_size:
+        return None
+    ids = slice(first, spec.vocab_size)
+    left = spec.vocab_size - first
+    return dataclasses.replace(
+        head,
+        weight=own_weight(head)[ids],
+        bias=None if head.bias is None else head.bias[ids],
+        logit_weights=head.tile_logit_weights(first, left),
+        spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
+    )
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """`x` as an array of its own, which begins at a multiple of `ALIGNMENT`.
+
+    What is sliced, by us or by a user, XLA hands to a kernel where it lies, Mosaic's or cuBLAS's, and does not look at
+    its address, for which cuBLAS may refuse the algorithm that XLA has chosen. Behind a barrier it copies slices; whole
+    arrays it does not.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
+    """`x` padded at the end of each axis to `sizes`."""
+    if x.shape == sizes:
+        return x
+    return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The first multiple that is not less than `size`."""
+    return -(-size // multiple) * multiple
+
+
+def own_weight(head: Head) -> jax.Array:
+    """The weight in the compute dtype, `apart`."""
+    return apart(head.weight.astype(head.spec.dtype))
+
+
+def weight_of(head: Head) -> jax.Array:
+    """The weight in the compute dtype, of a shape the kernels can read."""
+    spec, weight = head.spec, own_weight(head)
+    width = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    if spec.vocab_axis == 1:
+        return pad(weight, (width, round_up(spec.weight_rows, LENGTH_MULTIPLE)))
+    if weight_copied(spec):
+        return pad(weight, (round_up(spec.weight_rows, ROW_MULTIPLE), width))
+    rows = spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE
+    return weight if rows == spec.weight_rows else weight[:rows]
+
+
+class Part(NamedTuple):
+    """Vocabulary entries that a launch works on; what it stores begins with the first of them.
+
+    Attributes:
+        width: how many at most; static.
+        first: `[]` int32, the first, a multiple of `walk.STEP`.
+        valid: `[]` int32, how many.
+    """
+
+    width: int
+    first: jax.Array
+    valid: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One kernel call's operands.
+
+    Attributes:
+        launch: sizes, tiles and how they are handed out.
+        logits: how products become logits.
+        hidden: `[N', H']`, padded.
+        weight: aligned.
+        inputs: vectors by name: "bias" and "u" by column, "scale" and "valid" `[1]`.
+        rows: N.
+    """
+
+    launch: Launch
+    logits: LogitSpec
+    hidden: jax.Array
+    weight: jax.Array
+    inputs: dict[str, jax.Array]
+    rows: int
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the schedule's blocks: what vectors by row are padded to."""
+        return self.launch.schedule.row_blocks * self.launch.config.block_rows
+
+    @property
+    def slots(self) -> int:
+        """Partial results of a row."""
+        return self.launch.schedule.windows * self.launch.config.partials
+
+    def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
+        """A vector by row, padded."""
+        return pad(x, (self.padded_rows,), value)
+
+
+def stored_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of an array with a number for each logit: `[rows, columns]`, padded to what TMA can write.
+
+    Rows that are exactly as long as one of the blocks in which tiles are stored are made longer: along an axis of one
+    block the copy engine does not look at the block's number, and would write a tile's second block over its first.
+    """
+    padded = round_up(columns, LENGTH_MULTIPLE)
+    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == layouts.BLOCK)
+
+
+def operands(
+    head: Head,
+    hidden: jax.Array,
+    config: Config,
+    *,
+    weighted_mean: bool,
+    bytes_per_row: int,
+    partial_bytes: int = PARTIALS_BYTES,
+    width: int | None = None,
+) -> Operands:
+    """Operands for `hidden [N, H]` and the vocabulary entries that are `covered`.
+
+    Args:
+        head: the head.
+        hidden: `[N, H]`.
+        config: of the kernel.
+        weighted_mean: whether the kernel reads a given u.
+        bytes_per_row: bytes a window leaves for each row.
+        partial_bytes: what all windows may leave at most.
+        width: how many entries a launch works on at most; None: all.
+    """
+    spec = head.spec
+    columns, rows = covered(spec), hidden.shape[0]
+    plan = schedule(config, rows, width or columns, bytes_per_row, partial_bytes)
+    padded = round_up(columns, config.block_columns)
+    logits = LogitSpec(
+        columns=columns,
+        ragged=padded > columns or head.valid_columns is not None,
+        counted=head.valid_columns is not None,
+        bias=head.bias is not None,
+        scale=head.logit_scale is not None,
+        softcap=spec.softcap,
+        uniform_weight=spec.uniform_weight,
+    )
+    if width is not None:  # a launch's last block may reach beyond the vocabulary's
+        padded += config.block_columns
+    inputs: dict[str, jax.Array] = {}
+    if head.bias is not None:
+        inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
+    if head.logit_scale is not None:
+        inputs["scale"] = head.logit_scale.astype(jnp.float32).reshape(1)
+    if head.valid_columns is not None:
+        inputs["valid"] = head.valid_columns.astype(jnp.int32).reshape(1)
+    if weighted_mean and head.logit_weights is not None:
+        inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
+    length = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    return Operands(
+        launch=Launch(Problem(length, 0, spec.vocab_axis), config, plan),
+        logits=logits,
+        hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
+        weight=weight_of(head),
+        inputs=inputs,
+        rows=rows,
+    )

@@ -1,0 +1,99 @@
+"""Partial statistics on their way from a kernel's registers to XLA: which there are, writing, reading, joining."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Place
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
+from pallas_ce.statistics.row import Partial, merge
+
+_OUTPUT = "partial_"
+
+
+def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
+    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`.
+
+    Args:
+        names: primitive statistics.
+        own_maximum: whether sums of exponentials are measured from the maximum; else from a reference given by row.
+    """
+    sums = bool(names & {"lse", "entropy", "sum_sq_probs"}) or not own_maximum
+    needed = {
+        "max": bool(names & {"max_logit", "argmax"}) or (sums and own_maximum),
+        "sum_exp": sums,
+        "sum_exp_shifted": "entropy" in names,
+        "sum_exp_sq": "sum_sq_probs" in names,
+        "weighted_sum": "mean_logit" in names,
+        "argmax": "argmax" in names,
+    }
+    return tuple(field for field in Partial._fields if needed.get(field))
+
+
+def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:
+    """An array `[slots, padded rows]` for each field, so that reading one needs no slice."""
+    return {_OUTPUT + field: jax.ShapeDtypeStruct((slots, padded_rows), jnp.float32) for field in fields}
+
+
+def staging(config: Config) -> dict[str, Any]:
+    """Shared memory that `write` passes through."""
+    return {"partials_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.rows), jnp.float32)}
+
+
+def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
+    """Writes a warpgroup's `Partial` to the `outputs`."""
+    staged = refs["partials_smem"].at[place.warpgroup]
+    for field, value in partial._asdict().items():
+        if value is not None:
+            staged[...] = value.astype(jnp.float32)  # a column number is exact in float32
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, refs[_OUTPUT + field].at[place.slot, pl.ds(place.row, staged.shape[0])])
+            plgpu.wait_smem_to_gmem(0)
+
+
+def read(
+    found: dict[str, jax.Array],
+    fields: tuple[str, ...],
+    rows: int,
+    join: Callable[[Partial, Partial], Partial] = merge,
+) -> Partial:
+    """Joins the windows of a kernel's outputs into one `Partial` of `[rows]`.
+
+    One reduction of XLA's, a few instructions long however many windows there are; `join` is associative and
+    commutative, so that it may take them in any order (always the same one).
+    """
+    windows = Partial(**{field: found[_OUTPUT + field] for field in fields})
+    neutral = Partial(**{field: jnp.float32(-jnp.inf if field == "max" else 0.0) for field in fields})
+    joined = jax.tree.map(lambda x: x[:rows], jax.lax.reduce(windows, neutral, join, (0,)))
+    return joined if joined.argmax is None else joined._replace(argmax=joined.argmax.astype(jnp.int32))
+
+
+def add(a: Partial, b: Partial) -> Partial:
+    """Joins two `Partial`s whose sums of exponentials are measured from one and the same reference."""
+    sums = ("sum_exp", "sum_exp_shifted", "sum_exp_sq")
+    without = dict.fromkeys(sums)
+    added = {f: x + getattr(b, f) for f in sums if (x := getattr(a, f)) is not None}
+    return merge(a._replace(**without), b._replace(**without))._replace(**added)
+
+
+def from_reference(partial: Partial, reference: jax.Array) -> Partial:
+    """A `Partial` as `statistics` knows it, from one measured from `reference [rows]`.
+
+    Nothing in the rules for `Partial` needs `max` to be the maximum; so the reference takes its place, unless the
+    maximum itself was asked for. Then the sums are moved to it, as `merge` would.
+    """
+    if partial.max is None:
+        return partial._replace(max=reference)
+    assert partial.sum_exp is not None
+    gap = jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max)
+    scale = jnp.exp(gap)
+    moved = partial._replace(sum_exp=scale * partial.sum_exp)
+    if partial.sum_exp_shifted is not None:
+        moved = moved._replace(sum_exp_shifted=scale * (partial.sum_exp_shifted + gap * partial.sum_exp))
+    if partial.sum_exp_sq is not None:
+        moved = moved._replace(sum_exp_sq=scale * scale * partial.sum_exp_sq)
+    return moved

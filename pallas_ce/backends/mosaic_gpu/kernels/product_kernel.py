@@ -1,0 +1,335 @@
+"""The gradient products, from a stored `[n, V]` of exponentials or dlogits: for hidden states and for the weight.
+
+*For hidden*, `stored·weight [n, H]`: few tiles, each a sum over the whole vocabulary. So that they fill the chip, the
+vocabulary is cut into windows, whose partial products are left to XLA to add up: in a fixed order, unlike atomics.
+
+*For the weight*, `storedᵀ·rows [V, H]`: many tiles, each a sum over the n rows of the block. The sum over blocks is
+kept in float32 in memory: the first block stores its tiles, the others have the copy engine add them where they lie,
+which takes neither registers nor waiting. Every number is added to once in a launch, so that results do not vary.
+
+Rows that do not count cost nothing: a launch is told on the device how many there are.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts, walk
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.kernels.operands import LENGTH_MULTIPLE, Part, apart
+from pallas_ce.backends.mosaic_gpu.schedule.config import (
+    PING_PONG,
+    Config,
+    Launch,
+    Problem,
+    Schedule,
+    cost,
+    schedule,
+    sm_count,
+)
+from pallas_ce.head import HeadSpec
+from pallas_ce.streaming.rows import RowBlock
+
+# XLA's product for hidden is faster by 2 to 6 per cent, but skips no rows. For fewer rows than this there is little to
+# skip, and for so many or fewer XLA's is slower by 4 to 7 per cent.
+LEAST_ROWS = 2048
+
+# Below this width, products are so short that other costs dominate.
+_LEAST_WIDTH = 256
+
+# Blocks of rows end where a pipeline stage does.
+_ROW_MULTIPLE = 64
+
+_MOST_WINDOWS = 8
+
+# A window's partial product is written and read again: on an H200 about as long as this many vocabulary entries take.
+_WINDOW_COST = 700
+
+# Windows take memory, so that a gain below this share of the time is left.
+_NEGLIGIBLE = 0.02
+
+# Tiles that measured fastest where few of them sum over the whole vocabulary.
+HIDDEN = Config(rows=64, columns=256, cluster=None, in_flight=1)
+
+# Those of sums over less: of these the one that loses least to its edges.
+_SUMS = (
+    Config(rows=64, columns=256, cluster="columns", in_flight=1),
+    dataclasses.replace(PING_PONG, piece=None),
+    dataclasses.replace(PING_PONG, rows=192, columns=128, piece=None),
+)
+
+# Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
+# product ends where the next one's begins.
+COLUMN_STEP = 256
+
+
+def serves(spec: HeadSpec, rows: int) -> bool:
+    """Whether the kernels can read and write the operands in place; where not, no rows are skipped."""
+    return (
+        spec.hidden_size >= _LEAST_WIDTH
+        and spec.hidden_size % LENGTH_MULTIPLE == 0
+        and spec.weight_rows % LENGTH_MULTIPLE == 0
+        and spec.vocab_size == spec.weight_rows
+        and rows % _ROW_MULTIPLE == 0
+    )
+
+
+def skips(spec: HeadSpec, block: RowBlock) -> bool:
+    """Whether rows of the block that are not valid are skipped; not in a small problem's only block."""
+    rows = block.tile.size
+    small = isinstance(block.number, int) and rows < LEAST_ROWS
+    return block.valid_rows is not None and not small and serves(spec, rows)
+
+
+def hidden_sum_config(rows: int, hidden_size: int, sms: int) -> Config:
+    """Tiles of `add_for_hidden`."""
+    return min(_SUMS, key=lambda c: cost(c, rows, hidden_size, sms))
+
+
+def hidden_config(rows: int, hidden_size: int, vocab_size: int, sms: int, *, splits: bool) -> Config:
+    """Tiles of `for_hidden`, in windows of the vocabulary only if it `splits`."""
+    if _few_that_fill(rows, hidden_size, vocab_size):
+        return dataclasses.replace(hidden_sum_config(rows, hidden_size, sms), windows=1)
+    return HIDDEN if splits else dataclasses.replace(HIDDEN, windows=1)
+
+
+def faster_for_hidden(config: Config, rows: int, hidden_size: int, vocab_size: int) -> bool:
+    """Whether `for_hidden` takes less time than XLA's product even if it skips no rows."""
+    windowed = hidden_schedule(config, rows, hidden_size, vocab_size).windows > 1
+    return windowed or _few_that_fill(rows, hidden_size, vocab_size)
+
+
+def _few_that_fill(rows: int, hidden_size: int, vocab_size: int) -> bool:
+    """Whether there are few rows, but enough to fill the chip without windows."""
+    return rows <= LEAST_ROWS and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows == 1
+
+
+def weight_config(columns: int, hidden_size: int, vocab_axis: int, sms: int) -> Config:
+    """Tiles of `for_weight` and `put_for_weight`, for so many vocabulary entries."""
+    sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
+    fitting = [c for c in _SUMS if COLUMN_STEP % (c.block_rows, c.block_columns)[vocab_axis] == 0]
+    return min(fitting, key=lambda c: cost(c, *sides, sms))
+
+
+def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
+    """The fewest windows of the vocabulary with which the sms lose little time at the end."""
+    row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
+    clusters = max(1, (config.sms or sm_count()) // config.cluster_size)
+    tiles = row_blocks * column_blocks
+
+    def time(windows: int) -> float:
+        rounds = -(-tiles * windows // clusters)
+        return rounds * clusters / (tiles * windows) + (windows - 1) * _WINDOW_COST / vocab_size
+
+    times = [time(windows) for windows in range(1, _MOST_WINDOWS + 1)]
+    windows = config.windows or 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
+    return Schedule(row_blocks, column_blocks, windows, min(clusters, tiles * windows), split=True)
+
+
+def for_hidden(
+    stored: jax.Array,
+    weight: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    valid_rows: jax.Array | None = None,
+    part: Part | None = None,
+) -> jax.Array:
+    """`[windows, n, H]` float32 whose sum over windows is `stored·weight`.
+
+    Args:
+        stored: `[n, V]`, or that of `part` only.
+        weight: `[V, H]`, or `[H, V]` with `vocab_axis` 1.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        valid_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
+        part: the vocabulary entries; None: all.
+    """
+    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
+    plan = hidden_schedule(config, rows, hidden_size, stored.shape[1])
+    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
+    outputs = {"product": jax.ShapeDtypeStruct((plan.windows, rows, hidden_size), jnp.float32)}
+    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=True)
+    numbers = _limits(part, valid_rows)
+    return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, {}, outputs, numbers)["product"]
+
+
+def add_for_hidden(
+    stored: jax.Array,
+    weight: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    total: jax.Array,
+    *,
+    to_row: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
+    part: Part | None = None,
+) -> jax.Array:
+    """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`."""
+    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
+    if to_row is None and hidden_schedule(config, rows, hidden_size, stored.shape[1]).windows > 1:
+        return total + for_hidden(stored, weight, vocab_axis, config, valid_rows, part).sum(axis=0)[: total.shape[0]]
+    plan = schedule(config, rows, hidden_size, bytes_per_row=0)
+    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
+    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=False, adds=True)
+    numbers = _limits(part, valid_rows) | ({} if to_row is None else {"to_row": to_row})
+
+    def write(ref: Any) -> None:
+        gemm.run("pallas_ce_add_for_hidden", launch, stored, weight, epilogue, {"product": ref}, {}, numbers)
+
+    return pl.run_state(write)(total)
+
+
+def _limits(part: Part | None, valid_rows: jax.Array | None) -> gemm.Numbers:
+    """Of a product that sums over vocabulary entries."""
+    numbers = {} if part is None else {"live_length": part.valid, "first_length": part.first}
+    return numbers if valid_rows is None else numbers | {"valid_rows": valid_rows}
+
+
+def for_weight(
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    *,
+    dtype: Any = jnp.float32,
+    valid_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+) -> jax.Array:
+    """`multiplier·storedᵀ·rows` in the weight's layout.
+
+    Args:
+        stored: `[n, V]`.
+        rows: `[n, H]`.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        dtype: of what is returned.
+        valid_rows: `[]` int32: rows from there on are left out; None: none.
+        multiplier: `[]` float32; None: 1.
+    """
+    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
+    epilogue = ProductEpilogue(jnp.dtype(dtype), right.shape[1], by_window=False)
+    outputs = {"product": jax.ShapeDtypeStruct((left.shape[1], right.shape[1]), dtype)}
+    numbers = {} if valid_rows is None else {"live_length": valid_rows}
+    inputs = _multiplied(multiplier)
+    return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs, numbers)["product"]
+
+
+def put_for_weight(
+    total: jax.Array,
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    config: Config,
+    *,
+    replaced: jax.Array | bool,
+    valid_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+    part: Part | None = None,
+) -> jax.Array:
+    """`total`, of the weight's shape, with `multiplier·storedᵀ·rows` in place of, or added to, what is there.
+
+    Args:
+        total: float32 where something is added.
+        stored: `[n, V]`, or that of `part` only.
+        rows: `[n, H]`.
+        vocab_axis: of the weight.
+        config: of the kernel.
+        replaced: whether it replaces what is there; a Python bool, or `[]` if only known at run time.
+        valid_rows: `[]` int32: rows from there on are left out; None: none.
+        multiplier: `[]` float32; None: 1.
+        part: the vocabulary entries; None: all.
+    """
+    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
+    numbers = {} if valid_rows is None else {"live_length": valid_rows}
+    limit = part.valid if part is not None else stored.shape[1]
+    if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
+        limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
+    if isinstance(limit, jax.Array):
+        numbers["valid_rows" if vocab_axis == 0 else "valid_columns"] = limit
+    if part is not None:
+        numbers["to_row" if vocab_axis == 0 else "to_column"] = part.first
+    if not isinstance(replaced, bool):
+        numbers["first"] = replaced
+    epilogue = ProductEpilogue(jnp.dtype(total.dtype), total.shape[1], by_window=False, adds=replaced is not True)
+
+    def write(ref: Any) -> None:
+        inputs = {**_multiplied(multiplier), "product": ref}
+        gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, {}, numbers)
+
+    return pl.run_state(write)(total)
+
+
+def _for_weight(
+    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config
+) -> tuple[Launch, jax.Array, jax.Array]:
+    rows = apart(rows)
+    left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
+    plan = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
+    return Launch(Problem(stored.shape[0], 1, 1), config, plan), left, right
+
+
+def _multiplied(multiplier: jax.Array | None) -> dict[str, Any]:
+    return {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductEpilogue:
+    """Stores a tile of the product, or adds it to what is there.
+
+    A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
+    `walk.STEP`, are where the product begins in what is written to.
+
+    Attributes:
+        dtype: of what is stored.
+        columns: of a row of it.
+        by_window: whether "product" is `[windows, rows, columns]`; else `[rows, columns]`.
+        adds: whether tiles are added, except those of the first launch.
+    """
+
+    dtype: Any
+    columns: int
+    by_window: bool
+    adds: bool = False
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for what is written."""
+        return {"product_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Whether to add."""
+        return refs["first"][0] == 0 if "first" in refs else None
+
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+        """Stores the tile."""
+        if "multiplier" in refs:
+            product = product * refs["multiplier"][0]
+        target = refs["product"].at[place.slot] if self.by_window else refs["product"]
+        row, column = place.row + walk.start(refs, "to_row"), place.column + walk.start(refs, "to_column")
+        add = self.adds if carry is None else carry
+        layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
+        return carry
+
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
+        """Waits until the last tile has left shared memory."""
+        plgpu.wait_smem_to_gmem(0)
+
+
+def undefined(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of whatever lies in memory: a sum's first block replaces it, and zeros would be written for nothing."""
+    nothing = gemm.at_run_time(jnp.zeros(4, jnp.int32))  # the interpreter cannot order kernels without inputs
+    return _undefined(shape, jnp.dtype(dtype))(nothing)
+
+
+@functools.lru_cache(maxsize=64)
+def _undefined(shape: tuple[int, ...], dtype: Any) -> Any:
+    def body(nothing: Any, out: Any) -> None:
+        del nothing, out
+
+    body.__name__ = "pallas_ce_undefined"
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=("one",))
+    return jax.jit(lambda nothing: kernel(nothing))

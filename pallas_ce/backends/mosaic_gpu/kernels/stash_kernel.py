@@ -1,0 +1,100 @@
+"""The in-forward mode's kernel: statistics, and every logit's exponential kept in 16 bits.
+
+With a reference `e_i` near row i's lse, `E_ij = e^{z_ij - e_i}` needs no maximum to be known in advance, and the
+softmax is `p_ij = e^{e_i - lse_i}·E_ij`: a factor by row, which both gradient products can apply to an operand or to a
+result of theirs. So dlogits need not be formed: with `s_i = A_i·e^{e_i - lse_i}`, the term `A·p` contributes
+
+    s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to that of W_j
+
+and the target's term is a change of one entry of each row of E. Rounding E to 16 bits is the rounding that dlogits
+would have had. The statistics come from the unrounded values.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.head import Head
+from pallas_ce.statistics.row import Partial
+
+
+def stash(
+    head: Head,
+    hidden: jax.Array,
+    reference: jax.Array,
+    names: frozenset[str],
+    config: Config,
+    valid_rows: jax.Array | None = None,
+) -> tuple[Partial, jax.Array]:
+    """The `Partial` of `hidden [N, H]`, no targets, and `E` in the compute dtype, over the `operands.covered` entries.
+
+    `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
+    undefined beyond and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
+    worked on; what is returned for the others is undefined.
+    """
+    spec = head.spec
+    fields = partials.fields_for(names, own_maximum=False)
+    given = operands.operands(
+        head,
+        hidden,
+        config,
+        weighted_mean="mean_logit" in names,
+        bytes_per_row=4 * len(fields),
+    )
+    shape = operands.stored_shape(given.rows, spec.vocab_size)
+    outputs = {
+        **partials.outputs(fields, given.slots, given.padded_rows),
+        "stash": jax.ShapeDtypeStruct(shape, spec.dtype),
+    }
+    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
+    inputs = {**given.inputs, "reference": given.by_row(reference)}
+    # Told even where all are: a program that learns when running whether rows are skipped has one such kernel, not two.
+    numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
+    found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers)
+    joined = partials.read(found, fields, given.rows, partials.add)
+    return partials.from_reference(joined, reference), found["stash"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StashEpilogue:
+    """Stores a tile's exponentials and adds up its statistics."""
+
+    logits: epilogues.LogitSpec
+    fields: tuple[str, ...]
+    columns: int
+    dtype: Any
+    width: int
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for what is written."""
+        return {
+            **partials.staging(config),
+            "stash_smem": layouts.tile_staging(config.staged, self.columns, self.dtype),
+        }
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Vectors by row that the whole window needs."""
+        rows = refs["partials_smem"].shape[1]
+        return layouts.rows_of(refs["reference"], place.row, rows), epilogues.no_columns(rows, self.fields)
+
+    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+        """Stores exponentials of the unrounded values that are summed."""
+        reference, window = carry
+        for first, piece in epilogues.pieces(product, self.width):
+            column = place.column + first
+            z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
+            part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
+            assert exp is not None
+            layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
+            window = partials.add(window, part)
+        return reference, window
+
+    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
+        """Writes the window's statistics."""
+        partials.write(refs, place, carry[1])

@@ -1,0 +1,160 @@
+"""The recompute mode's work on one tile of the vocabulary: dlogits by a kernel, and their products.
+
+*In place*: kernels read the tile's part of the weight where it lies, add to hidden's sum, and write the tile's part of
+the weight's gradient where it belongs; nothing of size `[columns, H]` is copied. *By slices*, for heads whose arrays
+the product kernels cannot read or write where they are: a slice of the weight for the kernel, and XLA's products.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.gemm import walk
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, operands, product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
+from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
+from pallas_ce.backends.protocol import Plan, Residual
+from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Tile, Tiles
+
+
+def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
+    """Whether blocks of so many rows and columns are worked on in place."""
+    fits = columns == spec.vocab_size or (
+        columns % product_kernel.COLUMN_STEP == 0 and spec.vocab_size % walk.STEP == 0
+    )
+    return fits and product_kernel.serves(spec, rows) and operands.stored_shape(rows, columns) == (rows, columns)
+
+
+def step(
+    head: Head,
+    batch: Batch,
+    residual: Residual,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+    plan: Plan,
+    block: RowBlock,
+    configs: GradientConfigs,
+) -> TileStep:
+    """See `Backend.recompute`."""
+    exact = []
+    for columns, given in ((batch.labels, coefficients.target), (residual.argmax, coefficients.argmax)):
+        if given is not None:
+            assert columns is not None
+            logits = entries.logits(head, batch.hidden, columns)
+            values = entries.gradients(head, columns, logits, batch.labels, residual, coefficients)
+            exact.append((columns, values))
+    work = _InPlace if in_place(head.spec, plan.rows, plan.columns) else _BySlices
+    return work(
+        head, batch.hidden, residual.lse, entries.without(coefficients), exact, needs_grad, plan, block, configs
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What is the same for all tiles; `exact` holds columns and values of single entries of dlogits."""
+
+    head: Head
+    hidden: jax.Array
+    lse: jax.Array | None
+    coefficients: Coefficients
+    exact: list[tuple[jax.Array, jax.Array]]
+    needs_grad: NeedsGrad
+    plan: Plan
+    block: RowBlock
+    configs: GradientConfigs
+
+    def put_entries(self, stored: jax.Array, start: jax.Array, first: jax.Array, count: jax.Array | int) -> jax.Array:
+        """`stored`, whose columns begin at `start`, with the exact entries among `count` columns from `first` on."""
+        for columns, values in self.exact:
+            inside = (columns >= first) & (columns < first + count)
+            stored = entries.put(stored, jnp.where(inside, columns - start, -1), values)
+        return stored
+
+    def bias_sum(self, stored: jax.Array) -> jax.Array:
+        """`Σ_i dlogits` over valid rows."""
+        counted = stored if self.block.valid_rows is None else self.block.select(stored, 0)
+        return counted.sum(axis=0, dtype=self.head.spec.accumulator)
+
+
+class _InPlace(_Work):
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+        head, spec, configs = self.head, self.head.spec, self.configs
+        width, axis, valid_rows = self.plan.columns, spec.vocab_axis, self.block.valid_rows
+        first = jnp.int32(index) * width
+        count = jnp.minimum(width, spec.vocab_size - first)
+        part = None if width == spec.vocab_size else Part(width, first, count)
+        stored = dlogits_kernel.dlogits(
+            head, self.hidden, self.lse, self.coefficients, configs.dlogits, part=part, valid_rows=valid_rows
+        )
+        assert stored is not None
+        stored = self.put_entries(stored, first, first, count)
+        if hidden_sum is not None:
+            alone = self.plan.rows >= hidden_sum.shape[0]
+            to_row = None if alone else jnp.int32(self.block.number) * self.plan.rows
+            weight = operands.weight_of(head)
+            hidden_sum = product_kernel.add_for_hidden(
+                stored, weight, axis, configs.hidden, hidden_sum, to_row=to_row, valid_rows=valid_rows, part=part
+            )
+        # The last tile's own columns come last in what the sweep knows as that tile.
+        shift = first - Tiles(spec.vocab_size, width).tile(index).start
+        for_weight = for_bias = None
+        if weight_sum is not None:
+            place = part if part is None or weight_sum.whole else part._replace(first=shift)
+            for_weight = product_kernel.put_for_weight(
+                weight_sum.array,
+                stored,
+                self.hidden.astype(spec.dtype),
+                axis,
+                configs.weight,
+                replaced=weight_sum.whole,
+                valid_rows=valid_rows,
+                multiplier=weight_sum.scale,
+                part=place,
+            )
+        if self.needs_grad.bias_sum:
+            own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
+            for_bias = jnp.roll(own, shift)
+        return hidden_sum, for_weight, for_bias
+
+
+class _BySlices(_Work):
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+        head, spec, columns = self.head, self.head.spec, self.plan.columns
+        tile = Tiles(spec.vocab_size, columns).tile(index)
+        weight = tile.take(operands.apart(head.weight), spec.vocab_axis)
+        own = None if tile.valid is None else jnp.int32(index) * columns - tile.start
+        stored = dlogits_kernel.dlogits(
+            self._slice(tile, weight), self.hidden, self.lse, self.coefficients, self.configs.dlogits, first=own
+        )
+        assert stored is not None
+        stored = self.put_entries(stored, tile.start, jnp.int32(index) * columns, columns)
+        stored = stored[: self.hidden.shape[0], :columns]
+        for_weight = for_bias = None
+        if hidden_sum is not None:
+            hidden_sum = self.block.add(hidden_sum, head.matmul(stored, weight, (1, spec.vocab_axis)))
+        if weight_sum is not None:
+            a, b = (stored, self.hidden) if spec.vocab_axis == 0 else (self.hidden, stored)
+            for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), spec.vocab_axis)
+        if self.needs_grad.bias_sum:
+            for_bias = self.bias_sum(stored)
+        return hidden_sum, for_weight, for_bias
+
+    def _slice(self, tile: Tile, weight: jax.Array) -> Head:
+        """The head of the tile's columns, which the kernel knows as a vocabulary of their own."""
+        head, spec = self.head, self.head.spec
+        aligned = operands.round_up(tile.size, operands.LENGTH_MULTIPLE)
+        shape = (aligned, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, aligned)
+        u = None if self.coefficients.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
+        valid = head.valid_columns
+        return dataclasses.replace(
+            head,
+            weight=operands.pad(weight, shape),
+            bias=None if head.bias is None else operands.pad(tile.take(head.bias), (aligned,)),
+            logit_weights=u,
+            spec=dataclasses.replace(spec, weight_rows=aligned, vocab_size=tile.size),
+            valid_columns=None if valid is None else jnp.clip(valid - tile.start, 0, tile.size),
+        )

@@ -1,0 +1,1 @@
+"""Tile shapes and block sizes: what fits registers, shared memory and the scratch budget."""

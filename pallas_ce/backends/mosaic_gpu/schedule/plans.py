@@ -1,0 +1,211 @@
+"""Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
+
+import functools
+
+from pallas_ce.backends.mosaic_gpu import recomputation
+from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, choose, cost, schedule, sm_count
+from pallas_ce.backends.mosaic_gpu.tuning import tuning
+from pallas_ce.backends.protocol import Mode, Plan
+from pallas_ce.head import HeadSpec
+
+# The recompute mode may take this much; beyond, larger tiles save less than a per cent.
+_RECOMPUTE_BYTES = 184 * 2**20
+
+# Statistics that a window may leave of each row.
+_PARTIAL_FIELDS = 7
+
+# Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
+_ROW_STEP = 128
+
+# In_forward: rows that the kernels' clusters work on together; rows whose products take as long as adding a block's
+# product to the sum for the weight (8 bytes an entry at 4 TB/s, to 6 operations a row and entry at 700 TFLOP/s: 233, of
+# which the product hides about half); and operations in the 80 us that a block's small kernels take.
+_CLUSTER_ROWS = 256
+_ROWS_PER_SUM = 100
+_OPERATIONS_PER_BLOCK = 56 * 10**9
+_MORE_BLOCKS = 4
+
+_MOST_BLOCKS = 64
+
+# Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
+# each of its H numbers (700 TFLOP/s, 4 TB/s), of which the product hides about half; and operations in the 20 us that
+# the small kernels of a block's tile take.
+_WIDTHS = 24
+_LOGITS_PER_BYTE = 44
+_OPERATIONS_PER_TILE = 14 * 10**9
+
+
+def minimum(spec: HeadSpec, mode: Mode | None) -> int:
+    """Bytes for one row at a time, or for one row of a small tile."""
+    columns = spec.vocab_size if mode == "in_forward" else min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+    return _scratch(spec, mode, 1, columns, blocks=2)
+
+
+def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
+    """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
+
+    def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
+        total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
+        stash = _stash(spec, rows, spec.vocab_size)
+        return total - stash if mode == "in_forward" and blocks > 1 and stash <= spare_bytes else total
+
+    blocks = 1
+    while (rows := _even_rows(tokens, blocks)) > 1:
+        if bytes_beside(rows, blocks) <= scratch_bytes:
+            break
+        blocks = max(blocks + 1, -(-tokens // max(1, rows - 1)) if rows <= 2 * _ROW_STEP else 0)
+    if mode == "in_forward" and blocks > 1:
+        blocks = min(range(blocks, blocks + _MORE_BLOCKS), key=lambda count: _in_forward_cost(spec, tokens, count))
+        rows = _even_rows(tokens, blocks)
+    splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
+    needed = bytes_beside(rows, blocks, splits=splits)
+    if mode is None:
+        needed += _partial_bytes(spec, rows)
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), splits)
+
+
+def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
+    """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
+    return _recompute(spec, tokens, scratch_bytes, sm_count())
+
+
+@functools.lru_cache(maxsize=1024)
+def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan:
+    """Likewise, on so many sms; a hundredth of a second's work, which a call outside of `jit` would repeat."""
+    budget = min(scratch_bytes, _RECOMPUTE_BYTES)
+    choices = []
+    for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
+        rows = _even_rows(tokens, blocks)
+        for columns in _tile_columns(spec, rows, budget, blocks):
+            cost = _recompute_cost(spec, tokens, blocks, rows, columns, sms)
+            choices.append((cost, blocks, rows, columns))
+    if choices:
+        _, blocks, rows, columns = min(choices)
+    else:
+        blocks, columns = 2, min(spec.vocab_size, operands.LENGTH_MULTIPLE)
+        fitting = (r for r in (128, 64, 32, 16, 8, 4, 2) if _scratch(spec, "recompute", r, columns) <= scratch_bytes)
+        rows = min(next(fitting, 1), tokens)
+    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks))
+
+
+def predicted_time(spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float:
+    """Logits of one product that a call takes as long as; to compare plans of a call.
+
+    A block of few rows has too few tiles of hidden's product for all sms, and its sum for the weight is read and
+    written all the same.
+    """
+    rows, size, columns, number = plan.rows, spec.hidden_size, spec.vocab_size, sm_count()
+    blocks = -(-tokens // rows)
+    if mode == "recompute":
+        return tokens * columns + _recompute_cost(spec, tokens, blocks, rows, plan.columns, number)
+    made = cost(choose("forward" if mode is None else "stash", 2, 0), rows, columns, number)
+    if mode is None:
+        return blocks * made
+    tiles = product_kernel.hidden_config(rows, size, columns, number, splits=plan.splits)
+    parts = product_kernel.hidden_schedule(tiles, rows, size, columns).windows
+    # In parts of the vocabulary there are as many more tiles, each shorter.
+    for_hidden = cost(tiles, rows * parts, size, number) / parts * columns / size
+    weight = product_kernel.weight_config(columns, size, spec.vocab_axis, number)
+    for_weight = cost(weight, *((columns, size) if spec.vocab_axis == 0 else (size, columns)), number) * rows / size
+    added = _LOGITS_PER_BYTE * 8 * columns if blocks > 1 else 0
+    return blocks * (made + for_hidden + for_weight + added + _OPERATIONS_PER_BLOCK // (2 * size))
+
+
+def weight_copy_bytes(spec: HeadSpec) -> int:
+    """All of the weight where TMA cannot read it; see `operands`."""
+    return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
+
+
+def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
+    """Rows that so many blocks of in_forward amount to."""
+    fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
+    return blocks * (operands.round_up(_even_rows(tokens, blocks), _CLUSTER_ROWS) + fixed)
+
+
+def _even_rows(tokens: int, blocks: int) -> int:
+    """Rows of `blocks` nearly equal blocks, in full tiles where there are that many rows."""
+    rows = -(-tokens // blocks)
+    return min(tokens, operands.round_up(rows, _ROW_STEP)) if rows > _ROW_STEP else rows
+
+
+def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[int]:
+    """Widths to choose from: all of the vocabulary, or the largest multiples of a step within the budget."""
+
+    def scratch(columns: int) -> int:
+        return _scratch(spec, "recompute", rows, columns, blocks=blocks)
+
+    step = product_kernel.COLUMN_STEP
+    if scratch(spec.vocab_size) <= budget:
+        return [spec.vocab_size]
+    most = spec.vocab_size // step
+    while most and scratch(most * step) > budget:
+        most = min(most - 1, budget * most // scratch(most * step))
+    return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
+
+
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int, sms: int) -> float:
+    """Logits of one product that take as long as all three, and what they move besides.
+
+    Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
+    the tile's weight `[columns, H]`, and its hidden states may be gathered for each tile again.
+    """
+    size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
+    last = spec.vocab_size - (tiles - 1) * columns
+
+    def products(width: int) -> float:
+        dlogits = cost(choose("dlogits", 2, 0), rows, width, sms)
+        hidden = product_kernel.hidden_sum_config(rows, size, sms)
+        weight = product_kernel.weight_config(width, size, 0, sms)
+        for_hidden = cost(hidden, rows, size, sms) * width / size
+        return dlogits + for_hidden + cost(weight, width, size, sms) * rows / size
+
+    moved = 8 * tokens * tiles
+    if blocks > 1:
+        moved += 8 * spec.vocab_size * blocks + 4 * tokens * tiles
+    small = blocks * tiles * _OPERATIONS_PER_TILE // (2 * size)
+    return blocks * ((tiles - 1) * products(columns) + products(last)) + _LOGITS_PER_BYTE * moved + small
+
+
+def _scratch(
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, splits: bool = False
+) -> int:
+    """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
+
+    The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
+    scaled operand and as product, in parts where it `splits`. Recompute: dlogits of a tile, with several blocks hidden
+    states and a sum for the tile's weight; and, unless it works in place, a slice of the weight and products. Hidden
+    states that are gathered once lie where their gradient will.
+    """
+    narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
+    stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
+    copied, several = weight_copy_bytes(spec), blocks > 1
+    partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
+    if mode is None:
+        return copied + partial + (narrow * rows * spec.hidden_size if several else 0)
+    # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
+    stored = _stash(spec, rows, columns)
+    if columns % operands.LENGTH_MULTIPLE:
+        stored += narrow * stored_rows * columns
+    if mode == "in_forward":
+        windows = 1
+        if splits and product_kernel.serves(spec, rows):
+            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size, columns).windows
+        return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
+    tile, block = columns * spec.hidden_size, rows * spec.hidden_size
+    if recomputation.in_place(spec, rows, columns):
+        return stored + (narrow * block + wide * tile) * several
+    return stored + (narrow + wide * (1 + several)) * tile + (narrow + wide) * block * several
+
+
+def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
+    """Bytes of a 16-bit number for each logit."""
+    stored_rows, stored_columns = operands.stored_shape(rows, columns)
+    return spec.dtype.itemsize * stored_rows * stored_columns
+
+
+def _partial_bytes(spec: HeadSpec, rows: int) -> int:
+    """What the forward leaves when every statistic is asked for and memory does not limit its windows."""
+    config = tuning.choose("forward", spec, rows, spec.vocab_size, 2, 0).config
+    found = schedule(config, rows, spec.vocab_size, 4)
+    return min(PARTIALS_BYTES, _PARTIAL_FIELDS * 4 * found.windows * found.row_blocks * config.block_rows)

@@ -1,0 +1,94 @@
+"""The k largest logits of each row on Hopper: a kernel stores the logits of a block of rows, a selection reads few.
+
+Bytes by row, with V entries: 4·V written by the kernel while it multiplies, V/8 of maxima read and sorted in a
+tournament (`pallas_ce.selection`), 128·k of logits read again.
+"""
+
+import bisect
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, operands
+from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
+from pallas_ce.backends.mosaic_gpu.schedule import config
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile
+from pallas_ce.streaming import selection
+from pallas_ce.streaming.budget import budget
+from pallas_ce.streaming.selection import Largest
+
+_LSE = frozenset({"lse"})
+
+# Rows of a block are a multiple of this where there are as many, so that tiles are full.
+_ROW_STEP = 256
+
+# Arrays of a row's maxima that are alive at a time, and of the entries of k groups: as found, by row, sorted with their
+# places.
+_MAXIMA_ARRAYS = 3
+_CANDIDATE_ARRAYS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBlocks:
+    """Stores the logits of as many rows as fit the budget; static and hashable. See `pallas_ce.top_k.Finder`.
+
+    Attributes:
+        spec: the head.
+        k: how many are selected.
+        scratch_bytes: the caller's bound, or None for the default.
+    """
+
+    spec: HeadSpec
+    k: int
+    scratch_bytes: int | None
+
+    def plan(self, tokens: int) -> Plan:
+        """Block sizes for `tokens` rows, at least one.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
+        limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
+        most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
+        if _ROW_STEP < most < tokens:
+            most -= most % _ROW_STEP
+        rows = -(-tokens // -(-tokens // most))  # of nearly equal blocks
+        if rows > _ROW_STEP:
+            rows = min(tokens, operands.round_up(rows, _ROW_STEP))
+        return Plan(rows, self.spec.vocab_size, self._scratch(rows))
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """See `pallas_ce.top_k.Finder`."""
+        del plan
+        rows, covered = hidden.shape[0], operands.covered(head.spec)
+        tiles = config.with_least_padding(logits_kernel.CONFIG, rows)
+        stored = logits_kernel.logits(head, hidden, None if temperature is None else 1 / temperature, tiles)
+        # Rows that pad the stored array hold anything, and are dropped at the end: a slice of it might be a copy.
+        padded = stored.logits.shape[0]
+        groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
+        found = selection.largest_in_groups(groups, min(self.k, covered), maxima)
+        best, partial = jax.tree.map(lambda x: x[:rows], found), stored.partial
+        if (rest := operands.tail(head)) is None:
+            return best, partial
+        logits = rest.logits(hidden, rest.weight, rest.bias)
+        ids = jnp.arange(covered, head.spec.vocab_size, dtype=jnp.int32)
+        # All ids of the tail are higher, so that equal logits stay in order.
+        values, places = selection.largest(jnp.concatenate([best.values, logits], 1), self.k)
+        both = jnp.concatenate([best.places, jnp.broadcast_to(ids, logits.shape)], 1)
+        last = partial_of_tile(tempered(logits, temperature), ids, None, None, None, _LSE)
+        chosen = jnp.take_along_axis(both, places, axis=1, mode="promise_in_bounds")
+        return Largest(values, chosen), merge(partial, last)
+
+    def _scratch(self, rows: int) -> int:
+        """Bytes: logits of whole groups, rows padded to the kernel's blocks in maxima, hidden states of a block."""
+        groups = logits_kernel.groups_of(self.spec.vocab_size)
+        stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
+        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.block_rows) * groups
+        candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
+        copied = 0
+        if operands.weight_copied(self.spec):
+            copied = self.spec.dtype.itemsize * self.spec.weight_rows * self.spec.hidden_size
+        return stored + maxima + candidates + copied + self.spec.dtype.itemsize * rows * self.spec.hidden_size

@@ -1,0 +1,1 @@
+"""Measured tile shapes: tables, their choice, and the command that measures."""

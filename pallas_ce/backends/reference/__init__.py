@@ -1,0 +1,100 @@
+"""The specification: materialised logits and JAX's own differentiation. For tests, small inputs and any derivative."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics.divergences import Divergence
+from pallas_ce.statistics.row import spread
+
+
+def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
+    """Logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
+    spec = head.spec
+    hidden, _, inverse_temperature = batch
+    if mask is not None:
+        hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
+        inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
+    weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
+    bias = None if head.bias is None else head.bias[: spec.vocab_size]
+    z = jnp.tensordot(
+        _operand(hidden, spec),
+        _operand(weight, spec),
+        axes=(1, 1 - spec.vocab_axis),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return head.cap(z, bias, inverse_temperature)
+
+
+def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
+    """Primitive statistics of the N rows of `batch`, each by its definition; 0 where `mask [N]` is False."""
+    spec, labels = head.spec, batch.labels
+    z = logits(batch, head, mask)
+    # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
+    # replaced before the logarithm is differentiated, since 0·nan is not 0.
+    any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
+    if names & {"lse", "entropy", "sum_sq_probs"}:
+        z = jnp.where(any_finite, z, jax.lax.stop_gradient(z))
+    lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
+    log_p = z - lse[:, None]
+    p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
+    u = head.tile_logit_weights(0, spec.vocab_size)
+
+    values = {
+        "lse": jnp.where(any_finite[:, 0], lse, -jnp.inf),
+        "mean_logit": jnp.where(u != 0, jnp.where(u != 0, z, 0.0) * u, 0.0).sum(axis=1),
+        "entropy": -(p * jnp.where(p > 0, log_p, 0.0)).sum(axis=1),
+        "sum_sq_probs": (p * p).sum(axis=1),
+        "argmax": jnp.argmax(z, axis=1).astype(jnp.int32),
+    }
+    values["max_logit"] = jnp.take_along_axis(z, values["argmax"][:, None], axis=1)[:, 0]
+    if labels is not None:
+        inside = labels >= 0
+        places = jnp.where(inside, labels, 0).reshape(labels.shape[0], -1)
+        target = jnp.take_along_axis(z, places, axis=1).reshape(labels.shape)
+        values["target_logit"] = jnp.where(inside, target, 0.0)
+    if mask is not None:
+        values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
+    return {name: values[name] for name in names}
+
+
+def divergences(
+    divergence: Divergence,
+    hidden: jax.Array,
+    head: Head,
+    mask: jax.Array | None,
+    teacher_hidden: jax.Array,
+    teacher_head: Head,
+    inverse_temperature: jax.Array | None,
+) -> jax.Array:
+    """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
+    student = logits(Batch(hidden, None, inverse_temperature), head, mask)
+    teacher = logits(Batch(teacher_hidden, None, inverse_temperature), teacher_head, mask).astype(student.dtype)
+    usable = jnp.any(student > -jnp.inf, axis=1) & jnp.any(teacher > -jnp.inf, axis=1)
+    usable = usable if mask is None else usable & mask
+    log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))
+    if divergence.name == "forward_kl":
+        values = _kl(log_q, log_p)
+    elif divergence.name == "reverse_kl":
+        values = _kl(log_p, log_q)
+    else:
+        neither = jnp.isneginf(log_p) & jnp.isneginf(log_q)  # where log m cannot be differentiated, and is not needed
+        p_side, q_side = jnp.where(neither, 0.0, log_p), jnp.where(neither, 0.0, log_q)
+        log_m = jnp.logaddexp(jnp.log(divergence.beta) + q_side, jnp.log1p(-divergence.beta) + p_side)
+        values = divergence.beta * _kl(log_q, log_m) + (1 - divergence.beta) * _kl(log_p, log_m)
+    return jnp.where(usable, values, 0.0)
+
+
+def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
+    """KL(x‖y) of rows `[N, V]`; +inf with derivative 0 where y lacks a column that x has."""
+    infinite = jnp.any((log_x > -jnp.inf) & jnp.isneginf(log_y), axis=1)
+    some = (log_x > -jnp.inf) & ~infinite[:, None]
+    log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
+    terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
+    return jnp.where(infinite, jnp.inf, terms.sum(axis=1))
+
+
+def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
+    """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is rounded to `x`'s own dtype only."""
+    wide = x.astype(spec.accumulator)
+    return wide + jax.lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)

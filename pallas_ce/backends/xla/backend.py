@@ -1,0 +1,240 @@
+"""Streaming over vocabulary tiles with `lax.scan`. It is also the readable description of the algorithm.
+
+One tile is a plain matrix product and a few reductions over `[rows, columns]`; XLA fuses the elementwise work. The
+forward keeps one tile of logits at a time. The in-forward mode keeps the logits of one block of rows in a scratch
+`[tiles, rows, columns]` of accumulator dtype, so that its second pass over the vocabulary needs no third product.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_ce.backends.protocol import Accumulators, Launch, Mode, Plan, Residual
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.statistics.gradient import Coefficients, dlogits
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile
+from pallas_ce.streaming.loops import fori_loop
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+
+# Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
+# nothing on a CPU; smaller ones make the products inefficient.
+ROWS = 1024
+TILE_ELEMENTS = 2**21
+_FEW_ROWS = 128
+
+
+class XlaBackend:
+    """See `pallas_ce.backends.Backend`."""
+
+    name = "xla"
+    in_checked_regions = True
+    counts_on_device = False
+    few_launches = False
+    narrow_stash = False
+
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
+        """Never: plain JAX serves every head and all rows."""
+        return None
+
+    def serves_padding(self, spec: HeadSpec) -> bool:
+        """Any."""
+        return True
+
+    def takes_padding(self, spec: HeadSpec) -> bool:
+        """No: columns are masked where they are not valid, and fewer where they are left out."""
+        return False
+
+    def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        """The scratch of one row and one column at a time."""
+        return _scratch(spec, mode, 1, 1)
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
+        """Blocks of the preferred size, halved along their longer side until they fit."""
+        rows = min(tokens, ROWS)
+        if mode == "in_forward":
+            # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
+            rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
+        columns = min(spec.vocab_size, max(1, TILE_ELEMENTS // rows))
+        rows, columns = shrink(rows, columns, lambda r, c: _scratch(spec, mode, r, c), scratch_bytes)
+        return Plan(rows, columns, _scratch(spec, mode, rows, columns))
+
+    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
+        """None: XLA makes its own."""
+        return ()
+
+    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> None:
+        """Not known: it depends on the platform."""
+
+    def weight_copy_bytes(self, spec: HeadSpec) -> int:
+        """None."""
+        return 0
+
+    def statistics(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, valid_rows: jax.Array | None = None
+    ) -> Partial:
+        """Statistics tile by tile, merged as they come."""
+
+        def step(tile: Tile) -> Partial:
+            return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
+
+        tiles = _tiles(head, plan)
+        first = step(tiles.tile(0))
+        return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
+
+    def recompute(
+        self,
+        head: Head,
+        batch: Batch,
+        residual: Residual,
+        coefficients: Coefficients,
+        needs_grad: NeedsGrad,
+        plan: Plan,
+        block: RowBlock,
+    ) -> TileStep:
+        """The logits of one tile once more, and their products."""
+
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+            tile = _tiles(head, plan).tile(tile_index)
+            logits = _tile_logits(head, batch, tile)
+            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, needs_grad)
+            if weight_sum is not None and for_weight is not None:
+                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
+            return block.add(hidden_sum, for_hidden), for_weight, for_bias
+
+        return step
+
+    def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
+        """Zeros."""
+        return jnp.zeros(head.weight.shape, dtype)
+
+    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
+        """XLA's operations have static sizes."""
+        return False
+
+    def against_in_forward(self, spec: HeadSpec) -> str | None:
+        """A product more always takes longer."""
+        return None
+
+    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
+        """Its loops are as long as there are rows that count in any case."""
+        return False
+
+    def accumulators(self, head: Head, needs_grad: NeedsGrad, dtype: np.dtype, *, replaced: bool) -> Accumulators:
+        """Zeros."""
+        return Accumulators(
+            jnp.zeros(head.weight.shape, dtype) if needs_grad.weight else None,
+            jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
+        )
+
+    def stash(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
+    ) -> tuple[Partial, jax.Array]:
+        """Statistics, and the logits themselves `[tiles, rows, columns]`."""
+        tiles = _tiles(head, plan)
+
+        def step(tile: Tile) -> tuple[Partial, jax.Array]:
+            logits = _tile_logits(head, batch, tile)
+            return _partial(head, tile, logits, batch.labels, names), logits
+
+        def body(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
+            done, kept = carry
+            partial, logits = step(tiles.tile(i))
+            return merge(done, partial), lax.dynamic_update_index_in_dim(kept, logits, i, 0)
+
+        partial, logits = step(tiles.tile(0))
+        kept = jnp.zeros((tiles.count, *logits.shape), logits.dtype)
+        kept = lax.dynamic_update_index_in_dim(kept, logits, 0, 0)
+        return fori_loop(1, tiles.count, body, (partial, kept))
+
+    def stash_products(
+        self,
+        head: Head,
+        batch: Batch,
+        residual: Residual,
+        coefficients: Coefficients,
+        factor: jax.Array,
+        stash: jax.Array,
+        accumulators: Accumulators,
+        needs_grad: NeedsGrad,
+        plan: Plan,
+        block: RowBlock,
+    ) -> tuple[jax.Array | None, Accumulators]:
+        """A second pass over the tiles, on the stashed logits."""
+        tiles = _tiles(head, plan)
+
+        def body(i: jax.Array, carry: _Sums) -> _Sums:
+            tile = tiles.tile(i)
+            logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
+            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, needs_grad)
+            sums, weight, bias = carry
+            if sums is not None and for_hidden is not None:
+                sums = sums + for_hidden
+            if weight is not None and for_weight is not None:
+                weight = tile.add(weight, factor * for_weight, head.spec.vocab_axis)
+            if bias is not None and for_bias is not None:
+                bias = tile.add(bias, factor * for_bias)
+            return _Sums(sums, weight, bias)
+
+        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if needs_grad.hidden_product else None
+        sums = fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
+        return sums.hidden, Accumulators(sums.weight, sums.bias)
+
+
+def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
+    """Bytes of blocks of `rows` and tiles of `columns`.
+
+    A tile lives as logits, as their exponentials or dlogits, and as the products' operand; blocks of hidden states and
+    of the weight valid as operands and, in a backward, as products and as sums.
+    """
+    wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
+    kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
+    copies = 2 * wide + narrow
+    return kept + copies * rows * columns + (copies if mode else narrow) * (rows + columns) * spec.hidden_size
+
+
+class _Sums(NamedTuple):
+    hidden: jax.Array | None
+    weight: jax.Array | None
+    bias: jax.Array | None
+
+
+def _tiles(head: Head, plan: Plan) -> Tiles:
+    return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
+
+
+def _tile_logits(head: Head, batch: Batch, tile: Tile) -> jax.Array:
+    return head.tile_logits(batch.hidden, tile, batch.inverse_temperature)
+
+
+def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
+    weights = head.tile_logit_weights(tile.start, tile.size) if "mean_logit" in names else None
+    return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
+
+
+def _products(
+    head: Head,
+    batch: Batch,
+    residual: Residual,
+    coefficients: Coefficients,
+    tile: Tile,
+    logits: jax.Array,
+    needs_grad: NeedsGrad,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The three products of one tile."""
+    weights = head.tile_logit_weights(tile.start, tile.size) if coefficients.logit_weights is not None else None
+    gradient = dlogits(
+        coefficients,
+        logits,
+        residual.lse,
+        tile.columns,
+        tile.valid,
+        batch.labels,
+        residual.argmax,
+        weights,
+        head.bound(batch.inverse_temperature),
+    )
+    return head.tile_products(batch.hidden, gradient, tile, needs_grad)

@@ -1,0 +1,1 @@
+"""How a call is carried out: which implementation on which device, which backward mode, how much memory."""

@@ -1,0 +1,245 @@
+"""How a call will be carried out: implementation, backward mode, block sizes, and the reason for each choice."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
+from pallas_ce.dispatch import select
+from pallas_ce.dispatch.select import Default
+from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec, NeedsGrad
+from pallas_ce.parallel.shards import Shards
+from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
+
+# What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows.
+_MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
+_BYTES_PER_ENTRY = 4096
+
+# Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
+_USEFUL_ROWS = 64
+
+
+_WAITS = contextvars.ContextVar("waits", default=True)
+
+
+@contextlib.contextmanager
+def never_waiting() -> Iterator[None]:
+    """Calls made in this context never have the host wait for the device, as far as the backend can do without.
+
+    Where every row counts nothing is gathered, and the fastest products are taken, which saves up to some per cent of
+    the time. XLA lets the device choose between branches that hold no loop; of others the host must be told, once.
+    """
+    token = _WAITS.set(False)
+    try:
+        yield
+    finally:
+        _WAITS.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a call is carried out; static and hashable.
+
+    Attributes:
+        implementation: a backend's name, or "reference".
+        mode: the backward mode; None for the reference, which has JAX's own differentiation.
+        scratch_bytes: the caller's bound, or None for the default.
+        shards: how the call is split inside a `shard_map`; None outside.
+        default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
+        waits: whether a pass may have the host wait, once, to be told if every row counts; see `never_waiting`.
+    """
+
+    implementation: str
+    mode: Mode | None
+    scratch_bytes: int | None
+    shards: Shards | None = None
+    default: Default | None = None
+    waits: bool = True
+
+    @property
+    def backend(self) -> Backend:
+        """The backend itself; not for "reference", which is none."""
+        return select.load(self.implementation)
+
+    def ways(self, head: Head) -> tuple["Settings", ...]:
+        """How a device's share of the call is carried out, on the head it works on; see `operations.by_platform`.
+
+        What they return has the same types: mode, dtypes and kept arrays depend on no backend.
+        """
+        if self.default is None:
+            return (self,)
+        chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
+        served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
+        return self.default.ways(chosen, instead, served)
+
+    def worked_on(self, head: Head) -> Head:
+        """The head as the backend works on it best."""
+        return head.with_padding() if self.backend.takes_padding(head.spec) else head
+
+    def spec_worked_on(self, spec: HeadSpec) -> HeadSpec:
+        """That head's static facts."""
+        return spec.with_padding() if self.backend.takes_padding(spec) else spec
+
+    def _alone(self, implementation: str) -> "Settings":
+        return dataclasses.replace(self, implementation=implementation, default=None)
+
+    def _incapable(self, spec: HeadSpec, padded_share: HeadSpec | None) -> str | None:
+        """Why the backend cannot work on a share of a call that it does not refuse as a whole; None where it can.
+
+        `padded_share` is the head that a device works on, if it is a share of a padded vocabulary.
+        """
+        if padded_share is not None and not self.backend.serves_padding(padded_share):
+            entries = padded_share.weight_rows
+            return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {entries}"
+        spec = self.spec_worked_on(spec)
+        least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
+        if self.scratch_bytes is not None and least > self.scratch_bytes:
+            mode = self.mode or "forward"
+            return f"scratch_bytes={self.scratch_bytes} is less than the {least} bytes of one row in mode {mode}"
+        return None
+
+    def total(self, rows: jax.Array) -> jax.Array:
+        """A sum over rows as this call means it, from that over this device's rows."""
+        return rows if self.shards is None else self.shards.total(rows)
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+        """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
+
+        `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
+        block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
+        free, whatever the caller's bound: neither adds to the largest amount in use.
+        """
+        spec = self.spec_worked_on(spec)
+        default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
+        if sum_bytes and self.scratch_bytes is None:
+            alone = self._plan(spec, tokens, mode, default + sum_bytes)
+            if alone.rows >= tokens:
+                return alone
+        return self._plan(spec, tokens, mode, default, sum_bytes // 2)
+
+    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0) -> Plan:
+        least = self.backend.minimum_scratch(spec, mode)
+        logits = tokens * spec.vocab_size * spec.accumulator.itemsize
+        what = f"one row of this head in the {mode or 'forward'} pass"
+        bound = budget(self.scratch_bytes, least, logits, what, default)
+        return self.backend.plan(spec, tokens, mode, bound, spare_bytes)
+
+    def kept_dtype(self, spec: HeadSpec, dtype: np.dtype) -> np.dtype:
+        """The dtype in which in_forward's sum for weight or hidden states of `dtype` waits for the upstream scalar.
+
+        In bfloat16, for bfloat16: half the memory, and for a scalar that is a power of two, 1 above all, the
+        same bits. Not in float16, where a sum that an upstream loss scale is to lift would underflow before, and not
+        where the sums of several devices are added in the backward.
+        """
+        rounded = dtype == jnp.bfloat16 and self.shards is None
+        return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
+
+    def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
+        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
+        scattered = shards.gathered
+        narrow = self.backend.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not needs_grad.weight or scattered or not narrow:
+            return 0
+        return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """`Settings` with their reasons, for `explain`."""
+
+    settings: Settings
+    implementation_reason: str
+    mode_reason: str
+
+
+def choose(
+    spec: HeadSpec,
+    tokens: int,
+    arrays: Any,
+    *,
+    scalar_loss: bool,
+    rows: BatchSpec = PLAIN,
+    backward: Backward = "auto",
+    implementation: str | None = None,
+    scratch_bytes: int | None = None,
+    shards: Shards | None = None,
+    padded_share: HeadSpec | None = None,
+) -> Choice:
+    """Chooses for `tokens` rows of a head.
+
+    The mode is one for all platforms, or forward and backward would not fit: what is kept between them is of the mode.
+    It is the one that suits the backend for the GPU, as that is where a default is chosen for speed; if another that
+    may be needed cannot do it within `scratch_bytes`, that other one does everything. So None is never refused what
+    its most general backend can do.
+
+    Args:
+        spec: the head.
+        tokens: the rows.
+        arrays: the call's arrays, or structs, which may know their device.
+        scalar_loss: whether a summed row-wise loss is what is differentiated.
+        rows: static facts of the rows.
+        backward: the mode asked for, or "auto".
+        implementation: the implementation asked for, or None.
+        scratch_bytes: the caller's bound.
+        shards: how the call is split inside a `shard_map`.
+        padded_share: the head that a device works on, where a padded vocabulary is known to be split otherwise.
+
+    Raises:
+        ValueError: the named implementation, mode or budget cannot serve the call.
+    """
+    checked = shards is not None and shards.typed
+    name, reason, default = select.choose(
+        implementation, lambda name: select.load(name).refusal(spec, rows), arrays, checked=checked
+    )
+    if name == "reference":
+        if backward != "auto":
+            raise ValueError(
+                f"backward={backward!r} does not apply to implementation='reference', which differentiates "
+                "materialised logits; leave backward='auto'"
+            )
+        if shards is not None and (shards.vocabulary or shards.common):
+            raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
+        return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
+    tokens = max(tokens, 1)
+
+    def decided(settings: Settings) -> tuple[Settings, str]:
+        mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
+        return dataclasses.replace(settings, mode=mode), mode_reason
+
+    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default, _WAITS.get()))
+    if default is not None:
+        other = default.instead
+        if why := settings._incapable(spec, padded_share):
+            reason = f"{name} cannot serve this call: {why}"
+        elif why := settings._alone(other)._incapable(spec, padded_share):
+            reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
+        if why:
+            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards, waits=settings.waits))
+    for needed in (None, settings.mode):
+        settings.plan(spec, tokens, needed)  # raises where the budget is too small
+    return Choice(settings, reason, mode_reason)
+
+
+def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
+    if backward == "in_forward":
+        return "in_forward", "asked for by name"
+    if backward == "recompute":
+        return "recompute", "asked for by name"
+    if not scalar_loss:
+        return "recompute", "each row has a cotangent of its own, known only in the backward"
+    if why := settings.backend.against_in_forward(spec):
+        return "recompute", why
+    useful = min(-(-tokens // 4), _USEFUL_ROWS)
+    try:
+        rows = settings.plan(spec, tokens, "in_forward").rows
+    except ValueError:
+        rows = 0
+    if rows >= useful:
+        return "in_forward", "a scalar loss: three products instead of four, within the scratch budget"
+    return "recompute", f"the scratch budget holds {rows} rows of logits, fewer than the {useful} that in_forward needs"

@@ -1,0 +1,120 @@
+"""What is computed tile by tile beside the row statistics: top-k, samples, divergences.
+
+Two loops, each written once: over the tiles of the vocabulary (`fold_tiles`), with a function of one tile and a rule
+that joins two results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel
+for one of these operations replaces the fold over tiles and leaves the rest.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from pallas_ce.backends.protocol import Mode, Plan
+from pallas_ce.backends.xla.backend import ROWS, TILE_ELEMENTS
+from pallas_ce.head import HeadSpec
+from pallas_ce.parallel.entry import over_rows_only
+from pallas_ce.streaming.budget import budget
+from pallas_ce.streaming.loops import fori_loop
+from pallas_ce.streaming.rows import RowBlock, Rows
+from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+
+
+class Planner(Protocol):
+    """Chooses blocks of rows."""
+
+    def plan(self, tokens: int) -> Plan:
+        """Block sizes for `tokens` rows, at least one.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Block sizes for heads that are streamed together, by the tiled XLA backend's preferences. Static and hashable.
+
+    Attributes:
+        specs: the heads, which have one vocabulary.
+        scratch_bytes: the caller's bound, or None for the default.
+        tile_arrays: arrays of a tile's size that are alive at a time, in the accumulator dtype.
+        least_columns: the fewest columns a tile may have.
+    """
+
+    specs: tuple[HeadSpec, ...]
+    scratch_bytes: int | None
+    tile_arrays: int
+    least_columns: int = 1
+
+    def plan(self, tokens: int, mode: Mode | None = None) -> Plan:
+        """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
+        vocab_size = self.specs[0].vocab_size
+
+        def scratch(rows: int, columns: int) -> int:
+            return self._scratch(mode, rows, columns)
+
+        least = scratch(1, self.least_columns)
+        logits = len(self.specs) * tokens * vocab_size * self._wide
+        limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
+        rows = min(tokens, ROWS)
+        columns = min(vocab_size, max(self.least_columns, TILE_ELEMENTS // rows))
+        rows, columns = shrink(rows, columns, scratch, limit, self.least_columns)
+        return Plan(rows, columns, scratch(rows, columns))
+
+    @property
+    def _wide(self) -> int:
+        return max(spec.accumulator.itemsize for spec in self.specs)
+
+    def _scratch(self, mode: Mode | None, rows: int, columns: int) -> int:
+        """Bytes: tiles in the accumulator dtype; blocks of operands, in a backward also of products and sums."""
+        operands = sum(
+            (spec.dtype.itemsize + (2 * self._wide if mode else 0)) * spec.hidden_size for spec in self.specs
+        )
+        return self.tile_arrays * self._wide * rows * columns + operands * (rows + columns)
+
+
+def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callable[[State, State], State]) -> State:
+    """`part` of each tile, joined from the left. The first tile's columns are all valid."""
+    first = part(tiles.tile(0))
+    return fori_loop(1, tiles.count, lambda i, done: merge(done, part(tiles.tile(i))), first)
+
+
+def over_rows_that_count[ByRow, Shared, Out](
+    visit: Callable[[ByRow, Shared, Plan], Out],
+    planner: Planner,
+    empty: Callable[[int], Out],
+    by_row: ByRow,
+    shared: Shared,
+    mask: jax.Array | None,
+) -> Out:
+    """`visit` of the rows that count, block by block; `empty` in the others, whose work is skipped.
+
+    Args:
+        visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
+        planner: gives the block sizes.
+        empty: `N -> out` of rows that do not count.
+        by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
+        shared: a tree of arrays that all rows share.
+        mask: `[N]` bool, which rows count; None: all.
+    """
+
+    def operation(given: Any, shared: Any) -> Any:
+        by_row, mask = given
+        tokens = jax.tree.leaves(by_row)[0].shape[0]
+        if tokens == 0:
+            return empty(0)
+        plan = planner.plan(tokens)
+
+        def body(block: RowBlock, out: Any) -> Any:
+            values = visit(jax.tree.map(block.take, by_row), shared, plan)
+            return jax.tree.map(block.put, out, values)
+
+        return Rows.counted(mask).blocks(tokens, plan.rows).for_each(body, empty(tokens))
+
+    return over_rows_only(operation)((by_row, mask), shared)

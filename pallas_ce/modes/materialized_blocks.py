@@ -1,0 +1,199 @@
+"""A block of rows of materialized logits: statistics and dlogits. How large blocks are, and what works on them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.backends.protocol import Residual
+from pallas_ce.dispatch import select
+from pallas_ce.dispatch.select import Default
+from pallas_ce.head import LogitsSpec
+from pallas_ce.modes.forward import Statistics
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.row import Partial, finalise, partial_of_tile
+from pallas_ce.streaming.loops import varying
+from pallas_ce.streaming.rows import RowBlocks, Rows
+
+# Elements of a block of rows: 8 MiB of float32.
+_BLOCK_ELEMENTS = 2**21
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """How a call is carried out; static and hashable.
+
+    Attributes:
+        spec: the logits' static facts.
+        chunk: at most so many rows a block; None for no bound but the cache's.
+        implementation: "xla", or "mosaic_gpu": Hopper kernels do the work. They take all rows at once, as nothing of a
+            block's size is made beside dlogits; labels have one target a row.
+        default: what else may do it; None where the implementation was asked for by name, or is the only one.
+    """
+
+    spec: LogitsSpec
+    chunk: int | None = None
+    implementation: str = "xla"
+    default: Default | None = None
+
+    def ways(self, rows: int) -> tuple["Given", ...]:
+        """How the `rows` that a device holds are worked on; see `operations.by_platform`."""
+        if self.default is None:
+            return (self,)
+        chosen, instead = (
+            dataclasses.replace(self, implementation=name, default=None)
+            for name in (self.implementation, self.default.instead)
+        )
+        return self.default.ways(chosen, instead, refusal(self.implementation, self.spec, rows) is None)
+
+    @property
+    def kernel(self) -> bool:
+        """Whether Hopper kernels do the work."""
+        return self.implementation == "mosaic_gpu"
+
+    def blocks(self, tokens: int) -> RowBlocks:
+        """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
+        if self.kernel:
+            return Rows.counted(None).blocks(tokens, tokens)
+        rows = max(1, _BLOCK_ELEMENTS // self.spec.columns)
+        return Rows.counted(None).blocks(tokens, min(rows, tokens, self.chunk or tokens))
+
+    @property
+    def normalises(self) -> bool:
+        """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
+        return self.spec.dtype == np.float16
+
+
+def choose(
+    spec: LogitsSpec, logits: jax.Array, implementation: str | None, *, chunk: int | None = None, several: bool = False
+) -> Given:
+    """How a call is carried out.
+
+    Args:
+        spec: the logits' static facts.
+        logits: they may know their device.
+        implementation: the one asked for; None to choose.
+        chunk: the most rows of a block.
+        several: whether each row has several targets.
+
+    Raises:
+        ValueError: the implementation asked for cannot serve the call.
+    """
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(
+            f"implementation={implementation!r} does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"
+        )
+
+    def refused(name: str) -> str | None:
+        if several and name == "mosaic_gpu":
+            return "its kernels read one index for each row, and index holds several; use 'xla'"
+        # How many rows a device works on, under vmap and on a mesh, is known only there.
+        return refusal(name, spec)
+
+    name, _, default = select.choose(implementation, refused, logits, checked=bool(varying(logits)))
+    return Given(spec, chunk, name, default)
+
+
+def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:
+    """Why an implementation cannot serve such logits, `rows` of them if known, as the end of a sentence; else None."""
+    if implementation == "xla":
+        return None
+    from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
+
+    return materialized_kernel.refusal(spec, rows)
+
+
+def block_statistics(
+    given: Given,
+    names: frozenset[str],
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+) -> Statistics:
+    """Primitive statistics of a block of rows.
+
+    Args:
+        given: how.
+        names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
+        logits: `[n, columns]`, as stored.
+        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
+    """
+    spec = given.spec
+    targets = names & {"target_logit", "log_prob"}
+    streamed = names - targets | ({"lse"} if "log_prob" in names else set())
+    partial = _partial(given, logits, logit_weights, streamed)
+    found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
+    if targets:
+        assert labels is not None
+        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+        picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
+        if "target_logit" in names:
+            found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
+        if "log_prob" in names:
+            assert partial.max is not None
+            assert partial.sum_exp is not None
+            # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
+            top = jnp.where(jnp.isneginf(partial.max), 0.0, partial.max)[:, None]
+            total = jnp.where(partial.sum_exp > 0, partial.sum_exp, 1.0)[:, None]
+            log_prob = (picked - top - jnp.log(total)).reshape(labels.shape)
+            found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
+    return found
+
+
+def _partial(given: Given, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
+    """The `Partial` over the whole vocabulary, of statistics that need no target."""
+    if given.kernel and names:
+        from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
+
+        return materialized_kernel.statistics(given.spec, logits, logit_weights, names)
+    columns, valid = _columns(given.spec)
+    return partial_of_tile(given.spec.capped(logits), columns, valid, None, logit_weights, names)
+
+
+def block_gradient(
+    given: Given,
+    coefficients: coef.Coefficients,
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
+    statistics: Statistics,
+    valid_rows: jax.Array | None,
+) -> jax.Array:
+    """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 where `valid_rows [n]` is False.
+
+    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
+    """
+    spec = given.spec
+    if given.kernel:
+        from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
+
+        residual = Residual(statistics.get("lse"), statistics.get("argmax"))
+        return materialized_kernel.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
+    columns, valid = _columns(spec)
+    several = None if labels is None or labels.ndim == 1 else coefficients.target
+    if several is not None:
+        assert spec.softcap is None  # its slope at the labels would have to be applied to what is added below
+        coefficients = coefficients._replace(target=None)
+    gradient = coef.dlogits(
+        coefficients,
+        spec.capped(logits),
+        statistics.get("lse"),
+        columns,
+        valid,
+        labels,
+        statistics.get("argmax"),
+        logit_weights,
+        spec.softcap,
+    )
+    if several is not None:
+        assert labels is not None
+        ids = jnp.where(labels >= 0, labels, spec.columns)
+        gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
+    return gradient if valid_rows is None else jnp.where(valid_rows[:, None], gradient, 0.0)
+
+
+def _columns(spec: LogitsSpec) -> tuple[jax.Array, jax.Array | None]:
+    columns = jnp.arange(spec.columns, dtype=jnp.int32)
+    return columns, None if spec.columns == spec.vocab_size else columns < spec.vocab_size

@@ -1,0 +1,175 @@
+"""Divergences of two heads' rows, streamed together; the backward recomputes tiles of both and differentiates one.
+
+The forward takes one pass over both heads, or two where the log-sum-exps are needed first, and keeps O(tokens). The
+backward takes one more, beside the student's two products. The teacher is a constant.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
+from pallas_ce.modes import sweep
+from pallas_ce.modes.differentiation import (
+    Gradients,
+    HeadSums,
+    Saved,
+    first_order_only,
+    flags_of,
+    input_cotangents,
+    inputs_needing_grad,
+    is_zero,
+    values_of,
+    zero_cotangent,
+)
+from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
+from pallas_ce.parallel.entry import streamed
+from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.statistics import divergences as pairs
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Tile, Tiles
+
+
+class Teacher(NamedTuple):
+    """What the student is held against, all constants.
+
+    Attributes:
+        hidden: `[N, H_t]`.
+        head: the teacher's, with the student's vocabulary.
+        temperature: `[N]` for both heads, or None for 1.
+    """
+
+    hidden: jax.Array
+    head: Head
+    temperature: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Static facts of one call; `shards` says how the rows are split inside a `shard_map` that tracks it."""
+
+    divergence: Divergence
+    streams: Streams
+    shards: Shards
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_divergences(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> jax.Array:
+    """The divergence `[N]` of each row that counts, 0 in the others; differentiable in `hidden` and `head`."""
+    return _statistics(call, hidden, head, mask, teacher).value
+
+
+def _forward(call: Call, *primals: Any) -> tuple[jax.Array, Saved]:
+    hidden, head, mask, teacher = values_of(primals)
+    found = _statistics(call, *first_order_only((hidden, head, mask, teacher)))
+    saved = Saved(Batch(hidden), head, mask, (found, teacher), flags_of(inputs_needing_grad(*primals[:2])))
+    return found.value, saved
+
+
+def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
+    gradients = Gradients()
+    if saved.needs_grad and not is_zero(cotangent):
+        used, cotangent = first_order_only((saved, cotangent))
+        found, teacher = used.kept
+        with jax.named_scope("pallas_ce.distillation"):
+            operation = streamed(call.shards, functools.partial(_gradients, call, saved.needs_grad))
+            more = (teacher.hidden, teacher.temperature, found, cotangent)
+            d_hidden, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
+        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
+    d_batch, d_head, d_mask = input_cotangents(saved, gradients)
+    return d_batch.hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
+
+
+row_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _tile_logits(
+    hidden: jax.Array, teacher_hidden: jax.Array, heads: tuple[Head, Head], tile: Tile
+) -> tuple[jax.Array, jax.Array]:
+    """Both heads' capped logits `[n, c]` in the student's accumulator dtype."""
+    logits = heads[0].tile_logits(hidden, tile)
+    return logits, heads[1].tile_logits(teacher_hidden, tile).astype(logits.dtype)
+
+
+def _log_probs(
+    logits: tuple[jax.Array, jax.Array], temperature: jax.Array | None, found: PairStatistics, valid: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`(log p, log q) [n, c]`, -inf in columns that are not valid."""
+    student, teacher = (tempered(z, temperature) for z in logits)
+    return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
+
+
+def _statistics(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> PairStatistics:
+    divergence = call.divergence
+
+    def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
+        hidden, teacher_hidden, temperature = by_row
+        tiles = Tiles(head.spec.vocab_size, plan.columns)
+
+        def part(tile: Tile) -> PairPartial:
+            student, teacher = (tempered(z, temperature) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
+            return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.valid)
+
+        partial = fold_tiles(tiles, part, functools.partial(pairs.merge_pairs, divergence))
+        found = pairs.finalise_pairs(divergence, partial)
+        if divergence.passes == 1:
+            return found
+
+        def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
+            logits = _tile_logits(hidden, teacher_hidden, heads, tile)
+            return pairs.mixture_sums(divergence, *_log_probs(logits, temperature, found, tile.valid))
+
+        value, expected = fold_tiles(tiles, mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
+
+    def empty(rows: int) -> PairStatistics:
+        zeros = jnp.zeros(rows, head.spec.accumulator)
+        return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
+
+    with jax.named_scope("pallas_ce.divergence"):
+        by_row = (hidden, teacher.hidden, teacher.temperature)
+        return over_rows_that_count(visit, call.streams, empty, by_row, (head, teacher.head), mask)
+
+
+def _gradients(
+    call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
+) -> tuple[jax.Array | None, HeadSums]:
+    hidden, mask = rows.batch.hidden, rows.mask
+    teacher_hidden, temperature, found, cotangent = rows.more
+    plan = call.streams.plan(hidden.shape[0], "recompute")
+    tiles = Tiles(head.spec.vocab_size, plan.columns)
+    # Where the divergence is infinite no change of the logits helps: gradient 0.
+    valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
+    cotangent = jnp.where(valid, cotangent if temperature is None else cotangent / temperature, 0.0)
+    bound = jnp.where(valid, abs(cotangent) * pairs.largest_slope(found.expected), 0.0)
+    _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
+    cotangent = cotangent / factor
+
+    def products(block: RowBlock) -> TileStep:
+        block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
+        block_teacher_hidden = block.take(teacher_hidden)
+        block_temperature = None if temperature is None else block.take(temperature)
+        upstream = block.select(block.take(cotangent), 0.0)[:, None]
+
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+            tile = tiles.tile(tile_index)
+            logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
+            log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.valid)
+            slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
+            dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
+            if head.spec.softcap is not None:
+                dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
+            for_hidden, for_weight, for_bias = head.tile_products(block_hidden, dlogits, tile, needs_grad)
+            if weight_sum is not None and for_weight is not None:
+                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
+            return block.add(hidden_sum, for_hidden), for_weight, for_bias
+
+        return step
+
+    return sweep.gradient_sums(shards, rows, head, head.weight.dtype, plan, needs_grad, factor, products)

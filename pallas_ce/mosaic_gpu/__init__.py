@@ -1,5 +1,0 @@
-"""Hopper kernels (sm_90) in Pallas Mosaic GPU: TMA loads, wgmma, warp specialisation, persistent thread blocks."""
-
-from pallas_ce.mosaic_gpu.backend import MosaicGpuBackend
-
-BACKEND = MosaicGpuBackend()

@@ -1,0 +1,164 @@
+"""A linear-chain conditional random field over candidate tags, on emission scores from anywhere."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.reductions import reduce_rows
+
+
+def linear_chain_crf(
+    emissions: Any,
+    tags: Any,
+    transitions: Any,
+    *,
+    mask: Any | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+) -> jax.Array:
+    r"""Negative log-likelihood of a linear-chain conditional random field over K candidate tags for each position.
+
+    A sequence of tags `y` has score `s(y) = Σ_t emissions[t, y_t] + Σ_{t>0} transitions[y_{t-1}, y_t]`, and
+
+        loss = log Σ_{y'} e^{s(y')} - s(y)
+
+    by the forward algorithm in log space, O(T·K²) time. K may be small where the vocabulary is not: emission scores are
+    then the log-probabilities of K candidates for each position, read by their ids from a streamed head
+    (`linear_log_probs` with labels `[..., T, K]`), and `tags` are places among these candidates. They are the logits
+    minus the position's log-sum-exp; a constant for all candidates of a position changes nothing, so that logits and
+    log-probabilities give the same loss and the same gradients.
+
+    Where positions have fewer than K candidates, the rest of `candidates` is padded with -100. To `linear_log_probs`
+    that is an ignored label, of log-probability 0: no candidate's is higher. The emission has to be made -inf,
+    `jnp.where(candidates < 0, -jnp.inf, emissions)`, and then the loss is as without the padding. `mask` closes whole
+    positions only; where all candidates behind it are -100, the head skips these positions.
+
+    Args:
+        emissions: `[..., T, K]` floating; -inf closes a candidate.
+        tags: `[..., T]` integers in `[0, K)`. A sequence with another value where `mask` is True does not count.
+        transitions: `[K, K]` from (first axis) and to (second); or `[..., T-1, K, K]` where candidates differ from
+            position to position, the i-th between positions i and i+1. -inf forbids. A closed candidate's may be
+            anything finite.
+        mask: `[..., T]` bool, True up to the end of the sequence and False behind it; None: all True. Only positions
+            before the first False count, and a sequence without any does not.
+        reduction: "mean" over the sequences that count, "sum", or "none" for `[...]`.
+        normalizer: scalar for the mean, in place of the number of sequences.
+
+    Returns:
+        Array: `[]`, or `[...]` for "none", float32 (float64 for float64). +inf, with gradient 0, for tags that a
+        transition or emission of -inf forbids.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce import linear_chain_crf
+        >>> uniform = linear_chain_crf(jnp.zeros((4, 3)), jnp.array([0, 1, 2, 0]), jnp.zeros((3, 3)))
+        >>> print(uniform, 4 * jnp.log(3.0))
+        4.394449 4.394449
+
+        Two or three candidates for each position, out of 50 tags:
+
+        >>> import jax
+        >>> from pallas_ce import linear_log_probs
+        >>> candidates = jnp.array([[3, 7, 9], [4, 8, -100], [5, 1, 2], [6, 0, -100]])
+        >>> def loss(hidden, weight):
+        ...     emissions = linear_log_probs(hidden, weight, candidates)
+        ...     emissions = jnp.where(candidates < 0, -jnp.inf, emissions)
+        ...     return linear_chain_crf(emissions, jnp.array([0, 1, 2, 0]), jnp.zeros((3, 3)))
+        >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((50, 8))
+        >>> print(loss(hidden, weight), jnp.log(3.0 * 2 * 3 * 2))
+        3.583519 3.583519
+        >>> [gradient.shape for gradient in jax.grad(loss, (0, 1))(hidden, weight)]
+        [(4, 8), (50, 8)]
+
+    References:
+        "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
+    """
+    arguments.check_reduction(reduction, normalizer, "auto")
+    emissions, transitions = arguments.array("emissions", emissions), arguments.array("transitions", transitions)
+    tags = arguments.array("tags", tags)
+    for name, array in (("emissions", emissions), ("transitions", transitions)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
+    if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
+        raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
+    *batch, length, candidates = emissions.shape
+    if not jnp.issubdtype(tags.dtype, jnp.integer):
+        raise TypeError(f"tags have dtype {tags.dtype}; they must be integers")
+    if tags.shape != (*batch, length):
+        raise ValueError(f"tags have shape {tags.shape}; emissions' {(*batch, length)} is needed")
+    square = (candidates, candidates)
+    if transitions.shape not in (square, (*batch, length - 1, *square)):
+        raise ValueError(
+            f"transitions has shape {transitions.shape}; it must be {square}, or {(*batch, length - 1, *square)} with "
+            "one matrix for each pair of neighbours"
+        )
+    valid = jnp.ones(tags.shape, bool) if mask is None else arguments.array("mask", mask)
+    if valid.shape != tags.shape or valid.dtype != jnp.bool:
+        raise ValueError(f"mask is {valid.dtype}{list(valid.shape)}; it must be bool{list(tags.shape)}")
+    normalizer = arguments.normalizer(normalizer)
+    function = functools.partial(_linear_chain_crf, reduction)
+    return in_automatic_region(function, reduction == "none", tags, emissions, tags, transitions, valid, normalizer)
+
+
+def _linear_chain_crf(
+    reduction: str,
+    emissions: jax.Array,
+    tags: jax.Array,
+    transitions: jax.Array,
+    mask: jax.Array,
+    normalizer: Any | None,
+) -> jax.Array:
+    *batch, length, k = emissions.shape
+    wide = jnp.promote_types(jnp.promote_types(emissions.dtype, transitions.dtype), jnp.float32)
+    emissions = emissions.reshape(-1, length, k).astype(wide)
+    shared = transitions.ndim == 2
+    transitions = transitions.astype(wide) if shared else transitions.reshape(-1, length - 1, k, k).astype(wide)
+    valid = jnp.cumprod(mask.reshape(-1, length).astype(jnp.int32), axis=1).astype(bool)
+    known = (tags >= 0) & (tags < k)
+    known = jnp.all(known.reshape(-1, length) | ~valid, axis=1)
+    tags = jnp.where((tags >= 0) & (tags < k), tags, 0).reshape(-1, length).astype(jnp.int32)
+
+    own = jnp.take_along_axis(emissions, tags[..., None], axis=2)[..., 0]
+    if shared:
+        moves = transitions[tags[:, :-1], tags[:, 1:]]
+    else:
+        rows = jnp.take_along_axis(transitions, tags[:, :-1, None, None], axis=2)[:, :, 0]
+        moves = jnp.take_along_axis(rows, tags[:, 1:, None], axis=2)[..., 0]
+    score = jnp.where(valid, own, 0.0).sum(axis=1) + jnp.where(valid[:, 1:], moves, 0.0).sum(axis=1)
+    partition = _log_partition(emissions, transitions, valid, shared)
+
+    possible = ~jnp.isneginf(score)
+    values = jnp.where(possible, partition - jnp.where(possible, score, 0.0), jnp.inf)
+    loss = reduce_rows(values, valid[:, 0] & known, None, reduction, normalizer)
+    return loss.reshape(batch) if reduction == "none" else loss
+
+
+def _log_partition(emissions: jax.Array, transitions: jax.Array, valid: jax.Array, shared: bool) -> jax.Array:
+    """`log Σ_y e^{s(y)}` `[B]`: `α_t[j] = emissions[t, j] + log Σ_i e^{α_{t-1}[i] + transitions[i, j]}`."""
+
+    def step(alpha: jax.Array, x: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, None]:
+        emission, is_live, between = x
+        matrix = transitions[None] if between is None else between
+        following = emission + _log_sum_exp(alpha[:, :, None] + matrix)
+        return jnp.where(is_live[:, None], following, alpha), None
+
+    between = None if shared else jnp.moveaxis(transitions, 1, 0)
+    alpha, _ = lax.scan(step, emissions[:, 0], (jnp.moveaxis(emissions, 1, 0)[1:], valid.T[1:], between))
+    return _log_sum_exp(alpha)
+
+
+def _log_sum_exp(x: jax.Array) -> jax.Array:
+    """Over axis 1. Where all are -inf, -inf with gradient 0 instead of nan."""
+    some = jnp.any(x > -jnp.inf, axis=1)
+    safe = jax.nn.logsumexp(jnp.where(jnp.expand_dims(some, 1), x, 0.0), axis=1)
+    return jnp.where(some, safe, -jnp.inf)

@@ -1,0 +1,121 @@
+"""Distillation from the log-probabilities of a teacher's K most likely tokens, where the student's are read by id."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.objectives.post_training.sequences import (
+    Aggregation,
+    aggregate,
+    choice,
+    constants,
+    floats,
+    keep,
+    token_mask,
+)
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+def top_k_distillation_loss(
+    log_probs: Any,
+    teacher_log_probs: Any,
+    mask: Any | None = None,
+    *,
+    divergence: Divergence = "forward_kl",
+    beta: float = 0.5,
+    tail: bool = True,
+    aggregation: Aggregation = "token_mean",
+    length: float | None = None,
+    normalizer: Any | None = None,
+) -> jax.Array:
+    r"""The divergence of a student p from a teacher q, on the teacher's K most likely tokens.
+
+    Each distribution is K probabilities and, with `tail`, that of all other tokens together, `1 - Σ_k p_k`; without,
+    the K are normalised to sum to 1. Merging tokens never raises a divergence: with the tail it is a lower bound of the
+    one over the vocabulary, and exact where the other tokens are in the teacher's proportions.
+
+        forward_kl   KL(q ‖ p) = Σ_k q_k·(log q_k - log p_k)
+        reverse_kl   KL(p ‖ q)
+        jsd          β·KL(q ‖ m) + (1-β)·KL(p ‖ m),   m = β·q + (1-β)·p
+
+    Args:
+        log_probs: `[..., T, K]`, the student's at the teacher's tokens: `linear_log_probs` with labels `[..., T, K]`.
+        teacher_log_probs: `[..., T, K]`, log q, normalised over the vocabulary; -inf where a row has fewer than K
+            tokens: those places take part on neither side. A constant: it gets no gradient.
+        mask: bool `[..., T]`, the tokens that count; None: all. The others contribute exactly 0, whatever they hold.
+        divergence: which.
+        beta: β in (0, 1), for "jsd".
+        tail: whether the other tokens take part. Their probability is at least the dtype's epsilon.
+        aggregation: of the tokens, as in `policy_loss`: "token_mean", "sequence_mean", "fixed_length" or "none".
+        length: the constant of "fixed_length".
+        normalizer: as in `policy_loss`.
+
+    Returns:
+        Array: the loss in nats, a scalar (`[..., T]` for "none"), float32 or wider.
+
+    Raises:
+        ValueError: shapes or names that do not fit, β outside (0, 1).
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_log_probs
+        >>> from pallas_ce.post_training import top_k_distillation_loss
+        >>> hidden, weight = jnp.ones((2, 3)), jnp.zeros((10, 3))  # the student: uniform over ten tokens
+        >>> ids = jnp.array([[4, 1], [2, 7]])
+        >>> teacher = jnp.log(jnp.array([[0.5, 0.3], [0.1, 0.1]]))
+        >>> loss = top_k_distillation_loss(linear_log_probs(hidden, weight, ids), teacher, aggregation="none")
+        >>> print(loss.round(4))
+        [0.857 0.   ]
+
+    References:
+        Generalised Jensen-Shannon divergence: "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649. For
+        a temperature, pass `temperature` to `linear_log_probs` and multiply the loss by its square: "Distilling the
+        Knowledge in a Neural Network", arXiv 1503.02531.
+    """
+    choice("divergence", divergence, ("forward_kl", "reverse_kl", "jsd"))
+    if divergence == "jsd" and not 0 < arguments.scalar("beta", beta) < 1:
+        raise ValueError(f"beta={beta!r} must lie in (0, 1); its limits are divergence='forward_kl' and 'reverse_kl'")
+    log_probs = floats("log_probs", log_probs)
+    if log_probs.ndim < 2:
+        raise ValueError(f"log_probs has shape {log_probs.shape}; it must be [..., T, K]")
+    teacher = constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
+    mask = token_mask(mask, log_probs.shape[:-1])
+    # Places that take no part have probability 0 on both sides, which is selected and never computed.
+    present = mask[..., None] & ~jnp.isneginf(teacher)
+    student, there = _distribution(keep(present, log_probs), present, tail)
+    teacher, _ = _distribution(keep(present, teacher), present, tail)
+    if divergence == "forward_kl":
+        values = _kl(teacher, student, there)
+    elif divergence == "reverse_kl":
+        values = _kl(student, teacher, there)
+    else:
+        mixture = jnp.logaddexp(math.log(beta) + teacher, math.log1p(-beta) + student)
+        values = beta * _kl(teacher, mixture, there) + (1 - beta) * _kl(student, mixture, there)
+    return aggregate(values, mask, aggregation, length, normalizer)
+
+
+def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities that sum to 1 over the places present: with a place for the tail, or normalised."""
+    total = jnp.sum(jnp.where(present, jnp.exp(log_probs), 0.0), axis=-1, keepdims=True)
+    if not tail:
+        # The largest is taken out, since teachers may give all K tokens probabilities that underflow.
+        top = jax.lax.stop_gradient(jnp.max(log_probs, axis=-1, keepdims=True, where=present, initial=-jnp.inf))
+        top = jnp.where(jnp.isneginf(top), 0.0, top)
+        total = jnp.sum(jnp.where(present, jnp.exp(log_probs - top), 0.0), axis=-1, keepdims=True)
+        return log_probs - top - jnp.log(jnp.where(total > 0, total, 1.0)), present
+    rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
+    there = jnp.ones_like(rest, bool)
+    return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate([present, there], axis=-1)
+
+
+def _kl(log_p: jax.Array, log_q: jax.Array, present: jax.Array) -> jax.Array:
+    """Σ p·(log p - log q) over the places present, with 0·log 0 = 0."""
+    p = jnp.exp(log_p)
+    counts = present & (p > 0)
+    return jnp.sum(jnp.where(counts, p * jnp.where(counts, log_p - log_q, 0.0), 0.0), axis=-1)

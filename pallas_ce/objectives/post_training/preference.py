@@ -1,0 +1,144 @@
+"""Preference losses on the log-probabilities of pairs of answers."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.objectives.post_training.sequences import (
+    choice,
+    constants,
+    difference,
+    floats,
+    keep,
+    masked_mean,
+    token_mask,
+)
+from pallas_ce.statistics.cross_entropy import safe_inverse
+
+
+class PreferenceMetrics(NamedTuple):
+    """Means over the pairs that count, without gradient.
+
+    Attributes:
+        chosen_reward: `β·(log π - log π_ref)` of the chosen answers.
+        rejected_reward: that of the rejected ones.
+        margin: the former less the latter.
+        accuracy: the share of pairs whose margin is positive.
+    """
+
+    chosen_reward: jax.Array
+    rejected_reward: jax.Array
+    margin: jax.Array
+    accuracy: jax.Array
+
+
+def sequence_log_probs(log_probs: Any, mask: Any | None = None, *, average: bool = False) -> jax.Array:
+    r"""The log-probability of each sequence: `Σ_t m_t·log p_t`, or with `average` that over `Σ_t m_t`.
+
+    Args:
+        log_probs: `[..., T]`, of the tokens.
+        mask: bool `[..., T]`, the answer's tokens; None: all. What the others hold does not matter.
+        average: divide by the number of tokens, as IPO does; 0 for a sequence without any.
+
+    Returns:
+        Array: `[...]`, float32 or wider, differentiable.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce.post_training import sequence_log_probs
+        >>> print(sequence_log_probs(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[True, True, False]])))
+        [-3.]
+    """
+    log_probs = floats("log_probs", log_probs)
+    if not log_probs.shape:
+        raise ValueError("log_probs is a scalar; it must be [..., T]")
+    mask = token_mask(mask, log_probs.shape)
+    total = jnp.sum(keep(mask, log_probs), axis=-1)
+    return total * safe_inverse(jnp.sum(mask, axis=-1)) if average else total
+
+
+def dpo_loss(
+    chosen: Any,
+    rejected: Any,
+    ref_chosen: Any,
+    ref_rejected: Any,
+    mask: Any | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    return_metrics: bool = False,
+) -> Any:
+    r"""Direct preference optimisation: prefers the chosen answer more than the reference model does.
+
+    With `Δ = (log π(chosen) - log π(rejected)) - (log π_ref(chosen) - log π_ref(rejected))`:
+
+        sigmoid   -(1-ε)·log σ(β·Δ) - ε·log σ(-β·Δ)
+        hinge     max(0, 1 - β·Δ)
+        ipo       (Δ - 1/(2β))²
+
+    Args:
+        chosen: `[...]`, log-probabilities of the chosen answers, `sequence_log_probs` (averaged for "ipo").
+        rejected: `[...]`, of the rejected ones.
+        ref_chosen: `[...]`, under the reference model. A constant, as the next.
+        ref_rejected: `[...]`, likewise.
+        mask: bool `[...]`, the pairs that count; None: all. The others contribute exactly 0, whatever they hold.
+        beta: β > 0.
+        label_smoothing: ε in [0, 0.5]: how often preferences are taken to be wrong; for "sigmoid".
+        kind: of loss.
+        reduction: "mean" over the pairs that count, "sum", or "none" for `[...]`.
+        return_metrics: return `(loss, PreferenceMetrics)`.
+
+    Returns:
+        The loss, float32 or wider; 0.0 where no pair counts.
+
+    Raises:
+        ValueError: shapes, names or numbers that do not fit.
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_ce.post_training import dpo_loss
+        >>> print(dpo_loss(jnp.array([-2.0]), jnp.array([-7.0]), jnp.array([-3.0]), jnp.array([-4.0])).round(4))
+        0.513
+
+    References:
+        DPO: arXiv 2305.18290, equation 7; label smoothing: E. Mitchell, "A note on DPO with noisy preferences" (2023);
+        hinge: SLiC-HF, arXiv 2305.10425; IPO: arXiv 2310.12036, equation 17.
+    """
+    choice("kind", kind, ("sigmoid", "hinge", "ipo"))
+    choice("reduction", reduction, ("mean", "sum", "none"))
+    beta = arguments.above_zero("beta", beta)
+    arguments.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
+    smoothed = not arguments.is_known(label_smoothing, 0.0)
+    if smoothed and kind != "sigmoid":
+        raise ValueError(f"label_smoothing={label_smoothing!r} is for kind='sigmoid'; kind is {kind!r}")
+    chosen = floats("chosen", chosen)
+    shape = chosen.shape
+    mask = token_mask(mask, shape)
+    chosen, rejected = keep(mask, chosen), keep(mask, floats("rejected", rejected, shape))
+    ref_chosen = keep(mask, constants("ref_chosen", ref_chosen, shape))
+    ref_rejected = keep(mask, constants("ref_rejected", ref_rejected, shape))
+    chosen_gain, rejected_gain = difference(chosen, ref_chosen), difference(rejected, ref_rejected)
+    delta = difference(chosen_gain, rejected_gain)
+    if kind == "sigmoid":
+        losses = -jax.nn.log_sigmoid(beta * delta)
+        if smoothed:
+            losses = (1 - label_smoothing) * losses - label_smoothing * jax.nn.log_sigmoid(-beta * delta)
+    elif kind == "hinge":
+        losses = jax.nn.relu(1 - beta * delta)
+    else:
+        losses = jnp.square(delta - 1 / (2 * beta))
+    losses = keep(mask, losses)
+    value = {"mean": masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
+    if not return_metrics:
+        return value
+    rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, delta > 0)
+    return value, PreferenceMetrics(*(jax.lax.stop_gradient(masked_mean(x, mask)) for x in rewards))

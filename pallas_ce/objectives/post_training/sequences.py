@@ -1,0 +1,93 @@
+"""What the losses share: checked arrays, the masking rule, and how the tokens of many sequences become one number."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.statistics.cross_entropy import safe_inverse
+
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "none"]
+
+
+def floats(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
+    """`value` as floating numbers of at least float32, of one of `shapes` where any are given."""
+    x = arguments.array(name, value)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+    if shapes and x.shape not in shapes:
+        raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def constants(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
+    """`floats` without gradient."""
+    return jax.lax.stop_gradient(floats(name, value, *shapes))
+
+
+def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
+    """A checked mask of that shape; all True where None."""
+    if mask is None:
+        return jnp.ones(shape, bool)
+    values = arguments.array("mask", mask)
+    if values.dtype != jnp.bool:
+        raise TypeError(f"mask has dtype {values.dtype}; it must be bool: pass mask != 0")
+    if values.shape != shape:
+        raise ValueError(f"mask has shape {values.shape}; it must be {shape}")
+    return values
+
+
+def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, and 0 where masked: before anything is computed, since the derivative of what is not finite is nan."""
+    return jnp.where(mask, x, 0.0)
+
+
+def difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a - b`, and 0 with gradient 0 where both are the same infinity, as of tokens that neither policy allows."""
+    same = (a == b) & jnp.isinf(a)
+    return keep(~same, a) - keep(~same, b)
+
+
+def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Refuses unknown names."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {known}")
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean where `mask` is on; 0 where it is nowhere."""
+    return jnp.sum(keep(mask, x)) * safe_inverse(jnp.sum(mask))
+
+
+def aggregate(
+    values: jax.Array, mask: jax.Array, how: Aggregation, length: float | None, normalizer: Any | None
+) -> jax.Array:
+    """One number from `values [..., T]`; 0 where no token counts.
+
+    With `m` the mask, B sequences and Z the normalizer, by default what stands in brackets:
+
+        token_mean      Σ_it m_it·x_it / Z                       [Σ_it m_it]
+        sequence_mean   Σ_i (Σ_t m_it·x_it / Σ_t m_it) / Z       [B]; a sequence without tokens adds 0
+        fixed_length    Σ_it m_it·x_it / (length·Z)              [B]
+        none            m_it·x_it
+    """
+    choice("aggregation", how, ("token_mean", "sequence_mean", "fixed_length", "none"))
+    if (length is not None) != (how == "fixed_length"):
+        raise ValueError(f"length={length!r} is needed for aggregation='fixed_length', and only there; it is {how!r}")
+    if normalizer is not None and how == "none":
+        raise ValueError("normalizer is given with aggregation='none', which divides by nothing")
+    values = keep(mask, values)
+    if how == "none":
+        return values
+    tokens = jnp.sum(mask, axis=-1)
+    if how == "sequence_mean":
+        values = values * safe_inverse(tokens)[..., None]
+    normalizer = arguments.normalizer(normalizer)
+    if normalizer is None:
+        normalizer = jnp.sum(tokens) if how == "token_mean" else tokens.size
+    # Floating before they are multiplied: the product of two counts may not fit an int.
+    divisor = jnp.asarray(normalizer, values.dtype) * (
+        1.0 if length is None else arguments.above_zero("length", length)
+    )
+    return jnp.sum(values) * safe_inverse(divisor)

@@ -1,0 +1,213 @@
+"""`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import inputs
+from pallas_ce.api.row_statistics import linear_row_statistics
+from pallas_ce.backends.protocol import Implementation
+from pallas_ce.head import HeadSpec
+from pallas_ce.objectives import class_samplers
+from pallas_ce.objectives.class_samplers import ClassSampler, Name
+from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.partitioning import replicated
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.reductions import reduce_rows
+
+
+def sampled_softmax_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    key: Any,
+    num_samples: int,
+    sampler: Name | ClassSampler = "log_uniform",
+    log_expected_correction: bool = True,
+    ignore_index: int | None = -100,
+    token_weights: Any | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Any | None = None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_scale: Any = 1.0,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+) -> jax.Array:
+    r"""Cross entropy over each token's label and S sampled classes, which all tokens share.
+
+    With S different classes drawn, and Q_v how often class v is expected among them, a row with label t has
+
+        loss = -log( e^{y_t} / (e^{y_t} + Σ_{v sampled, v ≠ t} e^{y_v}) ),     y_v = z_v - log Q_v
+
+    so that the time is that of a vocabulary of S classes. It is a loss to train with: for its gradient to make `z` the
+    logits of the whole softmax, the correction `-log Q` belongs to the label's logit too. Evaluate with
+    `linear_cross_entropy` on the same arguments, which is also what this is when `num_samples` is V.
+
+    The S columns of the weight are gathered once, as a small head that is streamed like any other: no array of tokens ×
+    samples is stored. A label that was drawn by accident is not taken out of the sum and put back: it is one of the
+    sum's terms already, and serves as the target, whose `p - 1` the streamed backward forms without cancellation.
+    There is no soft cap here: the correction comes after the cap, and a head adds its bias before it.
+
+    Args:
+        hidden: `[..., H]`.
+        weight: `[V', H]` or `[H, V']`. Its gradient is dense, 0 in columns that are neither sampled nor labels.
+        labels: `[...]` integers; those outside `[0, V)` count as ignored.
+        key: one of JAX's random keys; a new one for each step.
+        num_samples: S, from 1 to V.
+        sampler: "log_uniform" (Zipf's law; ids in descending order of frequency) or "uniform", both without
+            replacement; or a function `(key, num_samples, vocab_size) -> ClassSample`, a static argument: pass the same
+            object each time. Its ids must be different, and lie in `[0, V)`: the loss is nan where they are not.
+        log_expected_correction: subtract log Q; without it the sampled logits are used as they are.
+        ignore_index: tokens with this label do not count.
+        token_weights: w `[...]`, differentiable.
+        reduction: "mean", "sum" or "none" for `[...]`.
+        normalizer: scalar for the mean; by default Σ w over the tokens that count.
+        bias: `[V']`.
+        vocab_axis: see `linear_cross_entropy`, as for all that follow.
+        vocab_size: V, where the weight is padded.
+        logit_scale: the logits' scale; not 0 where a correction is subtracted.
+        dtype: compute dtype.
+        implementation: "xla", "mosaic_gpu", "reference" or None.
+        scratch_bytes: bound on scratch memory.
+
+    Returns:
+        Array: `[]`, or `[...]` for "none", float32 (float64 for float64); 0.0 when no token counts.
+
+    Raises:
+        ValueError: shapes or values that do not fit, a sampler that returns other shapes.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import linear_cross_entropy, sampled_softmax_cross_entropy
+        >>> hidden = jax.random.normal(jax.random.key(0), (6, 8))
+        >>> weight = jax.random.normal(jax.random.key(1), (100, 8))
+        >>> labels, key = jnp.array([0, 1, 2, 3, 50, -100]), jax.random.key(2)
+        >>> loss, d_weight = jax.value_and_grad(sampled_softmax_cross_entropy, 1)(
+        ...     hidden, weight, labels, key=key, num_samples=20)
+        >>> d_weight.shape
+        (100, 8)
+        >>> whole = sampled_softmax_cross_entropy(hidden, weight, labels, key=key, num_samples=100)
+        >>> bool(jnp.allclose(whole, linear_cross_entropy(hidden, weight, labels), rtol=1e-5))
+        True
+
+    References:
+        "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
+    """
+    arguments.check_reduction(reduction, normalizer, "auto")
+    ignore_index = arguments.ignored(ignore_index)
+    arrays, spec = inputs.read_head(
+        hidden, weight, bias, logit_scale, None,
+        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=None, dtype=dtype,
+    )  # fmt: skip
+    if not arguments.is_int(num_samples) or not 1 <= num_samples <= spec.vocab_size:
+        raise ValueError(f"num_samples={num_samples!r} must be an int between 1 and vocab_size={spec.vocab_size}")
+    if log_expected_correction and arguments.is_known(logit_scale, 0.0):
+        raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
+    leading = arrays.hidden.shape[:-1]
+    normalizer = arguments.normalizer(normalizer)
+    static = _Static(
+        int(num_samples),
+        class_samplers.find(sampler),
+        bool(log_expected_correction),
+        ignore_index,
+        reduction,
+        spec,
+        implementation,
+        arguments.check_scratch_bytes(scratch_bytes),
+    )
+    labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
+    token_weights = inputs.read_by_row("token_weights", token_weights, leading)
+    function = functools.partial(_sampled_softmax, static)
+    by_row, key = reduction == "none", arguments.key(key)
+    return in_automatic_region(function, by_row, arrays.hidden, key, arrays, labels, token_weights, normalizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    num_samples: int
+    sampler: ClassSampler
+    correction: bool
+    ignore_index: int | None
+    reduction: str
+    spec: HeadSpec
+    implementation: Any
+    scratch_bytes: int | None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sampled_softmax(
+    static: _Static,
+    key: Any,
+    arrays: inputs.HeadArrays,
+    labels: jax.Array,
+    token_weights: jax.Array | None,
+    normalizer: Any | None,
+) -> jax.Array:
+    spec, leading, count = static.spec, arrays.hidden.shape[:-1], static.num_samples
+    hidden, head = inputs.flatten(arrays, spec)
+    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
+    mask = label_rule.counted(ids, static.ignore_index)
+    hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
+    targets = jnp.where(mask, ids, 0)
+    drawn = class_samplers.draw(static.sampler, key, count, spec.vocab_size)
+    order = jnp.arange(count, dtype=jnp.int32)
+    # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
+    place_of = (
+        jnp.full(spec.vocab_size, count, jnp.int32).at[drawn.ids].min(order, mode="drop", wrap_negative_indices=False)
+    )
+    found_again = place_of.at[drawn.ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    different = jnp.all(found_again == order)
+    places = jnp.where(place_of == count, label_rule.NO_TARGET, place_of)[targets]
+
+    # One gather, so that the weight's gradient is one scatter: the sampled classes first, then each row's label.
+    gathered = jnp.concatenate([drawn.ids, targets])
+    columns = jnp.take(arrays.weight, gathered, axis=spec.vocab_axis)
+    axis, scale = spec.vocab_axis, head.logit_scale
+    biases: jax.Array | None = None if arrays.bias is None else arrays.bias.astype(spec.accumulator)[gathered]
+    if static.correction:
+        shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
+        shift = shift if scale is None else shift / scale  # the head multiplies its bias by the scale
+        biases = shift if biases is None else biases + shift
+    found = linear_row_statistics(
+        hidden,
+        replicated(jax.lax.slice_in_dim(columns, 0, count, axis=axis)),  # or they would be split as the labels are
+        jnp.where(mask, places, label_rule.NO_TARGET),
+        row_mask=mask,
+        bias=None if biases is None else replicated(biases[:count]),
+        vocab_axis=axis,
+        logit_scale=1.0 if scale is None else scale,
+        dtype=spec.dtype,
+        implementation=static.implementation,
+        scratch_bytes=static.scratch_bytes,
+    )
+    own = jax.lax.slice_in_dim(columns, count, gathered.size, axis=axis)
+    products = jnp.einsum(
+        "nh,nh->n" if axis == 0 else "nh,hn->n",
+        hidden.astype(spec.dtype),
+        own.astype(spec.dtype),
+        precision=spec.precision,
+        preferred_element_type=spec.accumulator,
+    )
+    target = head.cap(products, None if biases is None else biases[count:])
+    # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
+    drawn_by_accident = places != label_rule.NO_TARGET
+    lse, target_in_sum = found.lse, found.target_logit
+    assert lse is not None
+    assert target_in_sum is not None
+    joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
+    values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
+    values = values * jnp.where(different, 1.0, jnp.nan)  # and so are the gradients
+    weights = None if token_weights is None else token_weights.reshape(-1)
+    loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
+    return loss.reshape(leading) if static.reduction == "none" else loss

@@ -1,0 +1,166 @@
+"""For calls inside the caller's own `shard_map`: how the arrays of a call are split over the mesh axes."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from pallas_ce.parallel.shards import Axes, Shards, Sums, lay_out
+from pallas_ce.streaming.loops import varying
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Names the mesh axes over which the arrays of a call inside `jax.shard_map` are split.
+
+    Outside `shard_map` nothing is to be said: under `jit` the arrays' own shardings are read, on meshes with automatic
+    and with explicit axes. Inside, arrays are local parts, and what they are parts of has to be named. With n devices
+    along the vocabulary's axes, `weight` is `[V'/n, H]`, `bias` `[V'/n]`, labels and `vocab_size` count in the whole
+    vocabulary, and `class_weights` and `logit_weights` are whole.
+
+    * `vocabulary` only: tensor parallelism. Row statistics are merged over its axes, so that results agree on them.
+    * `vocabulary` and `rows` share axes: sequence parallelism or FSDP, whichever moves fewer bytes. A mean or sum is
+      that of all rows of the devices along these axes, and agrees on them; values by row are those of a device's own.
+    * `width` (its axes must be among `rows`): FSDP over H, likewise.
+    * Axes that split the rows only (data parallelism) need no mention. A mean or sum is that of the device's own rows:
+      pass the global count as `normalizer` and add up.
+
+    How gradients meet collectives depends on where differentiation happens. With `check_vma=True` JAX tracks which
+    values differ along which axes, and every gradient is right wherever `jax.grad` stands. With `check_vma=False` it
+    must be said with `grad`: no rule serves both.
+
+    Attributes:
+        vocabulary: axis name, or names from major to minor, over which the weight's vocabulary axis is split.
+        rows: those over which tokens are split; needed under `check_vma=False` where they split the weight too.
+        width: those over which the weight's H is split.
+        grad: "inside" where `jax.grad` is called inside the `shard_map`, "outside" where `shard_map` itself is
+            differentiated (or nothing is). Only for `check_vma=False`.
+
+    Raises:
+        ValueError: axes that are not those of the surrounding `shard_map`, or that do not go together.
+        NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from pallas_ce import MeshAxes, linear_cross_entropy
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=auto)
+        >>> def loss(hidden, weight, labels):
+        ...     local = linear_cross_entropy(
+        ...         hidden, weight, labels, normalizer=6, mesh_axes=MeshAxes(vocabulary="tensor"))
+        ...     return jax.lax.psum(local, "data")
+        >>> sharded = jax.shard_map(
+        ...     loss, mesh=mesh, in_specs=(P("data"), P("tensor"), P("data")), out_specs=P())
+        >>> hidden, weight, labels = jnp.ones((6, 4)), jnp.ones((8, 4)), jnp.arange(6)
+        >>> float(jax.jit(sharded)(hidden, weight, labels))
+        2.0794...
+    """
+
+    vocabulary: str | Axes = ()
+    rows: str | Axes = ()
+    width: str | Axes = ()
+    grad: Literal["inside", "outside"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "rows", "width"):
+            value = getattr(self, name)
+            axes = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) != len(axes):
+                raise ValueError(f"{name}={value!r} must be the name of a mesh axis, or a tuple of different names")
+            object.__setattr__(self, name, axes)
+        if self.grad not in (None, "inside", "outside"):
+            raise ValueError(f"grad={self.grad!r} is unknown; choose from 'inside', 'outside' or None")
+        if both := sorted(set(self.vocabulary) & set(self.width)):
+            raise ValueError(
+                f"vocabulary and width both name {both}; an axis can split only one dimension of the weight"
+            )
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the vocabulary and H are split."""
+        return _devices(_names(self.vocabulary)), _devices(_names(self.width))
+
+
+def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | None:
+    """What a call inside `shard_map` has to do; None where it concerns one device only, or `jit`'s partitioner.
+
+    Args:
+        mesh_axes: what the caller says.
+        arrays: has the fields hidden, weight, bias and logit_scale.
+        others: a pytree of the call's further arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and (left := [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]):
+        raise NotImplementedError(
+            f"the surrounding shard_map leaves the mesh axes {left} automatic, where XLA would gather the weight: make "
+            "all axes manual (leave axis_names out of shard_map), or call under jit alone"
+        )
+    axes = varying((arrays, others))
+    if mesh_axes is None and not axes:
+        return None
+    said = mesh_axes or MeshAxes()
+    vocabulary, rows, width = _names(said.vocabulary), _names(said.rows), _names(said.width)
+    if axes:
+        rows = _typed_rows(said, arrays)
+    elif said.grad is None:
+        raise ValueError(
+            "mesh_axes.grad=None inside a shard_map with check_vma=False, where gradients need another rule inside "
+            "than outside: pass grad='inside' where jax.grad is called inside the shard_map, grad='outside' where "
+            "shard_map is differentiated (or nothing is), or use check_vma=True"
+        )
+    if missing := sorted(set(width) - set(rows)):
+        raise ValueError(
+            f"mesh_axes.width names {missing}, over which the tokens are not split: add them to rows, or gather the "
+            "weight before the call"
+        )
+    weight_bytes = arrays.weight.size * arrays.weight.dtype.itemsize * _devices(width)
+    shards = lay_out(rows, vocabulary, width, arrays.hidden.size * arrays.hidden.dtype.itemsize, weight_bytes)
+    if axes:
+        sums = (axes - varying(x) for x in (arrays.hidden, arrays.weight, arrays.bias, arrays.logit_scale))
+        return dataclasses.replace(shards, sums=Sums(*(tuple(sorted(missing)) for missing in sums)), typed=True)
+    if said.grad == "inside":
+        return shards
+    # shard_map's own differentiation divides the cotangent of an output by the number of devices that hold a copy, and
+    # adds up the cotangents of inputs over those that do.
+    copies = vocabulary + width
+    return dataclasses.replace(
+        shards,
+        sums=Sums(),
+        cotangents_by_row=tuple(axis for axis in copies if axis not in rows),
+        cotangents_of_total=copies,
+    )
+
+
+def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:
+    """The axes that split the rows, where JAX knows over which axes values vary."""
+    split, rows = set(said.vocabulary) | set(said.width), varying(arrays.hidden)
+    if absent := sorted(split - varying(arrays.weight)):
+        raise ValueError(f"mesh_axes says that the weight is split over {absent}, but it is the same along them")
+    if absent := sorted(set(said.rows) - rows):
+        raise ValueError(f"mesh_axes says that the tokens are split over {absent}, but hidden is the same along them")
+    if unsaid := sorted((rows & split) - set(said.rows)):
+        raise ValueError(
+            f"hidden varies over {unsaid}, which split the weight: name them in mesh_axes.rows if the tokens are split "
+            "over them; if each device holds the same tokens, make hidden invariant (by lax.pmean, say) before the call"
+        )
+    return (*said.rows, *sorted(rows - set(said.rows)))
+
+
+def _names(axes: str | Axes) -> Axes:
+    return (axes,) if isinstance(axes, str) else axes
+
+
+def _devices(axes: Axes) -> int:
+    """The number of devices along `axes` of the surrounding `shard_map`."""
+    count = 1
+    for axis in axes:
+        try:
+            count *= lax.axis_size(axis)
+        except NameError as error:
+            raise ValueError(
+                f"mesh_axes names {axis!r}, which is not an axis of a surrounding shard_map; under jit alone leave "
+                "mesh_axes out: the arrays' own shardings are read"
+            ) from error
+    return count

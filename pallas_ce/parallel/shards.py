@@ -1,0 +1,281 @@
+"""How one call is split over mesh axes, and the few collectives that make the parts agree.
+
+A streamed operation runs on each device on its own rows and its own slice of the vocabulary. What it needs of the other
+devices is here, as methods that do nothing where nothing is split:
+
+* rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
+  JAX's data parallelism sums that of every other parameter;
+* vocabulary split (tensor parallelism): partial statistics merge by the rule of `statistics.merge`, and the gradient
+  of the hidden states, of which each device has a share, is summed in the accumulator dtype;
+* both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
+  (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
+  bytes;
+* the weight's width H split (FSDP): the weight is gathered, its gradient reduce-scattered.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_ce.head import Batch, Head
+from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.row import Partial, merge
+
+Axes = tuple[str, ...]
+
+
+class RowArrays(NamedTuple):
+    """What an operation knows of each row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
+
+    Attributes:
+        batch: hidden states, labels, temperatures.
+        mask: `[...]` bool, which rows count.
+        argmax: `[...]` int32, the row's column of the largest logit, where a backward reads it.
+        more: any pytree.
+    """
+
+    batch: Batch
+    mask: jax.Array | None
+    argmax: jax.Array | None = None
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Mesh axes over which each input's gradient is added up."""
+
+    hidden: Axes = ()
+    weight: Axes = ()
+    bias: Axes = ()
+    logit_scale: Axes = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Static. Every field names mesh axes, major to minor; those of one array's dimensions are disjoint.
+
+    Attributes:
+        rows: the rows are split over these.
+        vocabulary: the weight's vocabulary is split over these, and so is the work.
+        sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
+        gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
+        gathered_width: likewise for H; these split the rows too.
+        sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
+        cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
+        cotangents_of_total: likewise that of a loss summed over rows.
+        typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
+        handed_whole: whether the weight and the bias come in gathered already.
+    """
+
+    rows: Axes = ()
+    vocabulary: Axes = ()
+    sequence: Axes = ()
+    gathered_vocabulary: Axes = ()
+    gathered_width: Axes = ()
+    sums: Sums = Sums()
+    cotangents_by_row: Axes = ()
+    cotangents_of_total: Axes = ()
+    typed: bool = False
+    handed_whole: bool = False
+
+    @property
+    def gathered(self) -> Axes:
+        """The axes over which the weight is gathered."""
+        return self.gathered_width + self.gathered_vocabulary
+
+    @property
+    def common(self) -> Axes:
+        """The axes that split both rows and weight: a sum over rows is one over all rows of such a group."""
+        weight = self.vocabulary + self.gathered
+        return tuple(axis for axis in self.rows if axis in weight)
+
+    def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
+        """What this device works on: gathered rows, the head's own columns, labels counted from the first of them."""
+        if self.sequence:
+            rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
+        head = self._local_head(self.gather(head))
+        batch = rows.batch._replace(labels=self.columns(rows.batch.labels, head))
+        return rows._replace(batch=batch, argmax=self.columns(rows.argmax, head)), head
+
+    def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
+        """Vocabulary ids as columns of this device; `NO_TARGET` for those of another."""
+        if ids is None or not self.vocabulary:
+            return ids
+        columns = ids - self._start(local)
+        return jnp.where((columns >= 0) & (columns < local.spec.weight_rows), columns, NO_TARGET)
+
+    def gather(self, head: Head) -> Head:
+        """`head` with the whole weight and bias over the axes that split them in memory only."""
+        if not self.gathered or self.handed_whole:
+            return head
+        weight, bias, axis = head.weight, head.bias, head.spec.vocab_axis
+        if jnp.dtype(head.spec.dtype).itemsize < weight.dtype.itemsize:
+            weight = weight.astype(head.spec.dtype)  # what is computed with is what is moved
+        weight = _gather(_gather(weight, self.gathered_width, 1 - axis), self.gathered_vocabulary, axis)
+        bias = None if bias is None else _gather(bias, self.gathered_vocabulary, 0)
+        return dataclasses.replace(head, weight=weight, bias=bias)
+
+    def _local_head(self, head: Head) -> Head:
+        """The columns that this device streams."""
+        spec = head.spec
+        if not self.vocabulary:
+            return head
+        size = head.weight.shape[spec.vocab_axis]
+        local = dataclasses.replace(spec, weight_rows=size, vocab_size=size, whole_vocab_size=spec.vocab_size)
+        head = dataclasses.replace(head, spec=local)
+        start = self._start(head)
+        u = head.logit_weights
+        if u is not None:
+            u = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
+            u = lax.dynamic_slice_in_dim(u, start, size)
+        valid = None
+        if spec.vocab_size < size * axis_size(self.vocabulary):
+            valid = jnp.clip(spec.vocab_size - start, 0, size)
+        return dataclasses.replace(head, logit_weights=u, valid_columns=valid)
+
+    def _start(self, local: Head) -> jax.Array:
+        """The vocabulary id of this device's first column."""
+        return lax.axis_index(self.vocabulary).astype(jnp.int32) * local.spec.weight_rows
+
+    def merge(self, partial: Partial, local: Head) -> Partial:
+        """Statistics over the whole vocabulary from those of this device's columns, in one collective.
+
+        Each device needs the others' maxima to add up their sums of exponentials. So all are told all: one sum of a
+        table with a place for each device, which the others leave 0. The argmax costs a collective more.
+        """
+        if not self.vocabulary:
+            return partial
+        own = partial._replace(target_logit=None, weighted_sum=None, argmax=None)
+        added = Partial(target_logit=partial.target_logit, weighted_sum=partial.weighted_sum)
+        devices = jnp.arange(axis_size(self.vocabulary))
+        here = devices == lax.axis_index(self.vocabulary)
+        table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
+        leaves, structure = jax.tree.flatten((table, added))
+        if leaves:  # as one array: one collective
+            total = lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), self.vocabulary)
+            ends = list(itertools.accumulate(x.size for x in leaves))
+            leaves = [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), leaves, strict=True)]
+        table, added = jax.tree.unflatten(structure, leaves)
+        each = (jax.tree.map(operator.itemgetter(i), table) for i in range(len(devices)))
+        whole = functools.reduce(merge, each)
+        if partial.argmax is not None:
+            # Ties: the lowest id. Columns are counted from 0 again on the way out.
+            mine = jnp.where(partial.max == whole.max, partial.argmax + self._start(local), np.iinfo(np.int32).max)
+            whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
+        return whole._replace(target_logit=added.target_logit, weighted_sum=added.weighted_sum)
+
+    def own_rows[Tree](self, rows: Tree) -> Tree:
+        """Of values `[N, ...]` that all devices agree on, those of the rows that came in on this one."""
+        if not self.sequence:
+            return rows
+
+        def own(x: jax.Array) -> jax.Array:
+            size = x.shape[0] // axis_size(self.sequence)
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.sequence) * size, size)
+
+        return jax.tree.map(own, rows)
+
+    def sum_hidden(self, partial: jax.Array, dtype: np.dtype) -> jax.Array:
+        """The gradient `[N, H]` of the rows that came in, rounded to `dtype`, from each device's share of it."""
+        own, axes = _scatter(partial, self.sequence, 0), self.sums.hidden
+        narrower = np.dtype(dtype).itemsize < own.dtype.itemsize
+        if self.typed or not axes or not narrower or own.shape[0] % axis_size(axes):
+            return psum(own, axes).astype(dtype)
+        return _gather(_scatter(own, axes, 0).astype(dtype), axes, 0)  # a quarter less to move than by psum
+
+    def scatter_weight(self, partial: jax.Array, vocab_axis: int) -> jax.Array:
+        """The part of the weight's gradient that this device holds, from the sum over this device's rows."""
+        return _scatter(_scatter(partial, self.gathered_width, 1 - vocab_axis), self.gathered_vocabulary, vocab_axis)
+
+    def sum_weight(self, part: jax.Array) -> jax.Array:
+        """That part over all rows, in the gradient's dtype: twice as fast as in float32, and whole on each device."""
+        return psum(part, self.sums.weight)
+
+    def sum_bias(self, partial: jax.Array) -> jax.Array:
+        """Likewise the gradient of the bias."""
+        return _scatter(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
+
+    def sum_scale(self, partial: jax.Array) -> jax.Array:
+        """Likewise that of the logit scale."""
+        return psum(partial, self.sums.logit_scale)
+
+    def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
+        """The shape of `scatter_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
+        width = shape[1 - vocab_axis] // axis_size(self.gathered_width)
+        return (shape[0], width) if vocab_axis == 0 else (width, shape[1])
+
+    def total(self, rows: jax.Array) -> jax.Array:
+        """The sum over the devices that share a weight of what each has of its own rows."""
+        if not self.common:
+            return rows
+        return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _replicated_sum(shards: Shards, x: jax.Array) -> jax.Array:
+    """`psum` with the derivative of a sum that every device uses as its own: JAX's own one would count it n times."""
+    return lax.psum(x, shards.common)
+
+
+_replicated_sum.defvjp(
+    lambda shards, x: (_replicated_sum(shards, x), None),
+    lambda shards, _, g: (lax.psum(g, shards.common) if shards.cotangents_of_total else g,),
+)
+
+
+def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
+    """What it amounts to that rows, vocabulary and width are split over these axes, and each array is whole elsewhere.
+
+    Args:
+        rows: axes that split the rows.
+        vocabulary: axes that split the vocabulary.
+        width: axes that split the weight's width.
+        hidden_bytes: what a device holds of the hidden states.
+        weight_bytes: what a device holds of the weight once its width is gathered.
+    """
+    common = tuple(axis for axis in vocabulary if axis in rows)
+    others = without(vocabulary, common)
+    # One side is gathered over the axes that split both. A device's part of the gathered weight is one run of columns
+    # only where these are the last of the vocabulary's axes.
+    sequence: Axes = common
+    gathered: Axes = ()
+    if common and weight_bytes < hidden_bytes and vocabulary == others + common:
+        vocabulary, sequence, gathered = others, (), common
+    sums = Sums(
+        hidden=without(vocabulary, sequence),
+        weight=without(rows, sequence + gathered + width),
+        bias=without(rows, sequence + gathered),
+        logit_scale=tuple(dict.fromkeys(rows + vocabulary)),
+    )
+    return Shards(rows, vocabulary, sequence, gathered, width, sums)
+
+
+def without(axes: Axes, others: Axes) -> Axes:
+    """`axes` but those among `others`."""
+    return tuple(axis for axis in axes if axis not in others)
+
+
+def axis_size(axes: Axes) -> int:
+    """The number of devices along `axes`."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+    """`lax.psum`, and `x` itself without axes."""
+    return lax.psum(x, axes) if axes else x
+
+
+def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x

@@ -1,0 +1,1 @@
+"""How rows and vocabulary are cut into blocks and tiles, and the loops over them. Knows no backend and no device."""

@@ -1,0 +1,95 @@
+"""How an axis is cut into tiles of one size: the ragged-edge rule, in one place.
+
+The last of several tiles starts early, so that every tile has the same size and no operand is padded or copied; the
+part that an earlier tile covered is marked not valid, contributes nothing and is left alone when results are written.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Each is compiled by itself, and where there are many rows the host need not be quick.
+_MOST_WITHOUT_LOOP = 8
+
+
+def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
+    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: int = 0) -> jax.Array:
+    return update if buffer.shape == update.shape else lax.dynamic_update_slice_in_dim(buffer, update, start, axis)
+
+
+def shrink(
+    rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
+) -> tuple[int, int]:
+    """Rows of a block and columns of a tile, halved along their longer side until `scratch(rows, columns) <= limit`.
+
+    The limit must hold one row of `least_columns`.
+    """
+    while scratch(rows, columns) > limit:
+        if rows > 1 and (rows >= columns or columns <= least_columns or 2 * scratch(rows, least_columns) > limit):
+            rows = -(-rows // 2)
+        else:
+            columns = max(least_columns, -(-columns // 2))
+    return rows, columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """`total` columns in tiles of `size`; with `limit []`, those from there on are valid in no tile."""
+
+    total: int
+    size: int
+    limit: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.total:
+            raise ValueError(f"size={self.size} must lie between 1 and total={self.total}")
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return -(-self.total // self.size)
+
+    @property
+    def few(self) -> bool:
+        """Whether they are so few that programs may hold the work on each, in place of a loop.
+
+        XLA answers a conditional on a GPU by itself where the branches hold no loop; else the host waits to be told.
+        """
+        return self.count <= _MOST_WITHOUT_LOOP
+
+    def tile(self, index: jax.Array | int) -> "Tile":
+        """The tile of that index; the index may be traced."""
+        start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
+        columns = start + jnp.arange(self.size, dtype=jnp.int32)
+        valid = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
+        if self.limit is not None:
+            valid = columns < self.limit if valid is None else valid & (columns < self.limit)
+        return Tile(start, self.size, columns, valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile: its first column, its columns' ids `[size]`, and which of them are its own (None: all)."""
+
+    start: jax.Array
+    size: int
+    columns: jax.Array
+    valid: jax.Array | None
+
+    def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """The tile's part of `x` along `axis`, columns that are not valid included."""
+        return _slice(x, self.start, self.size, axis)
+
+    def put(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        """`buffer` with the tile's part replaced, columns that are not valid included."""
+        return _update(buffer, values, self.start, axis)
+
+    def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        """Adds in `buffer`'s dtype. Values of columns that are not valid must be 0."""
+        return self.put(buffer, self.take(buffer, axis) + values.astype(buffer.dtype), axis)

@@ -1,0 +1,231 @@
+"""Losses of stored logits by the Hopper kernels: under the interpreter against the oracle, and what they compile to."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
+from pallas_ce.backends.mosaic_gpu.gemm import tile_stream
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from tests import compile_for_h200 as h200
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import assert_close, relative_error
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+N, V = 8192, 131072
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many tiles and so few thread blocks that each has several items of several tiles."""
+
+    def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
+        del itemsize, staged_bytes
+        return Config(rows=64, columns=128, stages=2, cluster=None, piece=piece, sms=3)
+
+    monkeypatch.setattr(tile_stream, "tiles", tiles)
+
+
+def logits_of(n: int, v: int, dtype: Any, offset: float = 0.0) -> np.ndarray:
+    return (2 * np.random.default_rng(n).normal(size=(n, v)) + offset).astype(dtype)
+
+
+def run(
+    interpreted: Callable[..., Any], logits: np.ndarray, labels: np.ndarray, cotangent: Any = 1.0, **options: Any
+) -> tuple[Any, Any]:
+    """Loss and gradient by the kernels."""
+
+    def loss(z: jax.Array) -> Any:
+        value = cross_entropy(z, labels, implementation="mosaic_gpu", **options)
+        return jnp.sum(value * cotangent), value
+
+    (_, value), gradient = interpreted(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(logits))
+    assert gradient.dtype == logits.dtype
+    return value, np.asarray(gradient)
+
+
+def needs_grad(logits: np.ndarray, labels: np.ndarray, cotangent: Any = 1.0, **options: Any) -> tuple[Any, np.ndarray]:
+    """The oracle's, in float64; the logits as hidden states of an identity."""
+    arrays = {"hidden": logits, "weight": np.eye(logits.shape[1])}
+    if (weights := options.pop("token_weights", None)) is not None:
+        arrays["token_weights"] = weights
+    loss, gradients = oracle.cross_entropy(arrays, labels, options, cotangent)
+    return loss, gradients["hidden"]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0, "vocab_size": 300},
+    {"label_smoothing": 0.2, "class_weights": np.linspace(-0.5, 2, 336), "reduction": "sum"},
+    {"token_weights": np.linspace(0, 2, 136).astype(np.float32), "normalizer": 7.0, "ignore_index": 3},
+]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_float32_matches_the_oracle(options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
+    logits = logits_of(136, 336, np.float32)
+    labels = np.random.default_rng(1).integers(0, options.get("vocab_size", 336), 136)
+    labels[::7] = -100
+    assert_close(run(interpreted, logits, labels, **options), needs_grad(logits, labels, **options), 1e-5, floor=1e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+def test_selected_log_probabilities_and_their_gradient(dtype: Any, interpreted: Callable[..., Any]) -> None:
+    """One index lies outside the vocabulary: 0, and no gradient."""
+    logits, rng = logits_of(136, 336, dtype, offset=100.0), np.random.default_rng(2)
+    index, upstream = rng.integers(0, 336, 136), rng.normal(size=136)
+    index[5] = 400
+
+    def weighted(z: jax.Array) -> Any:
+        found = selective_log_softmax(z, index, implementation="mosaic_gpu")
+        return jnp.sum(found * upstream), found
+
+    (_, found), gradient = interpreted(jax.value_and_grad(weighted, has_aux=True))(jnp.asarray(logits))
+    wide = logits.astype(np.float64)
+    log_p = wide - np.log(np.exp(wide - 100).sum(axis=1, keepdims=True)) - 100
+    inside = index < 336
+    picked = np.where(inside, log_p[np.arange(136), index % 336], 0)
+    np.testing.assert_allclose(found, picked, rtol=1e-5, atol=2e-5)
+    exact = np.where(inside, upstream, 0)[:, None] * (np.eye(336)[index % 336] - np.exp(log_p))
+    assert gradient.dtype == dtype
+    assert relative_error(np.asarray(gradient), exact) <= (1e-5 if dtype == np.float32 else 2.0**-8)
+
+
+def test_several_indices_of_a_row_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="one index for each row"):
+        selective_log_softmax(jnp.zeros((8, 32)), jnp.zeros((8, 2), jnp.int32), implementation="mosaic_gpu")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
+@pytest.mark.parametrize("offset", [0.0, 64.0])
+def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(
+    dtype: Any, offset: float, interpreted: Callable[..., Any]
+) -> None:
+    logits, labels = logits_of(72, 208, dtype, offset), np.arange(72)
+    want, exact = needs_grad(logits, labels)
+    loss, gradient = run(interpreted, logits, labels)
+    assert abs(float(loss) - want) <= 1e-5 * want
+    rounded = exact.astype(np.float32).astype(dtype)
+    assert relative_error(gradient, exact) <= 1.05 * relative_error(rounded, exact)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_losses_by_row_take_a_cotangent_each(interpreted: Callable[..., Any]) -> None:
+    logits, labels = logits_of(64, 160, np.float32), np.arange(64)
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}
+    cotangent = np.linspace(-1, 1, 64).astype(np.float32)
+    got = run(interpreted, logits, labels, cotangent, **options)
+    assert_close(got, needs_grad(logits, labels, cotangent, **options), 1e-5, floor=1e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_have_no_gradient(
+    interpreted: Callable[..., Any],
+) -> None:
+    logits, labels = logits_of(64, 160, np.float32), np.arange(64)
+    plain = run(interpreted, logits, np.where(labels < 60, labels, -100))
+    logits[60], logits[61], logits[62, ::2] = np.nan, np.inf, np.nan
+    got = run(interpreted, logits, np.where(labels < 60, labels, -100))
+    np.testing.assert_array_equal(got[0], plain[0])
+    np.testing.assert_array_equal(got[1], plain[1])
+    assert not got[1][60:].any()
+    logits[5], logits[6, 10:] = -np.inf, -np.inf
+    _, gradient = run(interpreted, logits, np.where(labels < 60, labels, -100))
+    assert not gradient[5].any()
+    assert not gradient[6, 10:].any()
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_metrics_and_values_alone(interpreted: Callable[..., Any]) -> None:
+    logits, labels = logits_of(64, 160, BFLOAT16), np.arange(64)
+
+    def loss(implementation: Any) -> Callable[[jax.Array], Any]:
+        return lambda z: cross_entropy(z, labels, implementation=implementation, return_metrics=True)
+
+    assert_close(interpreted(loss("mosaic_gpu"))(logits), jax.tree.map(np.asarray, loss("xla")(logits)), 1e-5)
+
+
+def test_what_they_cannot_serve_is_named() -> None:
+    labels = jnp.zeros(8, jnp.int32)
+    with pytest.raises(ValueError, match=r"rows in multiples of 8 and columns in multiples of 16.*\[N, 20\]; pad them"):
+        cross_entropy(jnp.zeros((8, 20)), labels, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"these logits are \[6, 48\]"):
+        cross_entropy(jnp.zeros((6, 48)), labels[:6], implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"implementation='reference' does not serve stored logits: choose 'xla'"):
+        cross_entropy(jnp.zeros((8, 32)), labels, implementation="reference")
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"not float64; use 'xla'"):
+        cross_entropy(jnp.zeros((8, 32), jnp.float64), labels, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16)])
+@pytest.mark.parametrize(("n", "options"), [(1000, {}), (136, OPTIONS[1]), (136, OPTIONS[2]), (136, OPTIONS[3])])
+def test_on_a_gpu_it_matches_the_oracle(n: int, dtype: Any, options: dict[str, Any]) -> None:
+    logits = logits_of(n, 336, dtype)
+    labels = np.random.default_rng(1).integers(0, options.get("vocab_size", 336), n)
+    labels[::7] = -100
+    got, want = run(jax.jit, logits, labels, **options), needs_grad(logits, labels, **options)
+    if dtype == np.float32:
+        assert_close(got, want, 1e-5, floor=1e-6)
+    else:
+        rounded = want[1].astype(np.float32).astype(dtype)
+        assert abs(float(got[0]) - want[0]) <= 1e-5 * abs(want[0])
+        assert relative_error(got[1], want[1]) <= 1.05 * relative_error(rounded, want[1])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_large_array_has_the_gradient_of_the_softmax() -> None:
+    """A donated array of 2 GiB, of which every 500th row is looked at."""
+    logits = jax.random.normal(jax.random.key(0), (N, V), jnp.bfloat16)
+    labels = jax.random.randint(jax.random.key(1), (N,), 0, V)
+    some = logits[::500].astype(jnp.float32)
+    function = jax.value_and_grad(lambda z: cross_entropy(z, labels, implementation="mosaic_gpu"))
+    loss, gradient = jax.jit(function, donate_argnums=0)(logits)
+    exact = (jax.nn.softmax(some) - jax.nn.one_hot(labels[::500], V)) / N
+    rounded = exact.astype(jnp.bfloat16)
+    assert relative_error(gradient[::500], exact) <= 1.05 * relative_error(rounded, exact)
+    assert abs(float(loss) - (np.log(V) + 0.5)) < 0.05  # of logits of variance 1; 9 standard errors of the mean
+
+
+EVERY_OPTION: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-4,
+    "logit_softcap": 30.0,
+    "class_weights": jnp.ones(V - 100),
+    "vocab_size": V - 100,
+    "token_weights": jnp.ones(N),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION, {"reduction": "none"}])
+def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, options: dict[str, Any]) -> None:
+    """Two reads and a write: beside the kernels, nothing but vectors is read or written."""
+
+    def loss(z: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(chunked_cross_entropy(z, labels, 512, implementation="mosaic_gpu", **options)))
+
+    mesh = h200.h200_mesh()
+    arguments = [h200.shaped(mesh, (N, V), dtype), h200.shaped(mesh, (N,), jnp.int32)]
+    plain = not options
+    function = jax.value_and_grad((lambda z, t: cross_entropy(z, t, implementation="mosaic_gpu")) if plain else loss)
+    compiled, report = h200.compile_for_h200(function, *arguments, donate_argnums=0)
+    assert report.kernels == 2
+    assert report.spilled_bytes == 0
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= N * V * jnp.dtype(dtype).itemsize
+    assert memory.temp_size_in_bytes <= 16 * 2**20
+    made = re.findall(rf"= \(?\w+\[{N},{V}\]\S* ([\w-]+)\(", text[text.index("ENTRY") :])
+    wide = 0 if plain or options.get("reduction") == "none" else 1  # the upstream scalar, where it is not 1
+    assert sum(name in ("fusion", "copy", "copy-start", "while") for name in made) <= wide
+    assert len(re.findall(r" fusion\(", text)) <= 24

@@ -1,0 +1,255 @@
+"""`torch_bridge.cross_entropy` on stored logits, against PyTorch's own in float64 and `pallas_ce.cross_entropy`."""
+
+import contextlib
+from unittest import mock
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import pallas_ce
+from tests.torch_bridge import reference
+from torch_bridge import chunks, cross_entropy, materialized_kernels
+
+
+def problem(dtype=torch.float64, shape=(3, 7), size=19, scale=4.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(*shape, size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    target = torch.randint(0, size, shape, generator=generator)
+    target.view(-1)[0] = -100
+    return logits, target
+
+
+FIRST_ON = st.sampled_from([True, False])  # the first example is the simplest: here that is the richest
+OPTIONS = {
+    "label_smoothing": st.sampled_from([0.2, 1.0]),
+    "z_loss": st.sampled_from([1e-2, 0.1]),
+    "logit_softcap": st.sampled_from([3.0, 30.0]),
+    "ignore_index": st.sampled_from([3, None]),
+    "vocab_size": st.sampled_from([16, 1]),
+    "class_weights": st.just(True),
+    "token_weights": st.just(True),
+}
+
+
+def exact(logits, target, options, upstream):
+    """The loss, and the gradients of the logits, then of what else is a tensor that wants one."""
+    size = logits.shape[-1]
+    wide = {k: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+            for k, v in options.items()}  # fmt: skip
+    arrays = {"hidden": logits.detach().double().flatten(0, -2).requires_grad_(), "weight": torch.eye(size).double()}
+    if "token_weights" in wide:
+        arrays["token_weights"] = wide["token_weights"].flatten()
+
+    def loss(smoothing):
+        found = reference.loss(arrays, target.flatten(), wide | {"label_smoothing": smoothing})
+        return found.reshape(target.shape) if found.ndim else found
+
+    smoothing = wide.get("label_smoothing", 0.0)
+    value = loss(smoothing.item() if torch.is_tensor(smoothing) else smoothing)
+    needs_grad = [arrays["hidden"], *[wide[k] for k in ("token_weights", "z_loss") if torch.is_tensor(wide.get(k))]]
+    first, *others = torch.autograd.grad((value * upstream).sum(), needs_grad)
+    if torch.is_tensor(smoothing):  # the loss is linear in it
+        others.append(((loss(1.0) - loss(0.0)) * upstream).sum().detach())
+    return value.detach(), [first.reshape(logits.shape), *others]
+
+
+def close(got, want, unit, terms):
+    """As close as `want` rounded to the dtype of `got`; a sum may be the small remainder of `terms`."""
+    rounding = (want.to(got.dtype).double() - want).norm()
+    assert got.shape == want.shape
+    assert (got.double() - want).norm() <= 1.05 * rounding + 64 * unit * want.norm() + 8 * unit * terms
+
+
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(data=st.data())
+def test_loss_and_gradients_match_float64_for_any_options(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape, size = (
+        data.draw(st.sampled_from([(4, 2), (3, 7), (1,), (2, 1, 3)])),
+        data.draw(st.sampled_from([19, 16, 400])),
+    )
+    spare = data.draw(st.sampled_from([0, 1]))  # positions that are cut off: a view of the logits, which is not copied
+    scale, seed = data.draw(st.sampled_from([4.0, 0.1])), data.draw(st.integers(0, 99))
+    leaf, target = problem(dtype, (*shape[:-1], shape[-1] + spare), size, scale, seed)
+    logits, target = (leaf * 1.0)[..., : shape[-1], :], target[..., spare:]
+    options = {name: data.draw(values) for name, values in OPTIONS.items() if data.draw(FIRST_ON)}
+    options |= data.draw(st.sampled_from([{"normalizer": 11.0}, {}, {"reduction": "sum"}, {"reduction": "none"}]))
+    reduction = options.get("reduction", "mean")
+    least = 0.0 if {"reduction", "normalizer"} & options.keys() else 0.1  # a mean over nothing is 0 by convention
+    if "class_weights" in options:
+        options["class_weights"] = torch.linspace(2, least, options.get("vocab_size", size), dtype=wide)
+    if "token_weights" in options:
+        options["token_weights"] = torch.linspace(2, least, target.numel(), dtype=wide).reshape(shape).requires_grad_()
+    for name in ("label_smoothing", "z_loss"):
+        if name in options and data.draw(FIRST_ON):
+            options[name] = torch.tensor(options[name], dtype=wide, requires_grad=True)
+    upstream = torch.linspace(-1, 2, target.numel(), dtype=wide).reshape(shape)
+    upstream = upstream if options.get("reduction") == "none" else torch.tensor(1.5, dtype=wide)
+    inplace, elements = data.draw(FIRST_ON), data.draw(st.sampled_from([37, 2**20]))
+
+    # Losses are of the logits' size and are added up; their derivatives in the options are differences of them.
+    largest = (1 + float(logits.detach().abs().max())) * (1 if reduction == "mean" else target.numel())
+    want, gradients = exact(logits, target, options, upstream.double())
+    by_kernels = (
+        mock.patch.object(materialized_kernels, "serving", reference.by_xla)
+        if data.draw(FIRST_ON)
+        else contextlib.nullcontext()
+    )
+    with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 4), by_kernels:
+        found = cross_entropy(logits, target, inplace_backward=inplace, **options)
+        asked = [options[k] for k in ("token_weights", "z_loss", "label_smoothing") if torch.is_tensor(options.get(k))]
+        got = torch.autograd.grad((found * upstream).sum(), [logits, *asked])
+    assert found.dtype == wide
+    unit = torch.finfo(wide).eps
+    close(got[0], gradients[0], unit, 1.0)
+    for mine, theirs in zip([found.detach(), *got[1:]], [want, *gradients[1:]], strict=True):
+        close(mine, theirs, unit, largest)
+    assert got[0].dtype == dtype
+    if inplace:
+        assert torch.equal(logits.detach(), got[0])
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum", "z_loss": 0.1, "ignore_index": 3},
+        {"label_smoothing": 0.2, "class_weights": torch.linspace(0, 2, 16), "vocab_size": 16, "normalizer": 5},
+        {"logit_softcap": 3.0, "z_loss": torch.tensor(0.1, requires_grad=True)},
+    ],
+)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_program_for_all_rows_gives_what_two_for_parts_of_them_do(inplace, dtype, options, weighted):
+    leaf, target = problem(dtype, (4, 32))
+    target = target.to(torch.int32) if weighted else target
+    weights = torch.linspace(0.5, 2, 128).reshape(4, 32).requires_grad_() if weighted else None
+    inputs = [x for x in (weights, options.get("z_loss")) if isinstance(x, torch.Tensor)]
+    exact = cross_entropy(leaf, target, token_weights=weights, **options)
+    for upstream in (1.0, 3.0):
+        want = torch.autograd.grad(upstream * exact, [leaf, *inputs], retain_graph=True)
+        with mock.patch.object(materialized_kernels, "serving", reference.by_xla):
+            logits = leaf.view(4, 32, -1) * 1
+            got = cross_entropy(logits, target, token_weights=weights, inplace_backward=inplace, **options)
+            again = torch.autograd.grad(upstream * got, [logits, *inputs], retain_graph=True)
+            gradients = torch.autograd.grad(upstream * got, [logits, *inputs])
+        assert got.grad_fn.name() == "_LossAndGradientsBackward"
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+        for found in (again, gradients):
+            for x, y in zip(found, want, strict=True):
+                # A second rounding where the upstream is no power of two.
+                rtol = 2**-7 if x.dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(x, y, rtol=rtol, atol=1e-6)
+
+
+def test_rows_are_cut_into_few_sizes():
+    for count in (1, 127, 128, 5000, 70000):
+        logits = torch.zeros(count, 1)
+        parts = [part for part, rows in chunks.powers(logits)]
+        assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
+        assert (parts[0].start, parts[-1].stop) == (0, count)
+        sizes = [part.stop - part.start for part in parts]
+        assert all(size in (128 << i for i in range(8)) for size in sizes[:-1])
+        assert sum(size < 128 for size in sizes) <= 1
+    sliced = torch.zeros(3, 200, 4)[:, :-1]
+    assert [rows.data_ptr() - sliced.data_ptr() for _, rows in chunks.powers(sliced)][::2] == [0, 3200, 6400]
+
+
+def test_it_is_the_loss_of_the_library_in_jax():
+    logits, target = problem(torch.bfloat16)
+    weights = torch.linspace(0.5, 2, target.numel()).reshape(target.shape).requires_grad_()
+    options = {"z_loss": 1e-2, "label_smoothing": 0.1, "logit_softcap": 3.0, "vocab_size": 16, "ignore_index": 3}
+    classes = torch.linspace(0, 2, 16)
+    found = cross_entropy(logits, target, token_weights=weights, class_weights=classes, **options)
+    gradients = torch.autograd.grad(found, [logits, weights])
+
+    def loss(logits, weights):
+        ids, by_class = jnp.asarray(target.numpy()), jnp.asarray(classes.numpy())
+        return pallas_ce.cross_entropy(logits, ids, token_weights=weights, class_weights=by_class, **options)
+
+    stored = jnp.asarray(logits.detach().float().numpy(), jnp.bfloat16)
+    want, expected = jax.value_and_grad(loss, (0, 1))(stored, jnp.asarray(weights.detach().numpy()))
+    np.testing.assert_allclose(found.item(), want, rtol=1e-5)
+    for got, theirs, bound in zip(gradients, expected, (1e-2, 2e-5), strict=True):
+        np.testing.assert_allclose(got.float(), np.asarray(theirs, np.float32), rtol=bound, atol=1e-6)
+
+
+def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for():
+    leaf, target = problem(torch.float32)
+    logits = leaf * 1.0
+    logits.retain_grad()
+    cross_entropy(logits[:, :-1], target[:, 1:], inplace_backward=True).backward()
+    (exact,) = torch.autograd.grad(cross_entropy(leaf[:, :-1], target[:, 1:]), leaf)
+    torch.testing.assert_close(leaf.grad, exact)
+    torch.testing.assert_close(logits.detach()[:, :-1], exact[:, :-1])
+    with pytest.raises(ValueError, match="inplace_backward=True on logits that are a leaf"):
+        cross_entropy(leaf, target, inplace_backward=True)
+
+
+def test_columns_of_probability_zero_have_gradient_zero():
+    logits, target = problem()
+    closed = torch.arange(19) % 5 == 2
+    target[closed[target.clamp(0)]] = 0
+    kept = torch.where(target < 0, target, target - closed.cumsum(0)[target.clamp(0)])
+    filled = logits.detach().masked_fill(closed, -torch.inf).requires_grad_()
+    found = cross_entropy(filled, target, z_loss=0.1)
+    (gradient,) = torch.autograd.grad(found, filled)
+    assert not gradient[..., closed].any()
+    torch.testing.assert_close(found, cross_entropy(logits[..., ~closed], kept, z_loss=0.1))
+
+
+def test_rows_that_do_not_count_may_hold_anything():
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, torch.inf], [-torch.inf, -torch.inf]], requires_grad=True)
+    loss = cross_entropy(logits, torch.tensor([1, -100, 5]), z_loss=0.1, label_smoothing=0.1)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert not logits.grad[1:].any()
+    nothing = cross_entropy(logits, torch.full((3,), -100))
+    nothing.backward()
+    assert nothing == 0
+
+
+def test_no_tokens_have_loss_0():
+    logits = torch.zeros(0, 5, requires_grad=True)
+    loss = cross_entropy(logits, torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0
+    assert logits.grad.shape == (0, 5)
+
+
+@pytest.mark.parametrize("ignore_index", [1.5, "a", True])
+def test_an_ignore_index_that_is_no_integer_is_refused(ignore_index):
+    with pytest.raises(TypeError, match=f"ignore_index={ignore_index!r} must be a Python int"):
+        cross_entropy(torch.zeros(2, 3), torch.zeros(2).long(), ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(3, dtype=torch.long)), {}, ValueError, r"target has shape \(3,\); it must be"),
+        ((torch.zeros(2, 3), torch.zeros(2)), {}, TypeError, "target has dtype torch.float32"),
+        ((torch.zeros(2, 3).long(), torch.zeros(2).long()), {}, TypeError, "logits has dtype torch.int64"),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"label_smoothing": 2}, ValueError, "label_smoothing=2"),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"reduction": "max"}, ValueError, "reduction='max'"),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"normalizer": torch.ones(1)}, ValueError, "normalizer has shape"),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"normalizer": "a"}, TypeError, "normalizer is a str"),
+        (
+            (torch.zeros(3).expand(2, 3), torch.zeros(2).long()),
+            {"inplace_backward": True},
+            ValueError,
+            r"an expanded view \(shape \(2, 3\), strides \(0, 1\)\)",
+        ),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"vocab_size": 4}, ValueError, "vocab_size=4"),
+        ((torch.zeros(2, 3), torch.zeros(2).long()), {"class_weights": torch.ones(2)}, ValueError, "class_weights has"),
+    ],
+)
+def test_impossible_arguments_are_named(arguments, options, kind, message):
+    with pytest.raises(kind, match=message):
+        cross_entropy(*arguments, **options)
