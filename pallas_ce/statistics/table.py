@@ -2,8 +2,8 @@
 
 `PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
 the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
-field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read the table.
-A backend with a language of its own translates fields and terms; tests compare its translations with the table.
+field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read this. A
+backend with a language of its own translates fields and terms; tests compare its translations with these.
 """
 
 import dataclasses
