@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.statistics.logits import LogitsTile, Row, present
 
@@ -90,6 +91,10 @@ class Coefficients(NamedTuple):
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
 
 
+# Keeps what is divided by a weight finite where it is 0.
+_TINY = float(np.finfo(np.float32).tiny)
+
+
 def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
     """weight·distance with 0·(-inf) = 0."""
     return jnp.where(weight > 0, weight * distance, 0.0)
@@ -97,7 +102,7 @@ def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
 
 def mean_distance(part: Partial) -> jax.Array:
     """`μ - m`; 0 where there is no weight."""
-    return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), jnp.finfo(jnp.float32).tiny)
+    return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +135,7 @@ def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:
 
 def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
     """Chan, Golub and LeVeque: `Q_a + Q_b + S_a S_b / (S_a + S_b) · (μ_a - μ_b)²`, with S the sums of exponentials."""
-    share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), jnp.finfo(jnp.float32).tiny)
+    share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), _TINY)
     between = share * present(b.sum_exp) * jnp.square(mean_distance(a) - mean_distance(b))
     return present(a.sum_exp_deviation_sq) + present(b.sum_exp_deviation_sq) + between
 
