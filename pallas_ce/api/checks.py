@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.head import HeadSpec, LogitsSpec
-from pallas_ce.statistics.row import STATISTICS
+from pallas_ce.statistics.row import STATISTICS, needs_labels
 
 # Logits are multiplied by the inverse, in float32.
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -296,6 +296,6 @@ def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
     for name in names:
         if name not in STATISTICS:
             raise ValueError(f"statistics names {name!r}, which is unknown; choose from {STATISTICS}")
-        if labels is None and name in ("target_logit", "log_prob"):
+        if labels is None and needs_labels(name):
             raise ValueError(f"statistics names {name!r}, which needs labels; labels is None")
     return names
