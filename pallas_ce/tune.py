@@ -42,7 +42,8 @@ def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], voc
         weight = jax.ShapeDtypeStruct((v, h) if vocab_axis == 0 else (h, v), jnp.bfloat16)
         for kernel in kernels:
             told = explain(hidden, weight, vocab_axis=vocab_axis, implementation="mosaic_gpu", **_CALLS[kernel])
-            assert told.rows and told.columns
+            assert told.rows
+            assert told.columns
             case = Case(kernel, told.rows, told.columns, h, vocab_axis)
             found.setdefault(case.shape_class, case)
     return list(found.values())
