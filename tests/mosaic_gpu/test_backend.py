@@ -101,9 +101,9 @@ def test_products_by_kernels_in_one_block_and_in_several(
         )  # fmt: skip
 
     spec = HeadSpec(256, 272, 272, axis, np.dtype(dtype), None)
-    plan = pallas_ce.mosaic_gpu.BACKEND.plan(spec, n, "in_forward", scratch)
+    plan = pallas_ce.backends.mosaic_gpu.BACKEND.plan(spec, n, "in_forward", scratch)
     assert -(-n // plan.rows) == blocks
-    assert pallas_ce.mosaic_gpu.BACKEND.skips_rows(spec, plan)
+    assert pallas_ce.backends.mosaic_gpu.BACKEND.skips_rows(spec, plan)
     check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
@@ -138,7 +138,9 @@ def test_recomputed_tiles_are_worked_on_in_place(
             label_smoothing=0.1, implementation=implementation, backward=backward,
         )  # fmt: skip
 
-    assert pallas_ce.mosaic_gpu.BACKEND.skips_rows(HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None), plan)
+    assert pallas_ce.backends.mosaic_gpu.BACKEND.skips_rows(
+        HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None), plan
+    )
     check(interpreted, loss, given, "recompute", TOLERANCE[jnp.bfloat16])
 
 
@@ -198,11 +200,11 @@ def test_a_little_padding_is_worked_on_as_vocabulary(
     spec = HeadSpec(256, 656, 648, 0, np.dtype(jnp.bfloat16), None)
     for rows, vocabulary, taken in ((656, 648, True), (656, 656, False), (656, 600, False), (649, 648, False)):
         changed = dataclasses.replace(spec, weight_rows=rows, vocab_size=vocabulary)
-        assert pallas_ce.mosaic_gpu.BACKEND.takes_padding(changed) == taken
+        assert pallas_ce.backends.mosaic_gpu.BACKEND.takes_padding(changed) == taken
 
 
 def test_a_shard_of_padding_only_leaves_nothing(interpreted: Callable[..., Any]) -> None:
-    backend, given = pallas_ce.mosaic_gpu.BACKEND, arrays(64, 64, 208)
+    backend, given = pallas_ce.backends.mosaic_gpu.BACKEND, arrays(64, 64, 208)
     spec = HeadSpec(64, 208, 208, 0, np.dtype(jnp.bfloat16), None, whole_vocab_size=500)
     names, plan = frozenset({"lse", "target_logit", "max_logit"}), Plan(64, 208, 2**20)
 

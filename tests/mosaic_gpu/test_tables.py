@@ -125,7 +125,7 @@ def test_what_is_not_a_table_is_refused_with_file_reason_and_repair(tmp_path: Pa
     with pytest.raises(TableError, match=reason) as caught:
         tables.load(path, DEVICE)
     assert str(path) in str(caught.value)
-    assert "Delete it, or make a new one with `python -m pallas_ce.mosaic_gpu.tune`" in str(caught.value)
+    assert "Delete it, or make a new one with `python -m pallas_ce.backends.mosaic_gpu.tune`" in str(caught.value)
 
 
 def test_a_class_is_given_once(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ _KERNELS: dict[Mode | None, tuple[Kernel, int, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpuBackend:
-    """See `pallas_ce.backends.Backend`.
+    """See `protocol.Backend`.
 
     Attributes:
         config: tiles of every kernel, for tests; None to have `tuning` choose.

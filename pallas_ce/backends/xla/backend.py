@@ -28,7 +28,7 @@ _FEW_ROWS = 128
 
 
 class XlaBackend:
-    """See `pallas_ce.backends.Backend`."""
+    """See `protocol.Backend`."""
 
     name = "xla"
     in_checked_regions = True

@@ -92,7 +92,7 @@ def load(path: Path, device: str) -> Table:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise TableError(
             f"the tuning table {path} cannot be used: {reason}. Delete it, or make a new one with "
-            "`python -m pallas_ce.mosaic_gpu.tune`; until then the default tiles are used."
+            "`python -m pallas_ce.backends.mosaic_gpu.tune`; until then the default tiles are used."
         ) from error
 
 

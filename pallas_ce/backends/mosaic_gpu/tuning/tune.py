@@ -1,4 +1,4 @@
-"""Measures the kernels' tiles on this GPU and keeps the fastest: `python -m pallas_ce.mosaic_gpu.tune`.
+"""Measures the kernels' tiles on this GPU and keeps the fastest: `python -m pallas_ce.backends.mosaic_gpu.tune`.
 
 The table is left where every later program of this user finds it (see `tuning`); `--out` writes another, say for a
 colleague. Classes of shapes that the table already holds are skipped unless `--again` is given, so an interrupted or
@@ -228,7 +228,7 @@ def _command(words: Sequence[str]) -> str:
     while "--out" in told:
         place = told.index("--out")
         del told[place : place + 2]
-    return " ".join(["python -m pallas_ce.mosaic_gpu.tune", *told])
+    return " ".join(["python -m pallas_ce.backends.mosaic_gpu.tune", *told])
 
 
 def _shape(text: str) -> tuple[int, int, int]:
