@@ -20,6 +20,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("NPROC", "16")
 
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -28,9 +29,9 @@ import pytest
 from tests import memory_maps
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=300)
-hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=5)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=8, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=60)
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
 hypothesis.settings.load_profile("default")
 
 
@@ -46,7 +47,36 @@ def _memory_maps() -> Iterator[None]:
     memory_maps.give_back()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Memory maps are given back after each drawn example too: one test may compile hundreds of programs."""
-    for drawn in {id(d): d for item in items if (d := getattr(getattr(item, "obj", None), "hypothesis", None))}.values():
-        drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
+    """Marks drawn tests, and takes the mark `nightly` from the cases that it is to keep.
+
+    Memory maps are given back after each drawn example too: one test may compile hundreds of programs.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    wrapped = set()
+    for item in items:
+        if drawn := getattr(getattr(item, "obj", None), "hypothesis", None):
+            item.add_marker("drawn")
+            if id(drawn) not in wrapped:
+                wrapped.add(id(drawn))
+                drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
+        if any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        mark = next(of_one_test[0].iter_markers("nightly"))
+        for item in _varied(of_one_test, mark.kwargs["keep"]):
+            item.own_markers.remove(next(item.iter_markers("nightly")))
+
+
+def _varied(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many cases of a parametrised test, one after the other with the most values that no earlier one has."""
+
+    def values(item: Any) -> set[tuple[str, str]]:
+        return {(name, repr(value)) for name, value in item.callspec.params.items()}
+
+    found, seen = list[pytest.Item](), set[tuple[str, str]]()
+    for _ in range(min(count, len(items))):
+        found.append(max((x for x in items if x not in found), key=lambda item: len(values(item) - seen)))
+        seen |= values(found[-1])
+    return found
