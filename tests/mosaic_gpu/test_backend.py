@@ -11,6 +11,8 @@ import pytest
 
 import pallas_ce.backends.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
+from pallas_ce.backends.mosaic_gpu import recomputation
+from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.mosaic_gpu.schedule import plans
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -103,7 +105,7 @@ def test_products_by_kernels_in_one_block_and_in_several(
     spec = HeadSpec(256, 272, 272, axis, np.dtype(dtype), None)
     plan = pallas_ce.backends.mosaic_gpu.BACKEND.plan(spec, n, "in_forward", scratch)
     assert -(-n // plan.rows) == blocks
-    assert pallas_ce.backends.mosaic_gpu.BACKEND.skips_rows(spec, plan)
+    assert plan.skips_rows
     check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
@@ -123,7 +125,9 @@ def test_recomputed_tiles_are_worked_on_in_place(
 ) -> None:
     """One tile or several, the last of them narrower; likewise blocks of rows. Ignored rows hold nan: none is read."""
     v = 576
-    plan = Plan(rows, columns, 2**20)
+    spec = HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None)
+    assert recomputation.in_place(spec, rows, columns)
+    plan = Plan(rows, columns, 2**20, v, skips_rows=True)
     monkeypatch.setattr(plans, "recompute", lambda *given: plan)
     bias = jax.random.normal(jax.random.key(2), (v,))
     given = arrays(n, 256, v, axis, bias=bias, logit_scale=jnp.float32(0.7))
@@ -138,9 +142,6 @@ def test_recomputed_tiles_are_worked_on_in_place(
             label_smoothing=0.1, implementation=implementation, backward=backward,
         )  # fmt: skip
 
-    assert pallas_ce.backends.mosaic_gpu.BACKEND.skips_rows(
-        HeadSpec(256, v, v, axis, np.dtype(jnp.bfloat16), None), plan
-    )
     check(interpreted, loss, given, "recompute", TOLERANCE[jnp.bfloat16])
 
 
@@ -165,7 +166,9 @@ def test_shards_of_a_padded_vocabulary(
 ) -> None:
     """Padding begins inside a tile, and the last tiles hold nothing else; in recompute, of three tiles in place."""
     n, h, v, rows = (320, 256, 290, 576) if options == "plain" else (70, 64, 100, 208)
-    monkeypatch.setattr(plans, "recompute", lambda spec, tokens, _: Plan(tokens, min(256, spec.vocab_size), 2**20))
+    monkeypatch.setattr(
+        plans, "recompute", lambda spec, tokens, _: Plan(tokens, min(256, spec.vocab_size), 2**20, spec.vocab_size)
+    )
     more = {} if options == "plain" else {"bias": jax.random.normal(jax.random.key(2), (rows,))}
     given = arrays(n, h, rows, axis, **more)
     weights = {"class_weights": jnp.linspace(0.5, 2, v)} if options == "weights" else {}
@@ -200,13 +203,13 @@ def test_a_little_padding_is_worked_on_as_vocabulary(
     spec = HeadSpec(256, 656, 648, 0, np.dtype(jnp.bfloat16), None)
     for rows, vocabulary, taken in ((656, 648, True), (656, 656, False), (656, 600, False), (649, 648, False)):
         changed = dataclasses.replace(spec, weight_rows=rows, vocab_size=vocabulary)
-        assert pallas_ce.backends.mosaic_gpu.BACKEND.takes_padding(changed) == taken
+        assert (operands.padded_spec(changed) != changed) == taken
 
 
 def test_a_shard_of_padding_only_leaves_nothing(interpreted: Callable[..., Any]) -> None:
     backend, given = pallas_ce.backends.mosaic_gpu.BACKEND, arrays(64, 64, 208)
     spec = HeadSpec(64, 208, 208, 0, np.dtype(jnp.bfloat16), None, whole_vocab_size=500)
-    names, plan = frozenset({"lse", "target_logit", "max_logit"}), Plan(64, 208, 2**20)
+    names, plan = frozenset({"lse", "target_logit", "max_logit"}), Plan(64, 208, 2**20, 208)
 
     def run(hidden: jax.Array, weight: jax.Array) -> Any:
         head = Head(weight, None, None, None, spec, jnp.int32(0))
