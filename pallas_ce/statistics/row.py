@@ -139,7 +139,7 @@ def partial_of_tile(
         assert labels is not None
         if labels.ndim == 1:
             hit = columns[None, :] == labels[:, None]
-            hit = hit if valid is None else hit & valid
+            hit = hit if valid is None else hit & valid[None, :]
             target = jnp.where(hit, logits, 0.0).sum(axis=1)
         else:
             place, inside = places_in_tile(labels, columns, valid)
@@ -147,7 +147,7 @@ def partial_of_tile(
     if "mean_logit" in names:
         assert logit_weights is not None
         counts = logit_weights != 0 if valid is None else valid & (logit_weights != 0)
-        weighted = jnp.where(counts, logit_weights * logits, 0.0).sum(axis=1)
+        weighted = jnp.where(counts[None, :], logit_weights[None, :] * logits, 0.0).sum(axis=1)
     if "argmax" in names:
         arg = columns[0] + z.argmax(axis=1).astype(jnp.int32)
     return Partial(top, total, shifted, squares, target, weighted, arg)

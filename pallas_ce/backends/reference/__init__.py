@@ -42,7 +42,7 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
 
     values = {
         "lse": jnp.where(any_finite[:, 0], lse, -jnp.inf),
-        "mean_logit": jnp.where(u != 0, jnp.where(u != 0, z, 0.0) * u, 0.0).sum(axis=1),
+        "mean_logit": jnp.where(u != 0, jnp.where(u != 0, z, 0.0) * u[None, :], 0.0).sum(axis=1),
         "entropy": -(p * jnp.where(p > 0, log_p, 0.0)).sum(axis=1),
         "sum_sq_probs": (p * p).sum(axis=1),
         "argmax": jnp.argmax(z, axis=1).astype(jnp.int32),
