@@ -242,7 +242,7 @@ PRIMITIVES: dict[str, Statistic] = {
     "mean_logit": Statistic(
         ("weighted_sum",),
         finalise=lambda part: present(part.weighted_sum),
-        definition=lambda row: jnp.where(row.u != 0, jnp.where(row.u != 0, row.z, 0.0) * row.u, 0.0).sum(axis=1),
+        definition=Row.weighted,
         coefficients=lambda g, saved: {"logit_weights": g},
     ),
     "entropy": Statistic(
