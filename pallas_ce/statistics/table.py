@@ -2,7 +2,7 @@
 
 `PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
 the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
-field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read the table.
+field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read it.
 A backend with a language of its own translates fields and terms; tests compare its translations with the table.
 """
 
