@@ -2,7 +2,7 @@
 
 import os
 
-# Before JAX starts. The tests compile thousands of small programs and run each once. LLVM's optimisation costs more than
+# Before JAX starts. The tests compile thousands of small programs and run each once. Optimising costs more than
 # it gains; XLA's older emitters, all kernels of a program in one LLVM module, compile three times as fast as its newer
 # ones, a module each. Memory assignment, which some tests read, does not depend on it. `make test-newest` compiles as
 # users do. And a test process of several is faster on processors of its own, without threads that wait for each other.

@@ -2,7 +2,7 @@
 
 `PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
 the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
-field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read the table.
+field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read it.
 A backend with a language of its own translates fields and terms; tests compare its translations with the table.
 """
 
@@ -242,7 +242,7 @@ PRIMITIVES: dict[str, Statistic] = {
     "mean_logit": Statistic(
         ("weighted_sum",),
         finalise=lambda part: present(part.weighted_sum),
-        definition=lambda row: jnp.where(row.u != 0, jnp.where(row.u != 0, row.z, 0.0) * row.u, 0.0).sum(axis=1),
+        definition=Row.weighted,
         coefficients=lambda g, saved: {"logit_weights": g},
     ),
     "entropy": Statistic(

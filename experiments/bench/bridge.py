@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import torch
 
 import torch_bridge
-from experiments.gpu import direct, timing, torch_timing
-from experiments.gpu.programs import Program, both, ours
-from experiments.gpu.used import allocated_peak_bytes, used_bytes
+from experiments.bench import direct, timing, torch_timing
+from experiments.bench.programs import Program, both, ours
+from experiments.bench.used import allocated_peak_bytes, used_bytes
 
 Caller = Literal["bridge", "native", "unmasked", "direct", "nothing"]
 Shape = tuple[int, int, int]
@@ -217,7 +217,7 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
         # own function for PyTorch may leave results on another.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
-        command = [sys.executable, "-m", "experiments.gpu.bridge", order]
+        command = [sys.executable, "-m", "experiments.bench.bridge", order]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         driver, in_use = json.loads(done.stdout.splitlines()[-1])
         found[caller] = {

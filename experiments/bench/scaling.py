@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.bench.report import saved, table
 from experiments.command_line import write_atomically
-from experiments.gpu.report import saved, table
 
 Record = dict[str, Any]
 

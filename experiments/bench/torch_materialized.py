@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torch_bridge
-from experiments.gpu import timing
+from experiments.bench import timing
 
 # Passes over the logits that a loss and its gradient take at least, and a copy.
 _PASSES, _COPY_PASSES = 3, 2

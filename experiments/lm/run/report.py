@@ -3,11 +3,11 @@
 import math
 from pathlib import Path
 
-from experiments.lm import memory
-from experiments.lm.loop import Result
-from experiments.lm.metrics import Record, differences
-from experiments.lm.packing import Dataset
-from experiments.lm.program import Program
+from experiments.lm.data.packing import Dataset
+from experiments.lm.model.program import Program
+from experiments.lm.run import memory
+from experiments.lm.run.loop import Result
+from experiments.lm.run.metrics import Record, differences
 
 
 def summary(program: Program, result: Result, dataset: Dataset) -> dict[str, float]:

@@ -13,10 +13,10 @@ from flax import nnx
 
 from experiments.lm.config import TrainConfig
 from experiments.lm.errors import UsageError
-from experiments.lm.mesh import make_layout
-from experiments.lm.model import LanguageModel
-from experiments.lm.objective import objective
-from experiments.lm.optimizer import make_optimizer
+from experiments.lm.model.mesh import make_layout
+from experiments.lm.model.objective import objective
+from experiments.lm.model.optimizer import make_optimizer
+from experiments.lm.model.transformer import LanguageModel
 
 Params = nnx.State[Any, Any]
 

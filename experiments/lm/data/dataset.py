@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from experiments.lm import corpus, packing, tokenizer
 from experiments.lm.config import TrainConfig
-from experiments.lm.packing import Dataset
+from experiments.lm.data import corpus, packing, tokenizer
+from experiments.lm.data.packing import Dataset
 
 
 def load_dataset(config: TrainConfig) -> Dataset:

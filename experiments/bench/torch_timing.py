@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.gpu.peers import Loss, Peer
-from experiments.gpu.programs import BARE
+from experiments.bench.peers import Loss, Peer
+from experiments.bench.programs import BARE
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -82,7 +82,7 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
 
     Returns:
-        `{"n", "v", "h", "results", "left_out"}`: results as `experiments.gpu.timing.measure` has them, with peak memory
+        `{"n", "v", "h", "results", "left_out"}`: results as `timing.measure` has them, with peak memory
         above the inputs; "left_out" says of every peer that has none why.
     """
     n, v, h = shape

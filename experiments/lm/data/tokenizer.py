@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.lm.corpus import Document, digest
+from experiments.lm.data.corpus import Document, digest
 from experiments.lm.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"

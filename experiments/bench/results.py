@@ -38,7 +38,7 @@ class Results:
     Args:
         path: the file; results that it holds are kept.
         command: how it is made.
-        machine: `experiments.machine.describe()`.
+        machine: `experiments.bench.machine.describe()`.
         again: whether to forget what the file holds.
 
     Raises:

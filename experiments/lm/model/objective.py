@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.model import LanguageModel
-from experiments.lm.packing import IGNORE_INDEX, inputs_and_labels
+from experiments.lm.data.packing import IGNORE_INDEX, inputs_and_labels
+from experiments.lm.model.transformer import LanguageModel
 from pallas_ce import LossConfig, build_loss_fn
 
 Objective = Callable[[LanguageModel, jax.Array], jax.Array]

@@ -4,9 +4,9 @@ import io
 from pathlib import Path
 from typing import Any
 
+from experiments.bench import ladder, summary
+from experiments.bench.results import read
 from experiments.command_line import write_atomically
-from experiments.gpu import ladder, summary
-from experiments.gpu.results import read
 
 SECTIONS = ("grid", "heads", "options", "windows", "compile")
 LOSSES = ("log_probs", "top_k", "given")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu.programs import BARE, THREE, Program, bare, for_hidden, for_weight, inputs
+from experiments.bench.programs import BARE, THREE, Program, bare, for_hidden, for_weight, inputs
 
 # Programs whose compilation is timed differ by so many rows.
 _COMPILED_STEP = 8

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.bench import summary
+from experiments.bench.results import ResultError
 from experiments.command_line import write_atomically
-from experiments.gpu import summary
-from experiments.gpu.results import ResultError
 
 FILE = "ladder.json"
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from experiments.bench import timing
+from experiments.bench.machine import describe
+from experiments.bench.points import Point, Setting
+from experiments.bench.results import FOLDER, Budget, ResultError, Results, run_points
 from experiments.command_line import positive
-from experiments.gpu import timing
-from experiments.gpu.points import Point, Setting
-from experiments.gpu.results import FOLDER, Budget, ResultError, Results, run_points
-from experiments.machine import describe
 
 _DRY_DIVISOR = 64
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import jax
 
-from experiments.lm import run_directory
-from experiments.lm.checkpoint import Checkpoints
 from experiments.lm.config import TrainConfig
+from experiments.lm.data.packing import Dataset
 from experiments.lm.errors import RunError, Stopped
-from experiments.lm.interrupt import stop_requests
-from experiments.lm.loop import Result, Trainer
-from experiments.lm.memory import as_text
-from experiments.lm.metrics import MetricsLog, read_records
-from experiments.lm.packing import Dataset
-from experiments.lm.plots import write_plots
-from experiments.lm.processes import is_first, largest
-from experiments.lm.program import Program, TrainState, build
-from experiments.lm.report import report, summary
+from experiments.lm.model.program import Program, TrainState, build
+from experiments.lm.run import run_directory
+from experiments.lm.run.checkpoint import Checkpoints
+from experiments.lm.run.interrupt import stop_requests
+from experiments.lm.run.loop import Result, Trainer
+from experiments.lm.run.memory import as_text
+from experiments.lm.run.metrics import MetricsLog, read_records
+from experiments.lm.run.plots import write_plots
+from experiments.lm.run.processes import is_first, largest
+from experiments.lm.run.report import report, summary
 
 
 def train_heads(

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu.programs import Program, checked
-from experiments.gpu.timing import Clock
+from experiments.bench.programs import Program, checked
+from experiments.bench.timing import Clock
 from pallas_ce import cross_entropy
 
 # The yardstick is the faster of these; each reads the array once and writes it once.

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.lm.metrics import Record, curve, differences
+from experiments.lm.run.metrics import Record, curve, differences
 
 
 def write_plots(records: list[Record], unigram_entropy: float, folder: Path) -> list[Path]:

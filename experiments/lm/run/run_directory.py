@@ -1,7 +1,7 @@
 """The folder of a run: which one is used, and what may be overwritten in it.
 
     config.toml                the configuration in full; `--config` reads it back
-    metrics.jsonl              see `experiments.lm.metrics`
+    metrics.jsonl              see `experiments.lm.run.metrics`
     loss.png, difference.png
     checkpoints/<head>/<step>/
 

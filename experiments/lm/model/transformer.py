@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from jax.sharding import NamedSharding
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.mesh import padded_vocab_size
+from experiments.lm.model.mesh import padded_vocab_size
 from flax_modules.nnx import LossHead
 
 # The usual scale of a language model's initial weights; with it the first loss is close to log(vocabulary).
@@ -139,7 +139,7 @@ class LanguageModel(nnx.Module):
     """A transformer and its loss head: what is trained, saved and restored.
 
     Every parameter names its dimensions in Flax's `out_sharding`, except the norms', which are small. On a mesh they
-    say what is split over which axis (`experiments.lm.mesh`), and `residual` how the residual stream lies.
+    say what is split over which axis (`experiments.lm.model.mesh`), and `residual` how the residual stream lies.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.lm.errors import RunError, UsageError
-from experiments.lm.memory import as_text
-from experiments.lm.processes import is_first
+from experiments.lm.run.memory import as_text
+from experiments.lm.run.processes import is_first
 
 # One older checkpoint is kept in case the newest is damaged.
 _KEPT = 2

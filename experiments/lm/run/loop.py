@@ -10,14 +10,15 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.lm import memory, packing
-from experiments.lm.checkpoint import Checkpoints
 from experiments.lm.config import TrainConfig, refuse_changes
+from experiments.lm.data import packing
+from experiments.lm.data.packing import Dataset
 from experiments.lm.errors import RunError, Stopped, UsageError
-from experiments.lm.metrics import MetricsLog
-from experiments.lm.optimizer import learning_rate_schedule
-from experiments.lm.packing import Dataset
-from experiments.lm.program import Params, Program, StepNumbers, TrainState
+from experiments.lm.model.optimizer import learning_rate_schedule
+from experiments.lm.model.program import Params, Program, StepNumbers, TrainState
+from experiments.lm.run import memory
+from experiments.lm.run.checkpoint import Checkpoints
+from experiments.lm.run.metrics import MetricsLog
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu.programs import Program, both, canonical, checked, ignoring, ours, statistics_of
+from experiments.bench.programs import Program, both, canonical, checked, ignoring, ours, statistics_of
 from pallas_ce import explain
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config
