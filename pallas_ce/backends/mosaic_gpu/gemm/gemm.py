@@ -1,10 +1,10 @@
 """The matrix product that all kernels share: left·right, tile by tile, handed to an epilogue while in registers.
 
-A persistent thread block runs on each multiprocessor. It has two compute warpgroups, and one that only issues TMA loads.
-Loads run ahead through a ring of `stages` slots in shared memory, also across the borders of tiles and windows, so the
-next tile's operands arrive while an epilogue runs. The loads complete a slot's `full` barrier, the compute warpgroups its
-`empty` barrier (those of both thread blocks, where a cluster shares a load). In ping-pong each warpgroup has `full`
-barriers of its own, since one that does not wait for every completion of a barrier loses count of them.
+A persistent thread block runs on each multiprocessor. It has two compute warpgroups, and one that only issues TMA
+loads. Loads run ahead through a ring of `stages` slots in shared memory, also across the borders of tiles and windows,
+so the next tile's operands arrive while an epilogue runs. The loads complete a slot's `full` barrier, the compute
+warpgroups its `empty` barrier (those of both thread blocks, where a cluster shares a load). In ping-pong each warpgroup
+has `full` barriers of its own, since one that does not wait for every completion of a barrier loses count of them.
 
 The `Epilogue` decides what happens to a finished tile. It works on one warpgroup's `[rows, columns]` part, may carry
 values from tile to tile of a window, and never sees the pipeline.

@@ -1,7 +1,7 @@
 """The logits of a block of rows in float32, with the largest of each group of columns and each row's log-sum-exp.
 
-A selection has to look at single logits more than once. The groups' maxima, a thirty-second of the numbers, tell it where.
-A tile's logits leave the registers while its exponentials are summed.
+A selection has to look at single logits more than once. The groups' maxima, a thirty-second of the numbers, tell it
+where. A tile's logits leave the registers while its exponentials are summed.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """From a head and a block of rows to what a kernel takes: aligned matrices and padded vectors.
 
 TMA reads rows whose length is a multiple of 16 bytes. The tiled layout of wgmma needs a little more: the number of a
-matrix's rows must be a multiple of 8, their length one of 16 elements (32 bytes). Hidden states are padded where need be,
-which costs little. The weight is not padded:
+matrix's rows must be a multiple of 8, their length one of 16 elements (32 bytes). Hidden states are padded where need
+be, which costs little. The weight is not padded:
 
 * Of a `[V, H]` weight a kernel works on the first `⌊V/8⌋·8` entries, a view. The other entries, at most seven, are the
   *tail* and are left to XLA.
