@@ -2,8 +2,8 @@
 
 `PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
 the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
-field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read it.
-A backend with a language of its own translates fields and terms; tests compare its translations with the table.
+field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read this. A
+backend with a language of its own translates fields and terms; tests compare its translations with these.
 """
 
 import dataclasses
@@ -95,9 +95,13 @@ def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
     return jnp.where(weight > 0, weight * distance, 0.0)
 
 
+# The least normal number of float32.
+_TINY = 2.0**-126
+
+
 def mean_distance(part: Partial) -> jax.Array:
     """`μ - m`; 0 where there is no weight."""
-    return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), jnp.finfo(jnp.float32).tiny)
+    return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:
 
 def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
     """Chan, Golub and LeVeque: `Q_a + Q_b + S_a S_b / (S_a + S_b) · (μ_a - μ_b)²`, with S the sums of exponentials."""
-    share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), jnp.finfo(jnp.float32).tiny)
+    share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), _TINY)
     between = share * present(b.sum_exp) * jnp.square(mean_distance(a) - mean_distance(b))
     return present(a.sum_exp_deviation_sq) + present(b.sum_exp_deviation_sq) + between
 

@@ -16,13 +16,15 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forwa
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
+from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
 
 LOSS = frozenset({"lse", "target_logit"})
-EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
+EVERY = frozenset(PRIMITIVES)
+VARENTROPY = frozenset({"lse", "varentropy"})
 OPTIONS = ("bias", "scale", "weights", "softcap")
 
 # XLA has a GPU choose by itself only as one of so many launches that follow each other.
@@ -34,6 +36,12 @@ def arguments(n: int, v: int, h: int, axis: int, dtype: Any = jnp.bfloat16) -> t
     shapes = [((n, h), dtype), ((v, h) if axis == 0 else (h, v), dtype), ((n,), jnp.int32)]
     shapes += [((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32)]
     return tuple(h200.shaped(mesh, *shape) for shape in shapes)
+
+
+def coefficients_of(names: frozenset[str], by_row: Any) -> Coefficients:
+    """Those that the kernel of dlogits gets where the statistics in `names` are differentiated."""
+    saved = dict.fromkeys(saved_statistics(names), by_row)
+    return entries.without(from_cotangents(dict.fromkeys(names, by_row), saved))
 
 
 def compiled_kernel(
@@ -55,7 +63,7 @@ def compiled_kernel(
             )
         if kernel == "stash":
             return stash_kernel.stash(head, hidden, by_row, names, config)
-        coefficients = entries.without(Coefficients(*[by_row] * 6)) if names is EVERY else Coefficients(by_row)
+        coefficients = coefficients_of(names, by_row)
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients, config)
 
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
@@ -84,11 +92,14 @@ def assert_clean(report: Any) -> None:
         ("dlogits", 8192, 4096, 0, LOSS, ()),
         ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, ()),
+        ("forward", 8192, 131072, 0, VARENTROPY, ()),
+        ("stash", 2048, 131072, 0, VARENTROPY, ()),
+        ("dlogits", 8192, 4096, 0, VARENTROPY, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = len(names) if kernel != "dlogits" else 4 if names is EVERY else 1  # single entries are not the kernel's
+    vectors = len(names) if kernel != "dlogits" else sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
     compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.

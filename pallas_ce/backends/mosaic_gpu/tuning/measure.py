@@ -44,6 +44,7 @@ def program(case: Case, config: Config) -> Callable[..., Any]:
         head = Head(weight, None, None, None, case.spec)
         if case.kernel == "forward":
             return forward_kernel.statistics(head, hidden, _NAMES, config)
+        stored: jax.Array | None
         if case.kernel == "stash":
             partial, stored = stash_kernel.stash(head, hidden, by_row, _NAMES, config)
         else:

@@ -138,8 +138,8 @@ def _table(document: Any, device: str) -> Table:
 def _entry(raw: Any) -> tuple[ShapeClass, Entry]:
     _check_keys(raw, (*ShapeClass._fields, *Entry._fields))
     kernel = _one_of("kernel", raw["kernel"], get_args(Kernel))
-    sizes = (_one_of(name, raw[name], _SIZES) for name in ("rows", "vocab_size", "hidden_size"))
-    key = ShapeClass(kernel, *sizes, _one_of("vocab_axis", raw["vocab_axis"], (0, 1)))
+    rows, vocab_size, hidden_size = (_one_of(name, raw[name], _SIZES) for name in ("rows", "vocab_size", "hidden_size"))
+    key = ShapeClass(kernel, rows, vocab_size, hidden_size, _one_of("vocab_axis", raw["vocab_axis"], (0, 1)))
     given = raw["config"]
     _check_keys(given, _CONFIG)
     tile = _one_of(f"the tile {_TILE}", tuple(given[name] for name in _TILE), TILES[kernel])
