@@ -2,9 +2,9 @@
 
 import os
 
-# Before JAX starts. The tests compile thousands of small programs and run each once. LLVM's optimisation costs more than
-# it gains, and XLA's older emitters, with all kernels of a program in one LLVM module, compile three times as fast as its
-# newer ones. Memory assignment, which some tests read, does not depend on it. `make test-nightly` takes the newer too.
+# Before JAX starts. The tests compile thousands of small programs and run each once. LLVM's optimisation costs more
+# than it gains; and XLA's older emitters, with all kernels of a program in one LLVM module, compile three times as fast
+# as its newer ones. Memory assignment, which some tests read, depends on neither. `make test-nightly` takes the newer.
 # And a test process of several is faster on processors of its own, without threads that wait for each other's turn.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
