@@ -175,7 +175,8 @@ def test_a_process_whose_peer_is_lost_says_so(start: Start, arguments: Any, tmp_
     wait_until_trained(tmp_path)
     second.kill()
     (line,) = errors(first)
-    assert line.startswith("error: process 0 cannot go on; where another one failed or was lost, see its output")
+    assert line.startswith("error: process ")
+    assert line.endswith("see its output")
     # The third may notice by its own collective, or by the loss of JAX's coordinator.
     third.communicate(timeout=60)
     assert first.returncode == 1
@@ -190,7 +191,7 @@ def test_a_process_that_loses_the_first_one_ends_too(start: Start, arguments: An
     _, err = second.communicate(timeout=60)
     assert second.returncode not in (0, None)
     # JAX's coordinator died with it, and its client may be the first to notice.
-    assert "process 1 cannot go on" in err or "another task died" in err
+    assert "see its output" in err or "another task died" in err
 
 
 def test_all_processes_refuse_what_the_first_one_refuses(start: Start, arguments: Any, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Several processes, on one host or many, as one training: how they meet, and how they end.
 
 Every process runs the same command and holds the devices of its host; `jax.distributed` lets them compute together. It
-would end a process whose peers do not come, or are started differently, by an abort and a stack trace that Python
-cannot catch, so each process says hello to the first one beforehand. A peer that is lost later makes a collective
-fail, or JAX's heartbeat end this process within half a minute.
+would end a process whose peers do not come, start differently or are lost by an abort and a stack trace that Python
+cannot catch, so each process opens a connection to the first one beforehand and keeps it. Where nothing closes the
+connection, as when a host loses its power, JAX's heartbeat ends the others.
 """
 
 import atexit
@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -21,6 +22,8 @@ from experiments.lm.errors import RunError, Stopped, UsageError
 WAIT_SECONDS = 30
 _LOST_SECONDS = 30
 _ANSWER_SECONDS = 5
+_NOTICE_SECONDS = 1
+_ENDED_WELL = b"."
 _LONGEST_LINE = 1000
 # Where a launcher tells a process how many there are and which one it is: SLURM, Open MPI, MPICH and Intel MPI.
 _LAUNCHERS = (
@@ -84,7 +87,9 @@ def joined(group: Group | None) -> Iterator[None]:
     if group is None:
         yield
         return
-    _meet_as_first(group) if group.index == 0 else _meet_first(group)
+    peers = _meet_as_first(group) if group.index == 0 else _meet_first(group)
+    for peer, connection in peers.items():
+        threading.Thread(target=_watch, args=(peer, connection), daemon=True).start()
     _start_jax(group)
     try:
         with contextlib.ExitStack() as stack:
@@ -94,20 +99,22 @@ def joined(group: Group | None) -> Iterator[None]:
                 stack.enter_context(contextlib.redirect_stderr(nowhere))
             yield
     except Stopped:  # All processes stop after the same step.
+        _end_well(peers)
         raise
     except (UsageError, RunError) as error:
         atexit.register(_exit_now, error.exit_code)
         raise
     except Exception as error:
         atexit.register(_exit_now, RunError.exit_code)
-        (why, *_) = str(error).splitlines() or [""]
+        why = f"{type(error).__name__}: {str(error).partition('\n')[0][:200]}"
         raise RunError(
-            f"process {group.index} cannot go on; where another one failed or was lost, see its output "
-            f"({type(error).__name__}: {why[:200]})"
+            f"process {group.index} cannot go on ({why}); where another failed or was lost, see its output"
         ) from error
     except BaseException:
         atexit.register(_exit_now, 130)
         raise
+    else:
+        _end_well(peers)
 
 
 def _start_jax(group: Group) -> None:
@@ -124,6 +131,23 @@ def _start_jax(group: Group) -> None:
     )
 
 
+def _end_well(peers: dict[int, socket.socket]) -> None:
+    for connection in peers.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(_ENDED_WELL)
+
+
+def _watch(peer: int, connection: socket.socket) -> None:
+    """Ends this process soon after a peer that has not ended well, unless it ends by itself for the same reason."""
+    with contextlib.suppress(OSError):
+        if connection.recv(1) == _ENDED_WELL:
+            return
+    time.sleep(_NOTICE_SECONDS)
+    # The main thread may be inside a collective that will never end, and may have redirected what is printed.
+    print(f"\nerror: process {peer} failed or was lost, so this one cannot go on; see its output", file=sys.__stderr__)
+    _exit_now(1)
+
+
 def _exit_now(exit_code: int) -> None:
     """Ends the process before JAX's own way out, which waits for the others."""
     for stream in (sys.__stdout__, sys.__stderr__):
@@ -132,7 +156,7 @@ def _exit_now(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _meet_as_first(group: Group) -> None:
+def _meet_as_first(group: Group) -> dict[int, socket.socket]:
     deadline = time.monotonic() + WAIT_SECONDS
     peers: dict[int, socket.socket] = {}
     _listen(group.port).close()  # JAX would say that it is taken at length.
@@ -163,22 +187,22 @@ def _meet_as_first(group: Group) -> None:
             peers[index] = connection
     for connection in peers.values():
         connection.sendall(b"\n")
-        connection.close()
+    return peers
 
 
-def _meet_first(group: Group) -> None:
+def _meet_first(group: Group) -> dict[int, socket.socket]:
     deadline = time.monotonic() + WAIT_SECONDS
     where = f"{group.host}:{group.port + 1}"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((group.host, group.port + 1), timeout=left) as connection:
-                connection.sendall(f"{group.size} {group.index}\n".encode())
-                answer = _line(connection, left + 1)  # Process 0 may have started later, and waits as long.
+            connection = socket.create_connection((group.host, group.port + 1), timeout=left)
+            connection.sendall(f"{group.size} {group.index}\n".encode())
+            answer = _line(connection, left + 1)  # Process 0 may have started later, and waits as long.
         except OSError:
             time.sleep(0.2)
             continue
         if answer == "\n":
-            return
+            return {0: connection}
         raise UsageError(answer.strip() or f"process 0 at {where} ended before the run began; see its output")
     raise UsageError(
         f"process 0 did not answer at {where} within {WAIT_SECONDS} s, or its other processes did not come; "
@@ -189,7 +213,9 @@ def _meet_first(group: Group) -> None:
 def _line(connection: socket.socket, seconds: float) -> str:
     connection.settimeout(seconds)
     with connection.makefile() as lines:
-        return lines.readline(_LONGEST_LINE)
+        line = lines.readline(_LONGEST_LINE)
+    connection.settimeout(None)
+    return line
 
 
 def _listen(port: int) -> socket.socket:
