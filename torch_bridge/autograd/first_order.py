@@ -4,7 +4,7 @@ Each of these would give zeros, wrong numbers, or an error of PyTorch's that nam
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ def final(gradients: Sequence[Tensor], of: Sequence[Tensor | None]) -> Sequence[
         of: all that they depend on.
     """
     depends = [x for x in of if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
-    return cast(Sequence[Tensor], _Final.apply(len(depends), *depends, *gradients)) if depends else gradients
+    function: Any = _Final
+    return function.apply(len(depends), *depends, *gradients) if depends else gradients
 
 
 class _Final(torch.autograd.Function):
@@ -80,7 +81,8 @@ def differentiable_once(tensor: Tensor | None) -> Tensor | None:
     # What is compiled cannot be differentiated twice in any case.
     if tensor is None or torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    return cast(Tensor, _Once.apply(tensor))
+    function: Any = _Once
+    return function.apply(tensor)
 
 
 class _Once(torch.autograd.Function):
