@@ -30,7 +30,6 @@ from pallas_ce.api.inputs import read_head as read_head
 from pallas_ce.backends.device import local_cuda as local_cuda
 from pallas_ce.backends.protocol import Backward as Backward
 from pallas_ce.backends.protocol import Implementation as Implementation
-from pallas_ce.dispatch.settings import never_waiting as never_waiting
 from pallas_ce.head import LogitsSpec as LogitsSpec
 from pallas_ce.head import NeedsGrad as NeedsGrad
 from pallas_ce.modes.differentiation import Known as Known
@@ -68,7 +67,6 @@ __all__ = [
     "materialized_refusal",
     "materialized_row_gradient",
     "materialized_row_statistics",
-    "never_waiting",
     "read_head",
     "read_ignore_index",
     "read_logits_spec",

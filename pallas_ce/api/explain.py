@@ -11,15 +11,12 @@ import numpy as np
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch import settings
 from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction
-
-# Less is no more than predictions are off.
-_TOLD_SLOWDOWN = 1.05
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
 
@@ -46,8 +43,6 @@ class Explanation:
             multiples of the bytes that the kernels read; 0 where none is made.
         launches: the kernels that make each block's logits, with tiles, clusters, windows of the vocabulary, and where
             these come from; none for "xla" and "reference".
-        slowdown: about how many times as long the call takes as with the default scratch; None for "xla", where it
-            depends on the platform, and "reference".
         parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
     """
 
@@ -65,13 +60,11 @@ class Explanation:
     logits_bytes: int
     weight_copy_bytes: int = 0
     launches: tuple[Launch, ...] = ()
-    slowdown: float | None = None
     parallelism: str = ""
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
         copied = f", {_mib(self.weight_copy_bytes)} of it at first a padded copy of the weight"
-        slower = f"; takes about {self.slowdown or 1:.2f} times as long as with the default"
         return "\n".join(
             [
                 f"implementation  {self.implementation}: {self.implementation_reason}",
@@ -80,8 +73,7 @@ class Explanation:
                 f"products        {self.gemms} (2·N·H·V operations each)",
                 f"tiles           {tiles}",
                 *map(_launch, self.launches),
-                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}"
-                f"{slower if (self.slowdown or 1) >= _TOLD_SLOWDOWN else ''}",
+                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}",
                 f"accumulators    {_mib(self.accumulator_bytes)}",
                 f"gradients       {_mib(self.gradient_bytes)}",
                 f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
@@ -199,7 +191,6 @@ def explain(
         )
     mode = choice.settings.mode if needs_grad else None
     backend = choice.settings.backend
-    spec = choice.settings.spec_worked_on(spec)
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
     if mode == "in_forward":
@@ -207,8 +198,8 @@ def explain(
     options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
     with targets.known(given):
         plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
-        launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
-        slowdown = _slowdown(choice.settings, spec, max(tokens, 1), passes[-1], plans[-1], sum_bytes)
+        describe = backend.describe or (lambda *_: Description())
+        described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
@@ -230,9 +221,8 @@ def explain(
         gradients,
         scratch + accumulators + gradients + by_row,
         logits,
-        backend.weight_copy_bytes(spec),
-        tuple(launch for of_pass in launches for launch in of_pass),
-        slowdown,
+        described[-1].weight_copy_bytes,
+        tuple(launch for of_pass in described for launch in of_pass.launches),
         "" if part is None else part.words,
     )
 
@@ -243,15 +233,6 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
-
-
-def _slowdown(
-    chosen: settings.Settings, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan, sum_bytes: int
-) -> float | None:
-    """Predicted time with `plan` by that with the default scratch's."""
-    default = dataclasses.replace(chosen, scratch_bytes=None).plan(spec, tokens, mode, sum_bytes)
-    time, usual = (chosen.backend.predicted_time(spec, tokens, mode, x) for x in (plan, default))
-    return None if time is None or usual is None else time / usual
 
 
 def _accumulator_bytes(

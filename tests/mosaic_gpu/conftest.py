@@ -100,7 +100,7 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
 def small_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend with tiles that suit the interpreter."""
     backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, sms=4))
-    monkeypatch.setattr(pallas_ce.mosaic_gpu, "BACKEND", backend)
+    monkeypatch.setattr(pallas_ce.backends.mosaic_gpu, "BACKEND", backend)
 
 
 @dataclasses.dataclass(frozen=True)

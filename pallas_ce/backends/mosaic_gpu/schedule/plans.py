@@ -12,6 +12,9 @@ from pallas_ce.head import HeadSpec
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
 
+# 16 bytes of them.
+_ALIGNED_COLUMNS = 8
+
 # Statistics that a window may leave of each row.
 _PARTIAL_FIELDS = 7
 
@@ -62,7 +65,22 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
     needed = bytes_beside(rows, blocks, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows)
-    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), splits)
+    skips = mode is None or recomputation.in_place(spec, rows, spec.vocab_size)
+    slower = _slower(spec) if mode == "in_forward" else None
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips, splits, slower)
+
+
+def _slower(spec: HeadSpec) -> str | None:
+    """Rows of exponentials that XLA's products cannot read in 16 bytes; recompute's tiles are cut so that they can.
+
+    On an H200 GPT-2's head takes 1.5 times three bare products so, and 0.7 times in recompute.
+    """
+    if spec.weight_rows % _ALIGNED_COLUMNS == 0:
+        return None
+    return (
+        f"products over all of {spec.weight_rows} vocabulary entries, no multiple of {_ALIGNED_COLUMNS}, take "
+        "twice as long as over tiles"
+    )
 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
@@ -86,30 +104,8 @@ def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Pla
         blocks, columns = 2, min(spec.vocab_size, operands.LENGTH_MULTIPLE)
         fitting = (r for r in (128, 64, 32, 16, 8, 4, 2) if _scratch(spec, "recompute", r, columns) <= scratch_bytes)
         rows = min(next(fitting, 1), tokens)
-    return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks))
-
-
-def predicted_time(spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float:
-    """Logits of one product that a call takes as long as; to compare plans of a call.
-
-    A block of few rows has too few tiles of hidden's product for all sms, and its sum for the weight is read and
-    written all the same.
-    """
-    rows, size, columns, number = plan.rows, spec.hidden_size, spec.vocab_size, sm_count()
-    blocks = -(-tokens // rows)
-    if mode == "recompute":
-        return tokens * columns + _recompute_cost(spec, tokens, blocks, rows, plan.columns, number)
-    made = cost(choose("forward" if mode is None else "stash", 2, 0), rows, columns, number)
-    if mode is None:
-        return blocks * made
-    tiles = product_kernel.hidden_config(rows, size, columns, number, splits=plan.splits)
-    parts = product_kernel.hidden_schedule(tiles, rows, size, columns).windows
-    # In parts of the vocabulary there are as many more tiles, each shorter.
-    for_hidden = cost(tiles, rows * parts, size, number) / parts * columns / size
-    weight = product_kernel.weight_config(columns, size, spec.vocab_axis, number)
-    for_weight = cost(weight, *((columns, size) if spec.vocab_axis == 0 else (size, columns)), number) * rows / size
-    added = _LOGITS_PER_BYTE * 8 * columns if blocks > 1 else 0
-    return blocks * (made + for_hidden + for_weight + added + _OPERATIONS_PER_BLOCK // (2 * size))
+    scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
+    return Plan(rows, columns, scratch, spec.vocab_size, recomputation.in_place(spec, rows, columns))
 
 
 def weight_copy_bytes(spec: HeadSpec) -> int:
