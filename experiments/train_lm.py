@@ -24,7 +24,7 @@ from experiments.lm.config import (
     refuse_changes,
 )
 from experiments.lm.errors import RunError, Stopped, UsageError
-from experiments.lm.processes import by_first, join, quiet_unless_first, read_group
+from experiments.lm.run.processes import by_first, joined, read_group
 
 _PACKAGES = ("jax", "flax", "optax", "tokenizers", "tqdm", "orbax.checkpoint", "matplotlib")
 
@@ -117,31 +117,16 @@ def run(arguments: argparse.Namespace) -> None:
     group = read_group(arguments.coordinator, arguments.num_processes, arguments.process_id, os.environ)
     overrides = _overrides(arguments)
     _check_packages()
-    if group is None:
+    with joined(group):
         _train(arguments, overrides)
-        return
-    membership = join(group)
-    try:
-        with quiet_unless_first(group):
-            _train(arguments, overrides)
-    except Stopped:  # All processes stop after the same step.
-        membership.leave()
-        raise
-    except (UsageError, RunError) as error:
-        membership.break_off(error.exit_code, expected=True)
-        raise
-    except BaseException as error:
-        membership.break_off(1, expected=not isinstance(error, Exception))
-        raise
-    membership.leave()
 
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     # Imported here because they need the packages that have just been checked for.
-    from experiments.lm import run_directory
-    from experiments.lm.dataset import load_dataset
-    from experiments.lm.mesh import make_layout, refuse_other_padding
-    from experiments.lm.session import train_heads
+    from experiments.lm.data.dataset import load_dataset
+    from experiments.lm.model.mesh import make_layout, refuse_other_padding
+    from experiments.lm.run import run_directory
+    from experiments.lm.run.session import train_heads
 
     backend = _start_jax()
     out = str(overrides.get("out", ""))

@@ -124,7 +124,8 @@ def dlogits(
     if coefficients.prob is not None:
         assert lse is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
-        log_p = logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        # Above 0 by rounding only, of large logits by much: those of 1e9, as low temperatures make them, by up to 64.
+        log_p = jnp.minimum(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None], 0.0)
         p = jnp.exp(log_p)
         inner, some = coefficients.prob[:, None], jnp.where(p > 0, log_p, 0.0)
         for name, term in TERMS.items():

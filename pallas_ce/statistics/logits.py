@@ -21,7 +21,7 @@ class LogitsTile:
     @functools.cached_property
     def z(self) -> jax.Array:
         """`[n, c]`, -inf where not valid."""
-        return self.logits if self.valid is None else jnp.where(self.valid, self.logits, -jnp.inf)
+        return self.logits if self.valid is None else jnp.where(self.valid[None, :], self.logits, -jnp.inf)
 
     @functools.cached_property
     def top(self) -> jax.Array:
@@ -45,14 +45,14 @@ class LogitsTile:
             place, inside = places_in_tile(self.labels, self.columns, self.valid)
             return jnp.where(inside, jnp.take_along_axis(self.logits, place, axis=1, mode="clip"), 0.0)
         hit = self.columns[None, :] == self.labels[:, None]
-        hit = hit if self.valid is None else hit & self.valid
+        hit = hit if self.valid is None else hit & self.valid[None, :]
         return jnp.where(hit, self.logits, 0.0).sum(axis=1)
 
     def weighted(self) -> jax.Array:
         """`Σ u z`, to which columns with u = 0 add nothing, even if they are infinite."""
         assert self.logit_weights is not None
         counts = self.logit_weights != 0 if self.valid is None else self.valid & (self.logit_weights != 0)
-        return jnp.where(counts, self.logit_weights * self.logits, 0.0).sum(axis=1)
+        return jnp.where(counts[None, :], self.logit_weights[None, :] * self.logits, 0.0).sum(axis=1)
 
 
 def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -96,3 +96,8 @@ class Row(NamedTuple):
         labels = present(self.labels)
         places = jnp.where(labels >= 0, labels, 0).reshape(labels.shape[0], -1)
         return jnp.where(labels >= 0, jnp.take_along_axis(self.z, places, axis=1).reshape(labels.shape), 0.0)
+
+    def weighted(self) -> jax.Array:
+        """`Σ u z`, `[n]`; selected before it is multiplied, for the sake of derivatives."""
+        u = self.u[None, :]
+        return (jnp.where(u != 0, self.z, 0.0) * u).sum(axis=1)

@@ -100,6 +100,10 @@ def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
     return jnp.where(weight > 0, weight * distance, 0.0)
 
 
+# The least normal number of float32.
+_TINY = 2.0**-126
+
+
 def mean_distance(part: Partial) -> jax.Array:
     """`μ - m`; 0 where there is no weight."""
     return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
@@ -247,7 +251,7 @@ PRIMITIVES: dict[str, Statistic] = {
     "mean_logit": Statistic(
         ("weighted_sum",),
         finalise=lambda part: present(part.weighted_sum),
-        definition=lambda row: jnp.where(row.u != 0, jnp.where(row.u != 0, row.z, 0.0) * row.u, 0.0).sum(axis=1),
+        definition=Row.weighted,
         coefficients=lambda g, saved: {"logit_weights": g},
     ),
     "entropy": Statistic(

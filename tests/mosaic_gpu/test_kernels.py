@@ -65,6 +65,7 @@ def all_coefficients(n: int) -> coef.Coefficients:
     return coef.Coefficients(*(jax.random.normal(key, (n,)) for key in keys))
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
@@ -109,6 +110,7 @@ def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Callab
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
@@ -127,6 +129,7 @@ def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     p, config = case(index)
@@ -150,6 +153,7 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     assert not stored[:n, v:].any()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_every_number_is_stored_once(
@@ -172,6 +176,7 @@ def test_every_number_is_stored_once(
     np.testing.assert_allclose(got[:150, :584].astype(jnp.float32), exact, rtol=6e-3)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_dlogits_of_a_part_are_those_columns_of_the_whole(

@@ -1,0 +1,120 @@
+"""Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pallas_ce import integration
+from torch_bridge.dlpack import exchange
+
+_DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+# The widths that the operators take; others become int64, which holds them all but what lies outside any vocabulary.
+_LABELS = (torch.int32, torch.int64)
+
+
+def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> str:
+    """Checks the tensors of a head and returns the compute dtype."""
+    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+        if tensor is not None:
+            floating(name, tensor)
+    if input.ndim < 1:
+        raise ValueError("input is a scalar; it must be [..., H]")
+    if weight.ndim != 2:
+        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; it must be [V, H]")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)} and linear_weight {tuple(weight.shape)}: the hidden size is "
+            f"{input.shape[-1]} in the one and {weight.shape[1]} in the other"
+        )
+    shape("linear_bias", bias, (weight.shape[0],))
+    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
+        raise ValueError(f"vocab_size={vocab_size!r} must lie between 1 and the weight's {weight.shape[0]} rows")
+    kind = input.device.type
+    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return _DTYPES[torch.get_autocast_dtype(kind)]
+    return _DTYPES[input.dtype]
+
+
+def floating(name: str, tensor: Tensor) -> str:
+    """Checks a dense tensor of a dtype that there are losses for, and returns that."""
+    exchange.check_dense(name, tensor)
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
+    return _DTYPES[tensor.dtype]
+
+
+def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
+    """V of materialized logits `[..., V']`."""
+    if logits.ndim < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
+    columns = logits.shape[-1]
+    if vocab_size is None:
+        return columns
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+    return vocab_size
+
+
+def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """The tensor with one axis in place of its leading ones; itself where it has only one, for autograd's sake."""
+    return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
+
+
+def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> Tensor:
+    """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`."""
+    exchange.check_dense("target", target)
+    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
+        raise TypeError(
+            f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
+        )
+    if target.shape != leading and not (
+        several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0
+    ):
+        either = ", or that with K >= 1 targets for each row behind it" if several else ""
+        raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
+    return by_row(target if target.dtype in _LABELS else target.long(), leading)
+
+
+def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
+    """Checks a dense tensor of that shape, or None."""
+    if tensor is None:
+        return
+    exchange.check_dense(name, tensor)
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
+
+
+def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tuple[float, Tensor | None]:
+    """A number to compile in, and a tensor `[]` or `[N]` in the dtype of the sums: 1 or None stands for the other."""
+    if not isinstance(value, Tensor):
+        if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
+            raise TypeError(f"temperature is a {type(value).__name__}; it must be a number or a torch.Tensor")
+        return number, None
+    exchange.check_dense("temperature", value)
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"temperature has dtype {value.dtype}; it must be a floating dtype")
+    if value.ndim and tuple(value.shape) != tuple(leading):
+        raise ValueError(
+            f"temperature has shape {tuple(value.shape)}; it must be a scalar or have input's leading shape "
+            f"{tuple(leading)}"
+        )
+    value = value.to(_wide(dtype))
+    return 1.0, by_row(value, leading) if value.ndim else value
+
+
+def scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Tensor | None:
+    """A 0-d tensor in the dtype of the sums, or None for the number whose term is left out."""
+    if isinstance(value, Tensor):
+        return value.to(_wide(dtype))
+    return None if value is None or value == absent else torch.tensor(value, dtype=_wide(dtype))
+
+
+def _wide(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "float64" else torch.float32

@@ -1,0 +1,227 @@
+"""The public functions: `linear_cross_entropy` and `linear_row_statistics` on PyTorch tensors."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from pallas_ce import Metrics, RowStatistics, integration
+from torch_bridge.api import checks
+from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
+from torch_bridge.dlpack import exchange
+from torch_bridge.programs.functions import names_in_order
+
+Reduction = Literal["mean", "sum", "none"]
+Backward = Literal["auto", "recompute", "in_forward"]
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    normalizer: float | Tensor | None = None,
+    backward: Backward = "auto",
+    implementation: str | None = None,
+    scratch_bytes: int | None = None,
+    return_metrics: bool = False,
+) -> Any:
+    r"""Cross entropy of `softcap(logit_scale · (input @ linear_weight.T + linear_bias))`, without storing those logits.
+
+    The value and gradients of `torch.nn.functional.cross_entropy(input @ linear_weight.T + linear_bias, target, …)`,
+    in the memory of a few tiles of logits, by the kernels of `pallas_ce.linear_cross_entropy`, whose docstring has the
+    formula. Products are computed in the dtype of `input` (under autocast, in autocast's), sums and the loss in
+    float32; a float32 master weight gets a float32 gradient.
+
+    Args:
+        input: `[..., H]` bfloat16, float16, float32 or float64 (which needs JAX's 64-bit mode); zero tokens included.
+        linear_weight: `[V', H]`, as in `torch.nn.Linear`; a transposed view of contiguous memory costs no copy,
+            one that does not begin at a multiple of 256 bytes (of a flat parameter, say) does on a CUDA device.
+        target: `[...]`, integers; those outside `[0, vocab_size)` count as ignored.
+        linear_bias: `[V']`.
+        class_weights: `[V]`, PyTorch's `weight`; a constant.
+        token_weights: `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        ignore_index: tokens with this target have loss and gradient 0 and cost no work.
+        label_smoothing: in [0, 1]. Numbers may change from call to call without compiling anew.
+        z_loss: factor β of `β·lse²`.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
+        logit_scale: a number, or a scalar tensor, differentiable.
+        vocab_size: V; entries of the weight from there on are padding. Default V'.
+        normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
+        backward: "in_forward" computes the gradients in the forward and keeps them, with three matrix products;
+            "recompute" keeps O(N) numbers and computes logits twice, with four: take it where many forwards wait for
+            their backward, or under activation checkpointing. "auto" takes in_forward for scalar losses where its
+            scratch fits.
+        implementation: "xla", "mosaic_gpu", "reference", or None to choose; see `pallas_ce`.
+        scratch_bytes: bound on scratch memory.
+        return_metrics: return `(loss, Metrics)`.
+
+    Returns:
+        Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no token counts. With `return_metrics` the pair
+        `(loss, pallas_ce.Metrics)` of scalar tensors without gradient.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit.
+        TypeError: dtypes that do not fit; a DTensor.
+        RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import linear_cross_entropy
+        >>> hidden = torch.randn(2, 5, 8, requires_grad=True)
+        >>> head = torch.nn.Linear(8, 100)
+        >>> target = torch.randint(0, 100, (2, 5))
+        >>> loss = linear_cross_entropy(hidden, head.weight, target, linear_bias=head.bias)
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.weight.grad.shape
+        (torch.Size([2, 5, 8]), torch.Size([100, 8]))
+    """
+    integration.check_reduction(reduction, normalizer, backward)
+    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    leading = input.shape[:-1]
+    target = checks.labels(target, leading)
+    checks.shape("token_weights", token_weights, leading)
+    checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
+    for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
+        integration.check_scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else integration.check_scalar(
+            name, number
+        )
+    normalizer = integration.check_normalizer(normalizer)
+    tensors = {
+        "input": checks.by_row(input, leading),
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "class_weights": class_weights,
+        "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
+        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
+        "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
+        "z_loss": checks.scalar(z_loss, 0.0, dtype),
+        "normalizer": checks.scalar(normalizer, None, dtype),
+    }
+    exchange.check_one_device(**tensors)
+    loss, *metrics = LINEAR_CROSS_ENTROPY.call(
+        tensors,
+        {
+            "dtype": dtype,
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "logit_softcap": logit_softcap,
+            "vocab_size": vocab_size,
+            "backward": backward,
+            "implementation": implementation,
+            "scratch_bytes": scratch_bytes,
+            "return_metrics": return_metrics,
+        },
+    )
+    loss = loss.reshape(leading) if reduction == "none" else loss
+    return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
+
+
+def linear_row_statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    statistics: Sequence[str] = ("lse", "target_logit"),
+    row_mask: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    logit_weights: Tensor | None = None,
+    vocab_size: int | None = None,
+    implementation: str | None = None,
+    scratch_bytes: int | None = None,
+) -> RowStatistics:
+    r"""Statistics of each row of the logits, which are not stored: any loss written in PyTorch on top of them trains.
+
+    Differentiable in `input`, `linear_weight`, `linear_bias` and `logit_scale`, once, with any cotangents; the backward
+    computes tiles of the logits again.
+
+    Args:
+        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
+        linear_weight: `[V', H]`.
+        target: `[...]`, integers; needed for `target_logit` and `log_prob`. No target is special: one outside
+            `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
+        statistics: names out of `pallas_ce.RowStatistics`' fields; others cost nothing.
+        row_mask: `[...]` bool; rows where it is False hold 0, have gradient 0 and cost no work.
+        linear_bias: `[V']`.
+        logit_softcap: c > 0, or None.
+        logit_scale: a number or a scalar tensor.
+        temperature: what divides the logits; see `linear_log_probs`.
+        logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant.
+        vocab_size: V.
+        implementation: "xla", "mosaic_gpu", "reference" or None.
+        scratch_bytes: bound on the memory of tiles.
+
+    Returns:
+        RowStatistics: of tensors `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for;
+            with K targets, `target_logit` and `log_prob` are `[..., K]`.
+
+    Raises:
+        ValueError: shapes, devices or names that do not fit.
+        TypeError: dtypes that do not fit; a DTensor.
+        RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import linear_row_statistics
+        >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+        >>> row = linear_row_statistics(hidden, weight, torch.tensor([0, 3]), statistics=("log_prob", "entropy"))
+        >>> row.entropy.detach()
+        tensor([1.3863, 1.3863])
+        >>> (-row.log_prob - 0.01 * row.entropy).mean().backward()
+    """
+    names = integration.check_statistics(statistics, target)
+    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    leading = input.shape[:-1]
+    if target is not None:
+        target = checks.labels(target, leading, several=True)
+    checks.shape("row_mask", row_mask, leading)
+    if row_mask is None:
+        row_mask = torch.ones(leading, dtype=torch.bool, device=input.device)
+    elif row_mask.dtype != torch.bool:
+        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
+    checks.shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
+    integration.check_scalar("logit_scale", logit_scale)
+    number, temperatures = checks.temperature(temperature, leading, dtype)
+    tensors = {
+        "input": checks.by_row(input, leading),
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
+        "logit_weights": logit_weights,
+        "row_mask": checks.by_row(row_mask, leading),
+        "temperature": temperatures,
+    }
+    exchange.check_one_device(**tensors)
+    found = LINEAR_ROW_STATISTICS.call(
+        tensors,
+        {
+            "dtype": dtype,
+            "statistics": ",".join(names),
+            "logit_softcap": logit_softcap,
+            "vocab_size": vocab_size,
+            "fixed_temperature": number,
+            "implementation": implementation,
+            "scratch_bytes": scratch_bytes,
+        },
+    )
+    shaped = (cast(Any, x.reshape(*leading, *x.shape[1:])) for x in found)
+    return RowStatistics(**dict(zip(names_in_order(",".join(names)), shaped, strict=False)))

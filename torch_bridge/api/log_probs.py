@@ -1,0 +1,116 @@
+"""`linear_log_probs` on PyTorch tensors: what policies, preferences and distillation read of a head."""
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from pallas_ce import LogProbs, integration
+from torch_bridge.api import checks
+from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
+from torch_bridge.dlpack import exchange
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_sum_sq_probs: bool = False,
+    return_hit: bool = False,
+    linear_bias: Tensor | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    implementation: str | None = None,
+    scratch_bytes: int | None = None,
+) -> Any:
+    r"""Log-probabilities of `target` under `softmax(z)`, without storing logits.
+
+        z = softcap(logit_scale · (input @ linear_weight.T + linear_bias)) / temperature,
+        log p_t = z_t - log Σ_v exp z_v
+
+    Differentiable in `input`, `linear_weight`, `linear_bias` and `logit_scale`, once, through everything returned
+    together, with any cotangents: what policy-gradient and preference losses written in PyTorch start from. The forward
+    keeps O(N) numbers, and the backward computes tiles of the logits again. `pallas_ce.linear_log_probs` has the
+    formulas.
+
+    Args:
+        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
+        linear_weight: `[V', H]`.
+        target: `[...]`, integers, or `[..., K]` for the log-probabilities of K given tokens of each row; a token may be
+            given several times. Targets outside `[0, vocab_size)` count as ignored.
+        temperature: positive; a number, a tensor `[]` or one `[...]` of a temperature for each row. A constant: it gets
+            no gradient. A number costs nothing but is compiled in: pass one that changes from call to call as a tensor.
+        return_entropy: return `pallas_ce.LogProbs` with the rows' entropy.
+        return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
+        return_hit: return `LogProbs` with whether a target is the most likely token.
+        linear_bias: `[V']`.
+        logit_softcap: c > 0, or None.
+        logit_scale: a number or a scalar tensor, differentiable.
+        vocab_size: V.
+        ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
+            all ignored is skipped, and what they hold does not matter. None: no target is special.
+        implementation: "xla", "mosaic_gpu" (`[...]` targets and a number as temperature), "reference" or None.
+        scratch_bytes: bound on the memory of tiles.
+
+    Returns:
+        Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
+        `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit`.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, a named implementation that cannot serve.
+        TypeError: dtypes that do not fit; a DTensor.
+        RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import linear_log_probs
+        >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+        >>> linear_log_probs(hidden, weight, torch.tensor([1, -100])).detach()
+        tensor([-1.3863,  0.0000])
+        >>> found = linear_log_probs(hidden, weight, torch.tensor([1, 2]), temperature=0.7, return_entropy=True)
+        >>> before, advantage = found.log_probs.detach(), torch.tensor([0.5, -1.0])
+        >>> ratio = (found.log_probs - before).exp()
+        >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
+    """
+    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    leading = input.shape[:-1]
+    labels = checks.labels(target, leading, several=True)
+    integration.check_scalar("logit_scale", logit_scale)
+    number, temperatures = checks.temperature(temperature, leading, dtype)
+    tensors = {
+        "input": checks.by_row(input, leading),
+        "linear_weight": linear_weight,
+        "target": labels,
+        "linear_bias": linear_bias,
+        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
+        "temperature": temperatures,
+    }
+    exchange.check_one_device(**tensors)
+    options = {
+        "dtype": dtype,
+        "return_entropy": return_entropy,
+        "return_sum_sq_probs": return_sum_sq_probs,
+        "return_hit": return_hit,
+        "ignore_index": integration.read_ignore_index(ignore_index),
+        "logit_softcap": logit_softcap,
+        "vocab_size": vocab_size,
+        "implementation": implementation,
+        "scratch_bytes": scratch_bytes,
+        "fixed_temperature": number,
+    }
+    log_probs, *others = LINEAR_LOG_PROBS.call(tensors, options)
+    log_probs = log_probs.reshape(target.shape)
+    if not (return_entropy or return_sum_sq_probs or return_hit):
+        return log_probs
+    rest = iter(others)
+    return LogProbs(
+        cast(Any, log_probs),
+        cast(Any, next(rest).reshape(leading)) if return_entropy else None,
+        cast(Any, next(rest).reshape(leading)) if return_sum_sq_probs else None,
+        cast(Any, next(rest).reshape(target.shape)) if return_hit else None,
+    )

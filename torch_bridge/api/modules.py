@@ -1,0 +1,113 @@
+"""`LinearCrossEntropyLoss`: a head and its loss as one module."""
+
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.api.linear import linear_cross_entropy
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A language model's head with its loss: `linear_cross_entropy` with a weight, and maybe a bias, of its own.
+
+    Parameters have the names, shapes and initial values of `torch.nn.Linear(in_features, num_classes)`, so that their
+    state dicts fit each other. `shared_with` makes one on the parameters of an existing layer: a model's head, or the
+    embedding it is tied to.
+
+    Args:
+        in_features: H.
+        num_classes: V', the weight's rows.
+        bias: whether there is one.
+        class_weights: `[V]`, kept as a buffer outside the state dict.
+        device: of the parameters.
+        dtype: of the parameters.
+        options: further keyword arguments of `linear_cross_entropy`, for each call.
+
+    Raises:
+        TypeError: an option that `linear_cross_entropy` does not know.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import LinearCrossEntropyLoss
+        >>> head = LinearCrossEntropyLoss(8, 100, label_smoothing=0.1)
+        >>> loss = head(torch.randn(2, 5, 8), torch.randint(0, 100, (2, 5)))
+        >>> loss.backward()
+        >>> head.logits(torch.randn(3, 8)).shape
+        torch.Size([3, 100])
+        >>> linear = torch.nn.Linear(8, 100, bias=False)
+        >>> LinearCrossEntropyLoss.shared_with(linear).weight is linear.weight
+        True
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    class_weights: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        class_weights: Tensor | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        initial = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self._take(cast(nn.Parameter, initial.weight), initial.bias, class_weights, options)
+
+    @classmethod
+    def shared_with(cls, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> Self:
+        """A loss on the very parameters of `layer`: anything with a `weight [V', H]` and maybe a `bias [V']`."""
+        weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+            raise TypeError(f"{type(layer).__name__} has no parameter `weight` of two axes to share")
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._take(weight, bias, class_weights, options)
+        return self
+
+    def _take(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, class_weights: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        allowed = set(linear_cross_entropy.__kwdefaults__ or ()) - {"linear_bias", "class_weights", "token_weights"}
+        if unknown := sorted(set(options) - allowed):
+            raise TypeError(f"unknown options {unknown}; choose from {sorted(allowed)}")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.register_buffer("class_weights", class_weights, persistent=False)
+        self.options = options
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weights: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Any:
+        """The loss of `input [..., H]` and `target [...]`; a `normalizer` given here goes before the option."""
+        options = self.options if normalizer is None else self.options | {"normalizer": normalizer}
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            class_weights=self.class_weights,
+            token_weights=token_weights,
+            **options,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        """Logits `[..., V']` for generation: scaled and capped as in the loss, padding included."""
+        logits = nn.functional.linear(input, self.weight, self.bias) * self.options.get("logit_scale", 1.0)
+        cap = self.options.get("logit_softcap")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, as `print` shows them."""
+        sizes = [f"in_features={self.weight.shape[1]}", f"num_classes={self.weight.shape[0]}"]
+        return ", ".join([*sizes, f"bias={self.bias is not None}", *(f"{k}={v!r}" for k, v in self.options.items())])

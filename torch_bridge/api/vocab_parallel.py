@@ -1,0 +1,184 @@
+"""A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`.
+
+Each process streams its own part of the vocabulary, of any size, and only numbers by row cross the group: one maximum
+and one sum, as `pallas_ce.statistics.merge` joins shards. With l_k the log-sum-exp of part k,
+
+    lse = log Σ_k exp l_k,      d lse / d l_k = exp(l_k - lse),
+
+and the target's logit and the sum of all logits are sums over the parts. Every process computes the same loss from
+these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each process has a
+share, is summed in the backward.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pallas_ce import integration
+from torch_bridge.api import checks
+from torch_bridge.api.linear import Reduction, linear_row_statistics
+from torch_bridge.autograd import first_order
+from torch_bridge.materialized import losses
+
+
+def vocab_parallel_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    linear_bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    normalizer: float | Tensor | None = None,
+    implementation: str | None = None,
+    scratch_bytes: int | None = None,
+) -> Tensor:
+    r"""`linear_cross_entropy` of a head of which each process of `group` has some rows of the weight.
+
+    Every process calls it with the same tokens, and gets the same loss. The parts need not be equally large, must be
+    disjoint and together be `[0, vocab_size)`. The backward recomputes tiles of logits.
+
+    Args:
+        input: `[..., H]`, the same on every process; its gradient is summed over them, in its dtype.
+        linear_weight: `[V_k, H]`, the rows from `vocab_start` on.
+        target: `[...]` integers in the whole vocabulary, the same on every process; those outside count as ignored.
+        vocab_start: the id of this process's first row.
+        vocab_size: V, the entries of all processes together.
+        group: the processes; None for all of them.
+        linear_bias: `[V_k]`.
+        token_weights: `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        ignore_index: targets that do not count.
+        label_smoothing: α.
+        z_loss: β.
+        logit_softcap: c > 0, or None.
+        logit_scale: a number.
+        normalizer: for the mean; by default the sum of the token weights that count.
+        implementation: as in `linear_cross_entropy`.
+        scratch_bytes: likewise.
+
+    Returns:
+        Tensor: `[]`, or `[...]` for "none"; float32 (float64 for float64); 0 where nothing counts.
+
+    Raises:
+        ValueError: a part that does not lie in the vocabulary, `torch.distributed` that is not initialised, and as
+            `linear_cross_entropy`.
+        TypeError: as `linear_cross_entropy`.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        On each of two processes that hold half of a head of 1000 entries::
+
+            loss = vocab_parallel_cross_entropy(
+                hidden, weight_part, target, vocab_start=500 * dist.get_rank(), vocab_size=1000)
+    """
+    if not 0 <= vocab_start <= vocab_start + linear_weight.shape[0] <= vocab_size:
+        raise ValueError(
+            f"vocab_start={vocab_start} with {linear_weight.shape[0]} rows of the weight does not lie in "
+            f"vocab_size={vocab_size}"
+        )
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias}
+    first_order.reverse_mode(tensors)
+    integration.check_reduction(reduction, normalizer, "recompute")
+    leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
+    checks.labels(target, leading)
+    checks.shape("token_weights", token_weights, leading)
+    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    integration.check_scalar("z_loss", z_loss)
+    integration.check_normalizer(normalizer)
+    target = target.long()  # narrower integers could not be compared with V
+    counted = (target >= 0) & (target < vocab_size)
+    if ignored is not None:
+        counted &= target != ignored
+    names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
+    here = linear_row_statistics(
+        _apply(_Shared, input, group),
+        linear_weight,
+        torch.where(counted, target - vocab_start, -1),
+        statistics=names,
+        row_mask=counted,
+        linear_bias=linear_bias,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        implementation=implementation,
+        scratch_bytes=scratch_bytes,
+    )
+    lse = torch.where(counted, _apply(_MergedLse, here.lse, group), 0)
+    parts: list[Any] = [here.target_logit]
+    if here.mean_logit is not None:
+        parts.append(here.mean_logit * (linear_weight.shape[0] / vocab_size))
+    target_logit, *mean_logit = _apply(_Sum, torch.stack(parts), group)
+    return losses.cross_entropy(
+        lse,
+        target_logit,
+        mean_logit[0] if mean_logit else None,
+        counted,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+    )
+
+
+def _apply(function: type[torch.autograd.Function], x: Any, group: dist.ProcessGroup | None) -> Tensor:
+    return cast(Tensor, function.apply(x, group))
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that every process has; its gradient is the sum of their shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the processes, which all use it alike: the cotangent of each part is the sum's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _MergedLse(torch.autograd.Function):
+    """`log Σ_k exp l_k` over the processes; -inf where all parts are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        top = x.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        reference = torch.where(top == -torch.inf, 0, top)
+        total = torch.exp(x - reference)
+        dist.all_reduce(total, group=group)
+        merged = reference + torch.log(total)
+        ctx.save_for_backward(torch.exp(x - torch.where(merged == -torch.inf, 0, merged)))
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (share,) = ctx.saved_tensors
+        return gradients[0] * share, None

@@ -1,0 +1,103 @@
+"""Operations in eager PyTorch past its dispatcher, whose wrapping of a Python operator costs more than the operation.
+
+Compilation and dispatch modes need the operator, which also takes what is constant in functional transforms; all others
+take this way, through the same programs, saved tensors and gradients.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+from torch_bridge.autograd import graph
+from torch_bridge.programs import calls
+from torch_bridge.programs.program import Program
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def serves(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but autograd follows a call on these tensors."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+class Call(NamedTuple):
+    """What a differentiable call needs beside its tensors.
+
+    Attributes:
+        operation: the `torch_bridge.autograd.operator.Operation`.
+        program: what serves it.
+        static: the operator's arguments behind the tensors.
+    """
+
+    operation: Any
+    program: Program
+    static: tuple[Any, ...]
+
+
+class Eager(torch.autograd.Function):
+    """`(*tensors, call) -> outputs`, of the tensors that are there: to autograd, an argument of None costs as much."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """The program's outputs; what else the backward needs is only saved."""
+        *tensors, ctx.call = inputs
+        program = ctx.call.program
+        layout = program.layout
+        found = calls.forward_keeping(program, tensors, layout.staying)
+        # Beside autograd's own, until the graph goes: a number a row each.
+        ctx.staying = {i: found[i] for i in layout.staying}
+        graph.save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
+        outputs = [x for x in found[: len(layout.outputs)] if isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*outputs[layout.differentiable :])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the tensors, and none for the call."""
+        call: Call = ctx.call
+        signature, layout = call.program.signature, call.program.layout
+        count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
+        gradients: dict[str, Tensor | None] = {}
+        if asked := graph.asked(ctx, signature, ctx.needs_input_grad, given):
+            tensors, found = saved[:count], list(saved[count:])
+            for place, array in ctx.staying.items():
+                found[place] = array
+            # Only the operator raises where these gradients are to be differentiated in turn.
+            if serves((*saved, *given)) and not torch.is_grad_enabled():
+                computed = _computed(call.program, tensors, found, given, asked)
+            else:
+                named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
+                for place, array in ctx.staying.items():
+                    found[place] = calls.as_tensor(array, tensors[0].shape[0])
+                computed = call.operation.call_backward(named, call.static, found, given, asked)
+            gradients = graph.placed(ctx, asked, computed)
+        return (*[gradients.get(name) for name, _ in signature.arrays], None)
+
+
+def _computed(
+    program: Program,
+    tensors: Sequence[Tensor],
+    found: Sequence[Tensor | jax.Array | None],
+    given: Sequence[Tensor | None],
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over."""
+    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)
+    others = tuple(name for name in asked if name not in handed)
+    gradients: dict[str, Tensor] = {}
+    if others:
+        gradients |= zip(others, calls.backward(program, tensors, found, given, others), strict=True)
+    if handed:
+        (upstream,) = given
+        assert upstream is not None
+        gradients |= zip(handed, calls.handed_over(program, tensors, found, upstream, handed), strict=True)
+    return [gradients[name] for name in asked]

@@ -1,0 +1,248 @@
+"""The operations as PyTorch operators: implementation, shapes for tracing, and differentiation, once for all of them.
+
+`pallas_ce::linear_cross_entropy` and its like return the function's outputs and, behind them, what the backward needs;
+the latter is an operator too, so that `torch.compile` traces through both.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bridge.autograd import eager, first_order, graph
+from torch_bridge.dlpack import exchange
+from torch_bridge.programs import bucketing, calls
+from torch_bridge.programs import functions as operations
+from torch_bridge.programs import program as programs
+from torch_bridge.programs.program import Function, Program, Shape, Signature
+
+# Of packed batches every token count is another way to call a program that is there already.
+_CALLS_KNOWN = 4096
+
+_SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """What describes an operator.
+
+    Attributes:
+        name: its name.
+        function: the function of named arrays.
+        options: the NamedTuple of the function's static options; all but `vocab_axis` are the operator's.
+        required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
+        optional: names of further tensors.
+        by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
+        differentiable: names of tensors, in the order of the bits of `differentiated`.
+    """
+
+    name: str
+    function: Function
+    options: Any
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    by_row: dict[str, float]
+    differentiable: tuple[str, ...]
+
+    # Programs by what is read off a call's arguments sooner than a signature.
+    _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors, in the order of the operator's arguments."""
+        return self.required + self.optional
+
+    def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
+        """The function's outputs; what PyTorch will differentiate is read off the tensors."""
+        first_order.reverse_mode(tensors)
+        differentiated = 0
+        if torch.is_grad_enabled():
+            for bit, name in enumerate(self.differentiable):
+                tensor = tensors.get(name)
+                if tensor is not None and tensor.requires_grad:
+                    differentiated |= 1 << bit
+        given = [tensors.get(name) for name in self.tensors]
+        static = (differentiated, *[options[name] for name in self.options._fields[1:]])
+        if not eager.serves(given):
+            return getattr(torch.ops.pallas_ce, self.name)(*given, *static)
+        program, present = self.program(given, static), [x for x in given if x is not None]
+        if not differentiated:
+            return calls.forward(program, present)
+        function: Any = eager.Eager
+        return list(function.apply(*present, eager.Call(self, program, static)))
+
+    def call_backward(
+        self,
+        tensors: dict[str, Tensor],
+        static: Sequence[Any],
+        found: Sequence[Tensor | None],
+        cotangents: Sequence[Tensor | None],
+        asked: tuple[str, ...],
+    ) -> list[Tensor]:
+        """The gradients of the inputs in `asked` by the operator, from all that the forward found."""
+        bits = sum(1 << self.differentiable.index(name) for name in asked)
+        operator = getattr(torch.ops.pallas_ce, f"{self.name}_backward")
+        given = [tensors.get(name) for name in self.tensors]
+        return list(operator(*given, *static, list(found), list(cotangents), bits))
+
+    def register(self) -> None:
+        """Registers the operator, its backward, and their rules with PyTorch."""
+        inputs = ", ".join(
+            [f"Tensor {name}" for name in self.required]
+            + [f"Tensor? {name}" for name in self.optional]
+            + ["int differentiated"]
+            + [f"{_schema_type(kind)} {name}" for name, kind in list(typing.get_type_hints(self.options).items())[1:]]
+        )
+        forward = torch.library.custom_op(
+            f"pallas_ce::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
+        )
+        forward.register_fake(self._forward_shapes)
+        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
+        backward = torch.library.custom_op(
+            f"pallas_ce::{self.name}_backward",
+            self._backward,
+            mutates_args=(),
+            schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",
+        )
+        backward.register_fake(self._backward_shapes)
+        backward.register_autograd(first_order.refuse)
+
+    def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
+        """What a call is compiled for; both are the operator's arguments."""
+        axis = _vocab_axis(tensors[1])
+        shapes = []
+        for name, tensor in zip(self.tensors, tensors, strict=True):
+            if tensor is not None:
+                sizes: tuple[int | None, ...] = tuple(map(int, tensor.shape[1:]))
+                if tensor.ndim:
+                    sizes = (None if name in self.by_row else int(tensor.shape[0]), *sizes)
+                sizes = sizes[::-1] if axis and name == "linear_weight" else sizes
+                shapes.append((name, Shape(sizes, exchange.TO_JAX[tensor.dtype], self.by_row.get(name, 0))))
+        return Signature(self.function, self.options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
+
+    def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
+        """What serves a call with the operator's arguments."""
+        key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
+        if (program := self._known.get(key)) is None:
+            program = programs.program(self.signature(tensors, static), bucketing.bucket(tensors[0].shape[0]))
+            if len(self._known) >= _CALLS_KNOWN:
+                self._known.clear()
+            self._known[key] = program
+        return program
+
+    def _names(self, bits: int) -> tuple[str, ...]:
+        return tuple([name for bit, name in enumerate(self.differentiable) if bits >> bit & 1])
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The operator's arguments: tensors, and what is static."""
+        return arguments[: len(self.tensors)], arguments[len(self.tensors) :]
+
+    def _forward(self, *arguments: Any) -> list[Tensor]:
+        tensors, static = self._split(arguments)
+        return calls.forward(self.program(tensors, static), [x for x in tensors if x is not None])
+
+    def _backward(self, *arguments: Any) -> list[Tensor]:
+        *arguments, found, cotangents, asked = arguments  # type: ignore[assignment]
+        tensors, static = self._split(arguments)
+        present = [x for x in tensors if x is not None]
+        program = self.program(tensors, static)
+        return calls.backward(program, present, found, cotangents, self._names(asked))
+
+    def _forward_shapes(self, *arguments: Any) -> list[Tensor]:
+        hidden, layout = arguments[0], programs.layout(self.signature(*self._split(arguments)))
+        return [
+            hidden.new_empty(
+                [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=exchange.TO_TORCH[shape.dtype]
+            )
+            for shape in layout.outputs + layout.kept
+        ]
+
+    def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
+        tensors = dict(zip(self.tensors, arguments, strict=False))
+        return [
+            tensors[name].t().new_empty(tensors[name].t().shape).t()
+            if name == "linear_weight" and _vocab_axis(tensors[name])
+            else tensors[name].new_empty(tensors[name].shape)
+            for name in self._names(arguments[-1])
+        ]
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        tensors, ctx.static = self._split(inputs)
+        ctx.signature = self.signature(tensors, ctx.static)
+        layout = programs.layout(ctx.signature)
+        graph.save(ctx, layout, tensors, output)
+        ctx.mark_non_differentiable(*output[layout.differentiable :])
+
+    def _differentiate(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        tensors, found = self._split(ctx.saved_tensors)
+        given = cotangents[: programs.layout(ctx.signature).differentiable]
+        present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
+        needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
+        gradients: dict[str, Tensor | None] = {}
+        if asked := graph.asked(ctx, ctx.signature, needed, given):
+            gradients = graph.placed(ctx, asked, self.call_backward(present, ctx.static, found, given, asked))
+        return (*[gradients.get(name) for name in self.tensors], *[None for _ in ctx.static])
+
+
+def _schema_type(kind: Any) -> str:
+    members = [member for member in typing.get_args(kind) if member is not type(None)]
+    return f"{_SCHEMA_TYPES[members[0]]}?" if members else _SCHEMA_TYPES[kind]
+
+
+def _vocab_axis(weight: Tensor) -> int:
+    """1 where the weight is a transposed view of contiguous memory, which then needs no copy."""
+    return int(not weight.is_contiguous() and weight.t().is_contiguous())
+
+
+LINEAR_CROSS_ENTROPY = Operation(
+    "linear_cross_entropy",
+    operations.LOSS,
+    operations.LossOptions,
+    ("input", "linear_weight", "target"),
+    (
+        "linear_bias",
+        "class_weights",
+        "token_weights",
+        "logit_scale",
+        "label_smoothing",
+        "z_loss",
+        "normalizer",
+    ),
+    {"input": 0, "target": -1, "token_weights": 0},
+    (
+        "input",
+        "linear_weight",
+        "linear_bias",
+        "token_weights",
+        "logit_scale",
+        "label_smoothing",
+        "z_loss",
+        "normalizer",
+    ),
+)
+
+LINEAR_ROW_STATISTICS = Operation(
+    "linear_row_statistics",
+    operations.STATISTICS,
+    operations.StatisticsOptions,
+    ("input", "linear_weight"),
+    ("target", "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
+    {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
+    ("input", "linear_weight", "linear_bias", "logit_scale"),
+)
+
+LINEAR_LOG_PROBS = Operation(
+    "linear_log_probs",
+    operations.LOG_PROBS,
+    operations.LogProbsOptions,
+    ("input", "linear_weight", "target"),
+    ("linear_bias", "logit_scale", "temperature"),
+    {"input": 0, "target": -1, "temperature": 1},
+    ("input", "linear_weight", "linear_bias", "logit_scale"),
+)
+
+for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
+    _operation.register()

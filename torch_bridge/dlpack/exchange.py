@@ -1,0 +1,221 @@
+"""Tensors as JAX arrays and back, through DLPack, sharing memory.
+
+What cannot be shared as it is, is either copied because PyTorch itself would (strided views), or refused by name.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.utils.dlpack
+from jaxlib import _jax  # what JAX's own DLPack functions call
+from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+from torch_bridge.dlpack import streams
+
+# XLA's CPU code assumes it; JAX copies without saying so where it does not hold. On a GPU the kernels ask for it.
+_CPU_ALIGNMENT = 64
+CUDA_ALIGNMENT = 256
+
+TO_TORCH = {
+    np.dtype(jnp.bfloat16): torch.bfloat16,
+    np.dtype(np.float16): torch.float16,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.int8): torch.int8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.bool): torch.bool,
+}
+TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
+
+_WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
+
+
+def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
+    """The tensor's memory as a JAX array, ordered behind the work queued on PyTorch's current stream.
+
+    The array is an alias: writing to the tensor while a JAX computation may still read it is a race, as between two
+    CUDA streams. `requires_grad` is dropped. Strided, sliced, transposed and expanded views are made contiguous, and
+    tensors that do not start at a multiple of 64 bytes, or 256 on a CUDA device, are copied: such as `x[1:]` of rows of
+    other lengths, or parameters that lie in one flat tensor.
+
+    Args:
+        tensor: dense, on a CPU or a CUDA device that JAX uses too.
+        name: what error messages call it.
+
+    Returns:
+        Array: same shape, dtype and device; the same memory where the tensor is contiguous (and aligned).
+
+    Raises:
+        TypeError: not a dense tensor; a DTensor; a 64-bit dtype while JAX's 64-bit mode is off, which would narrow it.
+        ValueError: a device that JAX does not use in this process.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import to_jax
+        >>> tensor = torch.arange(6.0).reshape(2, 3)
+        >>> array = to_jax(tensor)
+        >>> array.unsafe_buffer_pointer() == tensor.data_ptr()
+        True
+    """
+    check_dense(name, tensor)
+    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise _narrowed(name, tensor.dtype)
+    with streams.on(tensor.device) as stream:
+        return _import([(name, _plain(tensor))], tensor.device, stream)[0]
+
+
+def share(
+    named: Iterable[tuple[str, torch.Tensor]], device: torch.device, stream: torch.cuda.Stream | None
+) -> list[Any]:
+    """Dense tensors on `device` as arrays, behind one event on `stream`, PyTorch's current one.
+
+    They are for one program that takes them all, also those that it does not use (`keep_unused` of `jax.jit`).
+
+    Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
+    `words_to_int32` puts together.
+    """
+    plain = []
+    for name, tensor in named:
+        tensor = _plain(tensor)
+        if tensor.dtype == torch.int64:
+            tensor = tensor.view(torch.int32)
+        elif tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+            raise _narrowed(name, tensor.dtype)
+        plain.append((name, tensor))
+    return _import(plain, device, stream)
+
+
+def words_to_int32(words: jax.Array) -> jax.Array:
+    """Integers `[..., K]` from their low and high words `[..., 2K]`; -1 for those beyond 32 bits."""
+    low, high = words[..., ::2], words[..., 1::2]
+    return jnp.where(high == low >> 31, low, -1)
+
+
+def _narrowed(name: str, dtype: torch.dtype) -> TypeError:
+    return TypeError(
+        f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
+        "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
+    )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor detached, as contiguous, aligned memory that JAX can take."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    alignment = _CPU_ALIGNMENT if tensor.is_cpu else CUDA_ALIGNMENT
+    return tensor.clone() if tensor.data_ptr() % alignment else tensor
+
+
+def _import(
+    named: Sequence[tuple[str, torch.Tensor]], device: torch.device, stream: torch.cuda.Stream | None
+) -> list[Any]:
+    """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own.
+
+    Only the first array on a GPU is ready when its event has happened, all others at once: whatever reads them must
+    read that one too. An event costs the host as much again as the exchange.
+    """
+    if not named:
+        return []
+    to = _device(device, named[0][0])
+    if stream is None:
+        return [_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, None, None) for _, tensor in named]
+    # Behind all that made the tensors plain.
+    handle: int | None = streams.behind(stream, to)
+    arrays: list[Any] = []
+    for _, tensor in named:
+        if tensor.is_cpu:
+            arrays.append(tensor.numpy())
+        else:
+            arrays.append(_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, handle, None))
+            handle = None
+    return arrays
+
+
+@functools.lru_cache
+def _device(device: torch.device, name: str) -> Any:
+    """JAX's name for it; `name` is of a tensor there."""
+    try:
+        found = jax.local_devices(backend=device.type)
+        return next(x for x in found if device.index is None or x.local_hardware_id == device.index)
+    except (RuntimeError, StopIteration) as error:
+        raise ValueError(
+            f"{name} lies on {device}, which JAX cannot read in this process ({error}): install "
+            "pallas-ce[cuda12] or pallas-ce[cuda13], and do not hide the device from JAX with JAX_PLATFORMS"
+        ) from error
+
+
+def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
+    """The array's memory as a tensor; work queued later on PyTorch's current stream waits for it, the host does not.
+
+    (On a CPU, where there are no streams, the host waits.) JAX regards the memory as immutable: do not write to the
+    tensor while an array that shares it is in use.
+
+    Args:
+        array: on one device.
+        name: what error messages call it.
+
+    Returns:
+        Tensor: same shape, dtype, memory and device.
+
+    Raises:
+        TypeError: not an array, or one that JAX is tracing.
+        ValueError: sharded over several devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from torch_bridge import to_torch
+        >>> to_torch(jnp.ones(3, jnp.bfloat16))
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+    """
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        kind = "traced by JAX, so it has no memory yet" if isinstance(array, jax.core.Tracer) else "no JAX array"
+        raise TypeError(f"{name} is a {type(array).__name__}, {kind}; pass a computed jax.Array")
+    if len(devices := array.devices()) > 1:
+        raise ValueError(f"{name} is sharded over {len(devices)} devices; pass one shard: array.addressable_data(0)")
+    (device,) = devices
+    where = torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)
+    with streams.on(where) as stream:
+        return adopt([array], stream)[0]
+
+
+def adopt(arrays: Iterable[jax.Array], stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
+    """Computed arrays on one device as tensors, for which `stream`, PyTorch's current one, waits."""
+    handle = None if stream is None else streams.handle(stream)
+    return [
+        torch.utils.dlpack.from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array, stream=handle)) for array in arrays
+    ]
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Refuses what is not a plain dense tensor with memory of its own."""
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"{name} is a DTensor with placements {tensor.placements}: the bridge computes on whole local tensors. "
+            "Call the loss inside the forward of the module that fully_shard wraps, where its parameters are gathered, "
+            f"or pass {name}.full_tensor(grad_placements=...)"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{name} has layout {tensor.layout}; it must be dense and not quantised")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} lies on {tensor.device}; the bridge serves CPU and CUDA tensors")
+
+
+def check_one_device(**tensors: torch.Tensor | None) -> None:
+    """Refuses tensors on different devices; scalars on the CPU go everywhere, as in PyTorch."""
+    (first, reference), *others = [(k, x) for k, x in tensors.items() if x is not None]
+    for name, tensor in others:
+        if tensor.device != reference.device and not (tensor.ndim == 0 and tensor.device.type == "cpu"):
+            raise ValueError(
+                f"{name} lies on {tensor.device} and {first} on {reference.device}: move them to one device"
+            )

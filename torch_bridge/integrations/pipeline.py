@@ -1,0 +1,188 @@
+"""The head's loss in a pipeline-parallel model: `PipelineFusedLoss`.
+
+A schedule of `torch.distributed.pipelining` calls `loss_fn(output, target)` on what the last stage returns, and keeps
+that output until the microbatch's backward. If it is logits, the last stage holds those of every microbatch in flight.
+So the last stage returns hidden states in training, and the loss function has the output layer. `take_head` arranges
+both in a model that has an `nn.Linear` for its head:
+
+    loss_fn = take_head(last_stage_model, "lm_head")
+    schedule = Schedule1F1B(stage, n_microbatches, loss_fn=loss_fn)   # any schedule
+
+In evaluation and generation the model returns logits as before. The layer's parameters stay where they were, under the
+same names: optimisers, checkpoints and tied embeddings see no difference, and zero-bubble schedules, which compute
+weight gradients of the stage's own parameters only, find them.
+
+V-shaped schedules (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`) put the last stage beside the first. In PyTorch 2.11,
+whatever the loss function, their `eval` fails, and a parameter that both stages hold, such as a tied embedding, has its
+gradient divided by the number of microbatches twice. For the right one give the schedule `scale_grads=False`, and
+`take_head` the whole batch's `normalizer`.
+
+The loss reads the head's parameters after the model's forward. With DDP, and with FSDP2 where `fully_shard` wraps the
+root, whose parameters stay gathered until the backward, gradients are right. A head that `fully_shard` wraps by itself
+is sharded again by then, as is a root with `reshard_after_forward=True`, and the loss refuses its DTensor: leave the
+head to the root, or wrap it with `reshard_after_forward=False`.
+
+Other designs were weighed. *Two outputs*, hidden states and logits, still make the logits and keep them. A *schedule of
+one's own* that passes targets to the last stage means maintaining a fork of every schedule. *Lazy logits*, a wrapper
+that multiplies on demand, breaks with whatever expects a tensor: buffers between stages, metadata, merged outputs.
+Passing the targets as keyword arguments to a head with the loss inside works too, but every stage of the rank receives
+them, and evaluation needs another model.
+
+Questions that the design raises, answered:
+
+1. *Is there precedent?* Megatron-LM computes the loss inside the last stage's model, whose own schedule hands it the
+   labels. In torchtitan a chunked loss is given the head and is the loss function, as here.
+2. *What is recommended for large vocabularies?* Losses computed in chunks or tiles with float32 accumulation of the
+   weight's gradient, so that no logits are stored: what this library does.
+3. *Is there a better way to separate model and loss?* The boundary "hidden states, output layer, targets" is the one
+   that every schedule supports unchanged; moving the layer's *use*, but not its parameters, removes the drawbacks of
+   moving the layer.
+
+The loss recomputes logits in the backward (`backward="recompute"`): gradients computed in the forward would be held
+for each microbatch in flight, among them one of the weight's size.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+
+from torch_bridge.api.modules import LinearCrossEntropyLoss
+
+Returns = Literal["hidden", "logits"]
+
+
+class PipelineFusedLoss(LinearCrossEntropyLoss):
+    """The `loss_fn` of a pipeline schedule: cross entropy of the last stage's hidden states, with the output layer.
+
+    Args:
+        layer: the output layer; its parameters are shared, also those that replace them later, as
+            `load_state_dict(assign=True)` does. Let the last stage hold it too (see `take_head`), so that zero-bubble
+            schedules find its parameters.
+        class_weights: `[V]`.
+        options: keyword arguments of `linear_cross_entropy`; `backward` is "recompute" by default.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import PipelineFusedLoss
+        >>> loss_fn = PipelineFusedLoss(torch.nn.Linear(8, 100, bias=False))
+        >>> loss_fn(torch.randn(2, 5, 8), torch.randint(0, 100, (2, 5))).shape
+        torch.Size([])
+    """
+
+    def __init__(self, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> None:
+        nn.Module.__init__(self)
+        shared = LinearCrossEntropyLoss.shared_with(layer)
+        self._take(shared.weight, shared.bias, class_weights, {"backward": "recompute"} | options)
+        self.__dict__["layer"] = layer  # not a submodule: its parameters would have a second name
+
+    def forward(self, input: Tensor, target: Tensor, **further: Any) -> Any:
+        """The loss of the last stage's output `[..., H]`.
+
+        Raises:
+            ValueError: the stage returned logits.
+        """
+        layer: Any = self.layer
+        if self.weight is not layer.weight or self.bias is not getattr(layer, "bias", None):
+            self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
+        rows, width = self.weight.shape
+        if input.shape[-1] == rows != width:
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}: the last stage returned logits, as it does in evaluation. "
+                'For a loss use `with returning("hidden", model): ...`'
+            )
+        loss = super().forward(input, target, **further)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return loss
+        # Zero-bubble schedules detach the loss after the input's gradient and come back for the weight's with the
+        # node alone; a node written in Python lives only as long as a tensor that it made. So the loss that they
+        # detach is a copy, and holds the first.
+        returned = loss.clone()
+        returned.graph = loss  # type: ignore[attr-defined]
+        return returned
+
+
+class HeadInLoss(nn.Module):
+    """Stands where a model's head was: hands hidden states on in training, and computes logits in evaluation.
+
+    It has the parameters of the head under the same names. `returns` overrides what the mode says.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = cast(nn.Parameter, head.weight)
+        self.register_parameter("bias", head.bias)
+        self.returns: Returns | None = None
+        self.__dict__["head"] = head  # not a submodule: its parameters would have a second name
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden` itself, or logits."""
+        if (self.returns or ("hidden" if self.training else "logits")) == "hidden":
+            return hidden
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> PipelineFusedLoss:
+    """Makes `model` return hidden states in training, and returns the loss function that has its head.
+
+    Args:
+        model: the module of the last stage. Its head must be the last thing it computes: a soft cap or scale of the
+            logits belongs into `options`, not behind the head.
+        name: where its head is, an `nn.Linear`; dots lead into submodules.
+        options: of `PipelineFusedLoss`.
+
+    Raises:
+        AttributeError: nothing has that name.
+        TypeError: no `nn.Linear` there.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import put_head_back, take_head
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 100))
+        >>> loss_fn = take_head(model, "1")
+        >>> model(torch.ones(2, 4)).shape, model.eval()(torch.ones(2, 4)).shape
+        (torch.Size([2, 8]), torch.Size([2, 100]))
+        >>> put_head_back(model, "1")
+        >>> model[1]
+        Linear(in_features=8, out_features=100, bias=True)
+    """
+    head = model.get_submodule(name)
+    if type(head) is not nn.Linear:
+        raise TypeError(f"{name} is a {type(head).__name__}; take_head moves an nn.Linear")
+    stand_in = HeadInLoss(head).train(head.training)
+    model.set_submodule(name, stand_in)
+    return PipelineFusedLoss(stand_in, **options)
+
+
+def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
+    """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now."""
+    stand_in = model.get_submodule(name)
+    if not isinstance(stand_in, HeadInLoss):
+        raise TypeError(f"{name} is a {type(stand_in).__name__}, not a head that take_head took")
+    head: nn.Linear = stand_in.__dict__["head"]
+    head.weight = stand_in.weight
+    head.register_parameter("bias", stand_in.bias)
+    model.set_submodule(name, head.train(stand_in.training))
+
+
+@contextlib.contextmanager
+def returning(what: Returns, model: nn.Module) -> Iterator[None]:
+    """Within the context every head that `take_head` took in `model` returns "hidden" states or "logits".
+
+    For a loss on the evaluation set: `with returning("hidden", model.eval()): schedule.eval(x, target=y, losses=[])`.
+    """
+    if what not in ("hidden", "logits"):
+        raise ValueError(f"what={what!r} must be 'hidden' or 'logits'")
+    heads = [module for module in model.modules() if isinstance(module, HeadInLoss)]
+    before = [head.returns for head in heads]
+    try:
+        for head in heads:
+            head.returns = what
+        yield
+    finally:
+        for head, returns in zip(heads, before, strict=True):
+            head.returns = returns

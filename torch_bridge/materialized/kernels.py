@@ -1,0 +1,165 @@
+"""Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from torch import Tensor
+
+import pallas_ce
+from pallas_ce.integration import (
+    LogitsSpec,
+    MaterializedSettings,
+    local_cuda,
+    materialized_refusal,
+    materialized_row_gradient,
+    materialized_row_statistics,
+)
+from torch_bridge.dlpack import exchange, streams
+from torch_bridge.materialized import chunks
+
+Arrays = dict[str, jax.Array]
+
+
+class Loss(NamedTuple):
+    """Static options of `pallas_ce.cross_entropy`.
+
+    Attributes:
+        reduction: "mean" or "sum".
+        ignore_index: or None.
+        differentiated: names of tensors, "rows" first if it is one of them.
+    """
+
+    reduction: str
+    ignore_index: int | None
+    differentiated: tuple[str, ...]
+
+
+class Kernels(NamedTuple):
+    """What programs are compiled for, but the number of rows and what is asked.
+
+    Attributes:
+        spec: the logits' static facts.
+        implementation: of `pallas_ce`.
+    """
+
+    spec: LogitsSpec
+    implementation: str
+
+    def serve(self, rows: Tensor) -> bool:
+        """Whether there are enough of them; see `chunks.powers`."""
+        return rows.shape[0] >= chunks.LEAST_ROWS
+
+    def serve_at_once(self, logits: Tensor) -> bool:
+        """Whether all rows are one of `chunks.powers`."""
+        parts = chunks.powers(logits)
+        return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
+
+    def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
+        """Those of each row, by `pallas_ce.RowStatistics`' names.
+
+        Args:
+            names: which.
+            rows: `[n, V']`, contiguous.
+            ids: `[n]` int32, the targets; -1 for none.
+            u: `[V']` float32, 0 for padding, if the mean is among the names.
+        """
+        return self._run(_statistics, names, {"rows": rows, "ids": ids, "u": u})
+
+    def replace_by_gradient(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        lse: Tensor,
+        cotangents: dict[str, Tensor],
+        u: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
+        """Writes the gradient over the rows, 0 where they are not `valid [n]`; cotangents by statistics' names."""
+        named = {"rows": rows, "ids": ids, "kept lse": lse, "valid": valid, "u": u}
+        (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
+        _into(rows, gradient)
+
+    def loss(self, what: "Loss", tensors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The loss and its gradients of `what.differentiated`; that of "rows" takes their memory, and is not returned.
+
+        Args:
+            what: static options.
+            tensors: "rows" `[n, V']`, "target" `[n]`, and options of `pallas_ce.cross_entropy`.
+        """
+        value, *gradients = self._run(_loss, what, tensors)
+        if "rows" in what.differentiated:
+            _into(tensors["rows"], gradients.pop(0))
+        return value, gradients
+
+    def _run(self, function: Any, what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
+        tensors = {name: x for name, x in given.items() if x is not None}
+        device = tensors["rows"].device
+        with streams.on(device) as stream:
+            arrays = exchange.share(tensors.items(), device, stream)
+            program = _program(function, self, what, tuple(tensors))
+            found = exchange.adopt(program(*arrays), stream)
+            streams.hold(tensors.values(), stream)
+        return found
+
+
+def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
+    """The kernels for rows of such logits where they are, on a GPU that JAX has too; None where there are none."""
+    if not logits.is_cuda or local_cuda() is None or materialized_refusal("mosaic_gpu", spec):
+        return None
+    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+    return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]) -> Any:
+    """`(*inputs) -> arrays`, of which the rows are the first."""
+    replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
+
+    def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        chosen = MaterializedSettings(kernels.spec, implementation=kernels.implementation)
+        return function(chosen, what, dict(zip(inputs, arrays, strict=True)))
+
+    return jax.jit(named, donate_argnums=0 if replaces else (), keep_unused=True)
+
+
+def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+    found = materialized_row_statistics(chosen, frozenset(names), arrays["rows"], arrays.get("u"), arrays["ids"], None)
+    return tuple(found[name] for name in names)
+
+
+def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+    cotangents = {name: arrays[name] for name in names}
+    rows, u, ids, valid, lse = (arrays.get(name) for name in ("rows", "u", "ids", "valid", "kept lse"))
+    assert rows is not None
+    assert lse is not None
+    return (materialized_row_gradient(chosen, rows, u, ids, valid, {"lse": lse}, cotangents),)
+
+
+def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+    spec, target = chosen.spec, arrays["target"]
+    if target.size != arrays["rows"].shape[0]:
+        target = exchange.words_to_int32(target)
+    options: dict[str, Any] = {name: x for name, x in arrays.items() if name not in ("rows", "target")}
+
+    def loss(varied: Arrays) -> jax.Array:
+        rows = varied.get("rows", arrays["rows"])
+        return pallas_ce.cross_entropy(
+            rows,
+            target,
+            reduction=what.reduction,  # type: ignore[arg-type]
+            ignore_index=what.ignore_index,
+            vocab_size=spec.vocab_size,
+            logit_softcap=spec.softcap,
+            implementation=chosen.implementation,  # type: ignore[arg-type]
+            **{name: varied.get(name, x) for name, x in options.items()},
+        )
+
+    value, gradients = jax.value_and_grad(loss)({name: arrays[name] for name in what.differentiated})
+    return value, *[gradients[name] for name in what.differentiated]
+
+
+def _into(rows: Tensor, gradient: Tensor) -> None:
+    if gradient.data_ptr() != rows.data_ptr():  # JAX has not taken the memory that it was given
+        rows.copy_(gradient)

@@ -1,0 +1,124 @@
+"""Programs on PyTorch tensors: padded to a program's rows, shared with JAX, and its results brought back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import torch
+from torch import Tensor
+
+from torch_bridge.dlpack import exchange, streams
+from torch_bridge.programs import bucketing, scaling
+from torch_bridge.programs.program import Program, Shape
+
+
+def forward(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, and what the backward needs beside them and the inputs.
+
+    Args:
+        program: made for the tensors.
+        tensors: those that its signature names, dense, on one device.
+    """
+    return cast(list[Tensor], forward_keeping(program, tensors, frozenset()))
+
+
+def forward_keeping(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]) -> list[Tensor | jax.Array]:
+    """Likewise, but those in the places `staying` as JAX's arrays, with the padding of the program's rows."""
+    arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
+    found = _run(program.forward, program, given, arrays, tensors[0].device, staying)
+    if (tokens := tensors[0].shape[0]) == program.rows:
+        return found
+    return _without_padding(found, program.layout.outputs + program.layout.kept, tokens)
+
+
+def as_tensor(kept: jax.Array, tokens: int) -> Tensor:
+    """One that stayed as the tensor that `forward` returns."""
+    return exchange.to_torch(kept)[:tokens]
+
+
+def backward(
+    program: Program,
+    tensors: Sequence[Tensor],
+    saved: Sequence[Tensor | jax.Array | None],
+    cotangents: Sequence[Tensor | None],
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """The gradients of the inputs in `asked`.
+
+    Args:
+        program: the forward's.
+        tensors: its inputs.
+        saved: what it returned, as tensors or arrays; outputs that `Layout.reread` does not name may be missing.
+        cotangents: of the differentiable outputs; None is zero.
+        asked: names of inputs.
+    """
+    compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
+    taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
+    read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
+    found = cast(list[Tensor], _run(compiled.run, program, read, shapes, tensors[0].device))
+    return _as_inputs(program, found, asked, tensors[0].shape[0])
+
+
+def handed_over(
+    program: Program,
+    tensors: Sequence[Tensor],
+    saved: Sequence[Tensor | jax.Array | None],
+    upstream: Tensor,
+    asked: tuple[str, ...],
+) -> list[Tensor]:
+    """Gradients of `Program.scaled`, in the memory of what the forward returned, which is lost; see `backward`.
+
+    For the last backward of a graph: neither the host launches a program of JAX's nor does memory hold both.
+    """
+    found = [cast(Tensor, saved[program.scaled[name]]).detach() for name in asked]
+    scaling.scale_(found, upstream)
+    return _as_inputs(program, found, asked, tensors[0].shape[0])
+
+
+def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], tokens: int) -> list[Tensor]:
+    """Gradients of those inputs as the tensors lie that came in."""
+    if tokens != program.rows:
+        of = dict(program.signature.arrays)
+        found = cast(list[Tensor], _without_padding(found, [of[name] for name in names], tokens))
+    if program.signature.options.vocab_axis and "linear_weight" in names:
+        position = names.index("linear_weight")
+        found[position] = found[position].t()
+    return found
+
+
+def _in_memory_order(program: Program, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, with the weight `[H, V]` where that is how it lies in memory."""
+    if not program.signature.options.vocab_axis:
+        return tensors
+    hidden, weight, *others = tensors
+    return hidden, weight.t(), *others
+
+
+def _run(
+    compiled: Callable[..., Sequence[jax.Array]],
+    program: Program,
+    given: Sequence[Tensor | jax.Array],
+    shapes: Sequence[tuple[str, Shape]],
+    device: torch.device,
+    staying: frozenset[int] = frozenset(),
+) -> list[Tensor | jax.Array]:
+    with streams.on(device) as stream:
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        named = [
+            (name, bucketing.pad(x, program.rows, shape.fill) if shape.by_row else x)
+            for x, (name, shape) in zip(given, shapes, strict=True)
+            if isinstance(x, Tensor)
+        ]
+        shared = iter(exchange.share(named, device, stream))
+        results = compiled(*[next(shared) if isinstance(x, Tensor) else x for x in given])
+        adopted = iter(exchange.adopt([x for i, x in enumerate(results) if i not in staying], stream))
+        found = [x if i in staying else next(adopted) for i, x in enumerate(results)]
+        streams.hold(tensors, stream)
+    return found
+
+
+def _without_padding(
+    found: Sequence[Tensor | jax.Array], shapes: Sequence[Shape], tokens: int
+) -> list[Tensor | jax.Array]:
+    """The first `tokens` rows of the tensors that have rows."""
+    return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]

@@ -1,0 +1,242 @@
+"""Differentiable JAX functions as pairs of compiled programs, forward and backward, that exchange arrays only.
+
+PyTorch's autograd keeps arrays between the two, not closures: `pallas_ce`'s `keep` says which, and `compute` takes them
+back (`pallas_ce.modes.differentiation.Known`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from torch_bridge.dlpack.exchange import words_to_int32
+
+Arrays = Mapping[str, jax.Array]
+Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+# A number of rows that no other axis has: what grows with the rows is recognised by it.
+_PROBE_ROWS = 1_000_003
+
+
+class Function(NamedTuple):
+    """A function of named arrays in the three steps of `pallas_ce`; each a function of a module, not a closure.
+
+    Attributes:
+        read: `(options, arrays) -> problem`: checks.
+        keep: `(problem, names of inputs to differentiate) -> known`, a pytree of what the backward needs.
+        compute: `(problem, known or None) -> (differentiable outputs, other outputs)`.
+        scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
+            for one factor, the cotangent of the only differentiable output, a scalar.
+    """
+
+    read: Callable[[Any, Arrays], Any]
+    keep: Callable[[Any, frozenset[str]], Any]
+    compute: Callable[[Any, Any], Outputs]
+    scaled: Callable[[Any, Any], Arrays] = lambda problem, known: {}
+
+
+class Shape(NamedTuple):
+    """Shape and dtype of an array; an axis as long as the rows is None.
+
+    Attributes:
+        axes: sizes.
+        dtype: NumPy's or JAX's.
+        fill: what stands in rows that pad it.
+    """
+
+    axes: tuple[int | None, ...]
+    dtype: np.dtype
+    fill: float = 0
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the first axis is as long as the rows."""
+        return bool(self.axes) and self.axes[0] is None
+
+    @property
+    def in_words(self) -> bool:
+        """Whether it is passed as 32-bit words (see `torch_bridge.dlpack.exchange.share`)."""
+        return self.dtype == np.int64
+
+    def struct(self, rows: int) -> jax.ShapeDtypeStruct:
+        """How it is passed for a number of rows."""
+        sizes = [rows if axis is None else axis for axis in self.axes]
+        if self.in_words:
+            return jax.ShapeDtypeStruct((*sizes[:-1], 2 * sizes[-1]), np.int32)
+        return jax.ShapeDtypeStruct(tuple(sizes), self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """All that a program is compiled for, but the number of rows; static and hashable.
+
+    Attributes:
+        function: what is computed.
+        options: its static options, a NamedTuple; 1 as `vocab_axis` says that the weight is `[H, V]`.
+        arrays: name and shape of each input.
+        differentiated: names of the inputs to differentiate; none of them: nothing is kept.
+    """
+
+    function: Function
+    options: Any
+    arrays: tuple[tuple[str, Shape], ...]
+    differentiated: tuple[str, ...]
+
+
+class Layout(NamedTuple):
+    """What forward and backward exchange, for any number of rows.
+
+    Attributes:
+        outputs: the function's outputs, differentiable ones first.
+        differentiable: how many of them have gradients.
+        reread: indices of the outputs that the backward needs.
+        kept: what it needs beside those and the inputs.
+        taken: all that a backward can take: inputs, outputs, kept, and cotangents, with names for messages.
+        staying: of all that the forward returns, the places of what only a backward reads and takes a number a row.
+            Where autograd need not see it, it stays with JAX, which saves two exchanges each.
+    """
+
+    outputs: tuple[Shape, ...]
+    differentiable: int
+    reread: frozenset[int]
+    kept: tuple[Shape, ...]
+    taken: tuple[tuple[str, Shape], ...]
+    staying: frozenset[int]
+
+
+class Backward(NamedTuple):
+    """The compiled backward of some gradients, for cotangents of some outputs.
+
+    Attributes:
+        reads: what it takes, as positions in `Layout.taken`.
+        run: `(*what it takes) -> gradients`.
+    """
+
+    reads: tuple[int, ...]
+    run: Callable[..., list[jax.Array]]
+
+
+class Program:
+    """The programs of one signature and number of rows; compiled when first called.
+
+    Attributes:
+        signature: its.
+        rows: theirs.
+        inputs: shapes of the inputs, in the signature's order.
+        outputs: shapes of the function's outputs.
+        kept: shapes of what the backward needs beside inputs and outputs.
+        differentiable: how many outputs have gradients.
+        scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
+        forward: `(*inputs) -> (*outputs, *kept)`.
+    """
+
+    def __init__(self, signature: Signature, rows: int) -> None:
+        self.signature, self.rows = signature, rows
+        self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
+        self._backwards: dict[Hashable, Backward] = {}
+        self.scaled: dict[str, int] = {}
+        self._count = self.differentiable = 0
+        self.forward = jax.jit(self._forward, keep_unused=True)
+        self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
+        found = jax.eval_shape(self.forward, *self.inputs)
+        self.outputs, self.kept = found[: self._count], found[self._count :]
+
+    @property
+    def reread(self) -> frozenset[int]:
+        """Indices of the outputs that the backward needs."""
+        return frozenset(i for i in jax.tree.leaves(self._known) if i < len(self.outputs))
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """What forward and backward exchange."""
+        return layout(self.signature)
+
+    def backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
+        """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done."""
+        if (asked, given) not in self._backwards:
+            self._backwards[asked, given] = self._make_backward(asked, given)
+        return self._backwards[asked, given]
+
+    def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
+        outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
+        cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
+        flat = (*self.inputs, *outputs, *self.kept, *cotangents)
+        traced = jax.make_jaxpr(functools.partial(self._backward, asked))(*flat)
+        jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+        there = (position for position, struct in enumerate(flat) if struct is not None)
+        reads = tuple(position for position, is_used in zip(there, used, strict=True) if is_used)
+        closed = jax.extend.core.ClosedJaxpr(jaxpr, traced.consts)
+        return Backward(reads, jax.jit(jax.extend.core.jaxpr_as_fun(closed), keep_unused=True))
+
+    def _named(self, inputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        return {
+            name: words_to_int32(x) if shape.in_words else x
+            for (name, shape), x in zip(self.signature.arrays, inputs, strict=True)
+        }
+
+    def _forward(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        function, differentiated = self.signature.function, self.signature.differentiated
+        arrays = self._named(inputs)
+        problem = function.read(self.signature.options, arrays)
+        known = function.keep(problem, frozenset(differentiated)) if differentiated else None
+        differentiable, others = function.compute(problem, known)
+        self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
+        outputs = [*differentiable, *others]
+        # What is an output already is not returned twice: the two would share memory.
+        found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
+
+        def index(x: jax.Array) -> int:
+            if id(x) not in found:
+                found[id(x)] = len(outputs)
+                outputs.append(x)
+            return found[id(x)]
+
+        self._known = jax.tree.map(index, known)
+        scaled = function.scaled(problem, known) if differentiated else {}
+        self.scaled = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
+        return tuple(outputs)
+
+    def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
+        function, options = self.signature.function, self.signature.options
+        inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
+        arrays = self._named(flat[:inputs])
+        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
+
+        def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
+            problem = function.read(options, {**arrays, **varied})
+            return function.compute(problem, known)[0]
+
+        found, pull = jax.vjp(differentiable, {name: arrays[name] for name in asked})
+        given = (
+            jnp.zeros_like(x) if cotangent is None else cotangent.astype(x.dtype)
+            for x, cotangent in zip(found, flat[inputs + saved :], strict=True)
+        )
+        gradients = pull(tuple(given))[0]
+        return tuple(gradients[name] for name in asked)
+
+
+@functools.lru_cache(maxsize=1024)
+def program(signature: Signature, rows: int) -> Program:
+    """The program of a signature for a number of rows."""
+    return Program(signature, rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(signature: Signature) -> Layout:
+    """What the signature's forward returns."""
+    probed = Program(signature, _PROBE_ROWS)
+
+    def shape(struct: Any) -> Shape:
+        return Shape(tuple(None if n == _PROBE_ROWS else n for n in struct.shape), np.dtype(struct.dtype))
+
+    outputs, kept = tuple(map(shape, probed.outputs)), tuple(map(shape, probed.kept))
+    taken = [("what the forward kept", x) for x in outputs + kept]
+    taken += [("a cotangent", x) for x in outputs[: probed.differentiable]]
+    staying = frozenset(i for i, shape in enumerate(kept, len(outputs)) if shape.by_row and len(shape.axes) == 1)
+    return Layout(outputs, probed.differentiable, probed.reread, kept, (*signature.arrays, *taken), staying)

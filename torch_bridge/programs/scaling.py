@@ -1,0 +1,29 @@
+"""Gradients times the upstream scalar, in place: that of a loss is 1 nearly always, which then costs no pass over them.
+
+On a GPU the host does not know the scalar; a kernel reads it and leaves at once where there is nothing to do.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# Enough programs to fill any GPU's memory bandwidth, few enough to leave in a few microseconds.
+_PROGRAMS = 1024
+_BLOCK = 4096
+
+
+def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies contiguous tensors by `factor []`, a scalar at least as wide on the same device; rounds once."""
+    if factor.is_cpu:
+        if (number := factor.item()) != 1:
+            for tensor in tensors:
+                tensor.mul_(number)
+        return
+    from torch_bridge.programs.scale_kernel import scale
+
+    with torch.cuda.device(factor.device):
+        for tensor in tensors:
+            if size := tensor.numel():
+                blocks = -(-size // _BLOCK)
+                scale[(min(_PROGRAMS, blocks),)](tensor, factor, size, blocks, block=_BLOCK)
