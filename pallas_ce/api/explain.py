@@ -10,16 +10,14 @@ import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode, Plan
+from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
 from pallas_ce.dispatch import settings
 from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction
-
-# Less is no more than predictions are off.
-_TOLD_SLOWDOWN = 1.05
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
 
@@ -37,7 +35,7 @@ class Explanation:
         rows: rows of a block; None for "reference".
         columns: vocabulary columns of a tile; None for "reference".
         scratch_bytes: memory of blocks and tiles at their largest.
-        accumulator_bytes: float32 sums that valid beside the gradients while these are made, or from the forward to the
+        accumulator_bytes: float32 sums that live beside the gradients while these are made, or from the forward to the
             backward.
         gradient_bytes: the gradients returned.
         peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
@@ -46,8 +44,6 @@ class Explanation:
             multiples of the bytes that the kernels read; 0 where none is made.
         launches: the kernels that make each block's logits, with tiles, clusters, windows of the vocabulary, and where
             these come from; none for "xla" and "reference".
-        slowdown: about how many times as long the call takes as with the default scratch; None for "xla", where it
-            depends on the platform, and "reference".
         parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
     """
 
@@ -65,13 +61,11 @@ class Explanation:
     logits_bytes: int
     weight_copy_bytes: int = 0
     launches: tuple[Launch, ...] = ()
-    slowdown: float | None = None
     parallelism: str = ""
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
         copied = f", {_mib(self.weight_copy_bytes)} of it at first a padded copy of the weight"
-        slower = f"; takes about {self.slowdown or 1:.2f} times as long as with the default"
         return "\n".join(
             [
                 f"implementation  {self.implementation}: {self.implementation_reason}",
@@ -80,8 +74,7 @@ class Explanation:
                 f"products        {self.gemms} (2·N·H·V operations each)",
                 f"tiles           {tiles}",
                 *map(_launch, self.launches),
-                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}"
-                f"{slower if (self.slowdown or 1) >= _TOLD_SLOWDOWN else ''}",
+                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}",
                 f"accumulators    {_mib(self.accumulator_bytes)}",
                 f"gradients       {_mib(self.gradient_bytes)}",
                 f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
@@ -90,16 +83,18 @@ class Explanation:
 
 
 def explain(
-    hidden: Any,
-    weight: Any,
+    hidden: ArrayLike | jax.ShapeDtypeStruct,
+    weight: ArrayLike | jax.ShapeDtypeStruct,
+    labels: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
-    bias: Any | None = None,
+    bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
+    logit_scale: ArrayLike = 1.0,
+    temperature: ArrayLike | jax.ShapeDtypeStruct = 1.0,
     reduction: Reduction = "mean",
-    dtype: Any | None = None,
+    dtype: DTypeLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
@@ -114,11 +109,14 @@ def explain(
         hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
             computed.
         weight: `[V', H]` or `[H, V']`, likewise.
+        labels: `[...]` or `[..., K]` integers, likewise, or None: K of them for each row are not served by every
+            implementation.
         bias: `[V']`, likewise, or None.
         vocab_axis: as in `linear_cross_entropy`, like all that follow.
         vocab_size: V, where the weight is padded.
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
+        temperature: as in `linear_row_statistics`; an array only by its shape and dtype, as above.
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
         dtype: compute dtype.
         backward: "auto", "recompute" or "in_forward".
@@ -150,6 +148,13 @@ def explain(
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    leading = hidden.shape[:-1]
+    if labels is not None:
+        labels = _described("labels", labels)
+        arguments.check_labels(labels, leading, several=True)
+    temperature = arguments.temperature(temperature, leading)
+    by_row = None if isinstance(temperature, float) else temperature
+    rows = inputs.batch_spec(leading, labels, by_row)
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
@@ -159,13 +164,14 @@ def explain(
         bias="bias" in differentiate and bias is not None,
         logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
     )
-    tokens = inputs.tokens(hidden.shape[:-1])
+    tokens = inputs.tokens(leading)
     part = share(*given, spec)
     choice = settings.choose(
         spec,
         tokens,
         given,
         scalar_loss=reduction != "none",
+        rows=rows,
         backward=backward,
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
@@ -204,11 +210,11 @@ def explain(
     sum_bytes = 0
     if mode == "in_forward":
         sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards()) if part is None else 0
-    options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
+    scaled = not arguments.is_known(logit_scale, 1.0) or (isinstance(temperature, float) and temperature != 1.0)
+    options = sum([bias is not None, scaled, logit_softcap is not None])
     with targets.known(given):
         plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
         launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
-        slowdown = _slowdown(choice.settings, spec, max(tokens, 1), passes[-1], plans[-1], sum_bytes)
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
@@ -216,7 +222,8 @@ def explain(
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
     if plan.rows >= tokens:
         accumulators -= sum_bytes
-    by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
+    # Statistics, coefficients, order: a few numbers each; and for each further target.
+    row_bytes = (16 + 8 * (rows.targets or 0)) * tokens * spec.accumulator.itemsize
     return Explanation(
         choice.settings.implementation,
         choice.implementation_reason,
@@ -228,11 +235,10 @@ def explain(
         scratch,
         accumulators,
         gradients,
-        scratch + accumulators + gradients + by_row,
+        scratch + accumulators + gradients + row_bytes,
         logits,
         backend.weight_copy_bytes(spec),
         tuple(launch for of_pass in launches for launch in of_pass),
-        slowdown,
         "" if part is None else part.words,
     )
 
@@ -245,19 +251,10 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
 
 
-def _slowdown(
-    chosen: settings.Settings, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan, sum_bytes: int
-) -> float | None:
-    """Predicted time with `plan` by that with the default scratch's."""
-    default = dataclasses.replace(chosen, scratch_bytes=None).plan(spec, tokens, mode, sum_bytes)
-    time, usual = (chosen.backend.predicted_time(spec, tokens, mode, x) for x in (plan, default))
-    return None if time is None or usual is None else time / usual
-
-
 def _accumulator_bytes(
     spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype
 ) -> int:
-    """DESIGN.md §3: in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
+    """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
     elements = spec.weight_rows * needs_grad.bias_sum

@@ -120,9 +120,6 @@ class Backend(Protocol):
         `options` is how many of bias, scale and soft cap the head has. Gradient products are not told.
         """
 
-    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float | None:
-        """About how long a call with all gradients takes, to compare plans of it; None where that is not known."""
-
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""
 

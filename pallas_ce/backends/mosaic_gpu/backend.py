@@ -106,10 +106,6 @@ class MosaicGpuBackend:
             Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns, config.cluster_size, found.windows, source),
         )
 
-    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float:
-        """In logits of one product; see `plans`."""
-        return plans.predicted_time(spec, tokens, mode, plan)
-
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """All of the weight where TMA cannot read it; see `operands`."""
         return plans.weight_copy_bytes(spec)

@@ -66,9 +66,6 @@ class XlaBackend:
         """None: XLA makes its own."""
         return ()
 
-    def predicted_time(self, spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> None:
-        """Not known: it depends on the platform."""
-
     def weight_copy_bytes(self, spec: HeadSpec) -> int:
         """None."""
         return 0

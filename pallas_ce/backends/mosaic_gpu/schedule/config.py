@@ -258,10 +258,14 @@ def device_kind() -> str | None:
 
 
 def device_refusal() -> str | None:
-    """Why the GPU lowered for cannot run the kernels; None where it can, and where no GPU is known of."""
+    """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         suits = any(name in device.device_kind for name in _HOPPER_NAMES)
         return None if suits else f"its kernels are for Hopper GPUs, and this one is {device.device_kind}; use 'xla'"
+    if targets.interpreted():
+        return None
+    if targets.local_cuda() is None:
+        return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:

@@ -89,29 +89,6 @@ def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Pla
     return Plan(rows, columns, _scratch(spec, "recompute", rows, columns, blocks=blocks))
 
 
-def predicted_time(spec: HeadSpec, tokens: int, mode: Mode | None, plan: Plan) -> float:
-    """Logits of one product that a call takes as long as; to compare plans of a call.
-
-    A block of few rows has too few tiles of hidden's product for all sms, and its sum for the weight is read and
-    written all the same.
-    """
-    rows, size, columns, number = plan.rows, spec.hidden_size, spec.vocab_size, sm_count()
-    blocks = -(-tokens // rows)
-    if mode == "recompute":
-        return tokens * columns + _recompute_cost(spec, tokens, blocks, rows, plan.columns, number)
-    made = cost(choose("forward" if mode is None else "stash", 2, 0), rows, columns, number)
-    if mode is None:
-        return blocks * made
-    tiles = product_kernel.hidden_config(rows, size, columns, number, splits=plan.splits)
-    parts = product_kernel.hidden_schedule(tiles, rows, size, columns).windows
-    # In parts of the vocabulary there are as many more tiles, each shorter.
-    for_hidden = cost(tiles, rows * parts, size, number) / parts * columns / size
-    weight = product_kernel.weight_config(columns, size, spec.vocab_axis, number)
-    for_weight = cost(weight, *((columns, size) if spec.vocab_axis == 0 else (size, columns)), number) * rows / size
-    added = _LOGITS_PER_BYTE * 8 * columns if blocks > 1 else 0
-    return blocks * (made + for_hidden + for_weight + added + _OPERATIONS_PER_BLOCK // (2 * size))
-
-
 def weight_copy_bytes(spec: HeadSpec) -> int:
     """All of the weight where TMA cannot read it; see `operands`."""
     return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
