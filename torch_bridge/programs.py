@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from pallas_ce.dispatch.settings import never_waiting
 from torch_bridge.exchange import words_to_int32
 
 Arrays = Mapping[str, jax.Array]
@@ -184,8 +183,7 @@ class Program:
     def _forward(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         function, differentiated = self.signature.function, self.signature.differentiated
         arrays = self._named(inputs)
-        with never_waiting():
-            problem = function.read(self.signature.options, arrays)
+        problem = function.read(self.signature.options, arrays)
         known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
         self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
@@ -211,8 +209,7 @@ class Program:
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
-            with never_waiting():
-                problem = function.read(options, {**arrays, **varied})
+            problem = function.read(options, {**arrays, **varied})
             return function.compute(problem, known)[0]
 
         found, pull = jax.vjp(differentiable, {name: arrays[name] for name in asked})

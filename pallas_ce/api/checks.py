@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes
-from pallas_ce.statistics.row import STATISTICS
+from pallas_ce.statistics.row import STATISTICS, needs_labels
 
 # What a call takes as an array: one of JAX or NumPy, a number, or nested lists of these at run time. Signatures print
 # the name of such an alias; of JAX's own they print every member.
@@ -329,6 +329,6 @@ def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
     for name in names:
         if name not in STATISTICS:
             raise ValueError(f"statistics names {name!r}, which is unknown; choose from {STATISTICS}")
-        if labels is None and name in ("target_logit", "log_prob"):
+        if labels is None and needs_labels(name):
             raise ValueError(f"statistics names {name!r}, which needs labels; labels is None")
     return names

@@ -12,7 +12,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.protocol import Backward, Implementation, Launch, Mode
+from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch import settings
 from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.parallel.partitioning import share
@@ -205,7 +205,6 @@ def explain(
         )
     mode = choice.settings.mode if needs_grad else None
     backend = choice.settings.backend
-    spec = choice.settings.spec_worked_on(spec)
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
     if mode == "in_forward":
@@ -214,7 +213,8 @@ def explain(
     options = sum([bias is not None, scaled, logit_softcap is not None])
     with targets.known(given):
         plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
-        launches = [backend.launches(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
+        describe = backend.describe or (lambda *_: Description())
+        described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     gathered = 0 if part is None else part.gathered_bytes
     plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
     rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
@@ -237,8 +237,8 @@ def explain(
         gradients,
         scratch + accumulators + gradients + row_bytes,
         logits,
-        backend.weight_copy_bytes(spec),
-        tuple(launch for of_pass in launches for launch in of_pass),
+        described[-1].weight_copy_bytes,
+        tuple(launch for of_pass in described for launch in of_pass.launches),
         "" if part is None else part.words,
     )
 

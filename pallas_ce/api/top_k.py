@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.temperature import Temperature
-from pallas_ce.backends.protocol import Implementation, Plan
+from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Head, HeadSpec, tempered
-from pallas_ce.modes.fold import Planner, Streams, fold_tiles, over_rows_that_count
+from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import by_platform
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
@@ -124,27 +123,20 @@ def check_k(name: str, k: Any, vocab_size: int) -> int:
     return int(k)
 
 
-class Finder(Planner, Hashable, Protocol):
-    """How an implementation finds the k largest logits of a block of rows, and how large blocks are."""
-
-    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
-        """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
-
-
 def _finders(
     k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None, arrays: inputs.HeadArrays
-) -> tuple[Finder, ...]:
+) -> tuple[TopKFinder, ...]:
     """Those of the implementations that may serve the call; see `operations.by_platform`."""
 
-    def finder(name: str) -> Finder:
-        if name == "mosaic_gpu":
-            from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
-
-            return StoredBlocks(spec, k, scratch_bytes)
-        if name == "xla":
-            # Beside the logits: their exponentials, and what selecting from them takes.
-            return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
-        raise ValueError(f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
+    def finder(name: str) -> TopKFinder:
+        if name == "reference":
+            raise ValueError(
+                f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits"
+            )
+        if (own := select.load(name).top_k) is not None:
+            return own(spec, k, scratch_bytes)
+        # Beside the logits: their exponentials, and what selecting from them takes.
+        return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
 
     name, _, default = select.choose(
         implementation, lambda name: select.load(name).refusal(spec), arrays, checked=bool(varying(arrays))
@@ -153,7 +145,7 @@ def _finders(
     return (chosen,) if default is None else default.ways(chosen, finder(default.instead), _holds_a_row(chosen))
 
 
-def _holds_a_row(finder: Finder) -> bool:
+def _holds_a_row(finder: TopKFinder) -> bool:
     try:
         finder.plan(1)
     except ValueError:
@@ -163,7 +155,7 @@ def _holds_a_row(finder: Finder) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_top_k(
-    static: tuple[int, HeadSpec, tuple[Finder, ...]],
+    static: tuple[int, HeadSpec, tuple[TopKFinder, ...]],
     arrays: inputs.HeadArrays,
     temperature: Temperature,
     row_mask: jax.Array | None,
@@ -177,7 +169,7 @@ def _linear_top_k(
         zeros = jnp.zeros((rows, k), spec.accumulator)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
-    def search(finder: Finder, *arrays: Any) -> TopK:
+    def search(finder: TopKFinder, *arrays: Any) -> TopK:
         return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
@@ -185,7 +177,7 @@ def _linear_top_k(
     return jax.tree.map(lambda x: x.reshape(*leading, k), found)
 
 
-def _block(finder: Finder, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
+def _block(finder: TopKFinder, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
     hidden, temperature = by_row
     best, partial = finder.find(head, hidden, temperature, plan)
     scaled, lse = tempered(best.values, temperature), finalise(partial, _LSE)["lse"]
@@ -206,7 +198,7 @@ class _Tiled:
         return self.streams.plan(tokens)
 
     def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
-        """See `Finder`."""
+        """See `TopKFinder`."""
 
         def part(tile: Tile) -> tuple[Largest, Partial]:
             logits = head.tile_logits(hidden, tile)

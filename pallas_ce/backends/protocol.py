@@ -1,18 +1,20 @@
-"""What a backend fills in, and how one is chosen.
+"""What a backend fills in: seven functions, what it is capable of, and what it may offer besides.
 
 A backend is a module with a folder of its own. It knows nothing of losses, cotangents' origins, masks, chunk loops,
 differentiation or sharding: the modes in `modes/` bring rows block by block and take statistics or gradients back.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
-import numpy as np
 
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, TileStep
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec, NeedsGrad, TileStep
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.selection import Largest
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
 Mode = Literal["recompute", "in_forward"]
@@ -25,16 +27,55 @@ class Plan(NamedTuple):
     """Block sizes of a call; static.
 
     Attributes:
-        rows: rows a block of the chunk loop holds.
+        rows: rows of a block.
         columns: vocabulary columns of a tile.
         scratch_bytes: what the blocks take at their largest, beside inputs, outputs and accumulators.
-        splits: whether that has room for a product of few rows in parts, which fill the chip and are added up.
+        vocab_size: entries that the tiles cover: V, or with some of the weight's padding, whose logits do not count.
+        skips_rows: whether work on a block skips the rows behind its `filled` ones by itself.
+        splits: whether the scratch has room for a product of few rows in parts, which fill the chip and are added up.
+        slower: why the other backward mode is faster however large the blocks, as the end of a sentence; else None.
     """
 
     rows: int
     columns: int
     scratch_bytes: int
+    vocab_size: int
+    skips_rows: bool = False
     splits: bool = True
+    slower: str | None = None
+
+
+class Accumulators(NamedTuple):
+    """Gradients under way, in the accumulator dtype or, in a single block, the weight's; None where not needed.
+
+    Attributes:
+        weight: the weight's shape.
+        bias: `[V']`.
+    """
+
+    weight: jax.Array | None
+    bias: jax.Array | None
+
+
+class Residual(NamedTuple):
+    """What the backward reads of each row beside the coefficients, `[n]` each; None where no term needs it."""
+
+    lse: jax.Array | None
+    argmax: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What holds of all that a backend does.
+
+    Attributes:
+        checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
+        narrow_stash: whether `stash` takes less than half of the wide logits' bytes: then one large block of rows needs
+            less memory than several and a wide sum for the weight.
+    """
+
+    checked_regions: bool = True
+    narrow_stash: bool = False
 
 
 class Launch(NamedTuple):
@@ -57,23 +98,56 @@ class Launch(NamedTuple):
     source: str
 
 
-class Accumulators(NamedTuple):
-    """Gradients under way, in the accumulator dtype or, in a single block, the weight's; None where not needed.
+class Description(NamedTuple):
+    """What `explain` tells of a pass beside its plan.
 
     Attributes:
-        weight: the weight's shape.
-        bias: `[V']`.
+        launches: the kernels that make one block's logits for the plain cross entropy.
+        weight_copy_bytes: of the copy that is made of a weight whose rows cannot be read where they are; else 0.
     """
 
-    weight: jax.Array | None
-    bias: jax.Array | None
+    launches: tuple[Launch, ...] = ()
+    weight_copy_bytes: int = 0
 
 
-class Residual(NamedTuple):
-    """What the backward reads of each row beside the coefficients, `[n]` each; None where no term needs it."""
+class TopKFinder(Protocol):
+    """How the k largest logits of a block of rows are found, and how large blocks are; hashable."""
 
-    lse: jax.Array | None
-    argmax: jax.Array | None
+    def plan(self, tokens: int) -> Plan:
+        """Block sizes for `tokens` rows, at least one.
+
+        Raises:
+            ValueError: the budget cannot hold one row.
+        """
+
+    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+        """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
+
+    def __hash__(self) -> int: ...
+
+
+class Materialized(Protocol):
+    """Kernels for logits `[n, columns]` that the caller holds; all rows at once."""
+
+    def refusal(self, spec: LogitsSpec, rows: int | None = None) -> str | None:
+        """Why it cannot serve such logits, `rows` of them if known, as the end of a sentence; None where it can."""
+
+    def statistics(
+        self, spec: LogitsSpec, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]
+    ) -> Partial:
+        """The `Partial` over the vocabulary, of statistics that need no target."""
+
+    def dlogits(
+        self,
+        spec: LogitsSpec,
+        coefficients: Coefficients,
+        logits: jax.Array,
+        logit_weights: jax.Array | None,
+        labels: jax.Array | None,
+        residual: Residual,
+        valid: jax.Array | None,
+    ) -> jax.Array:
+        """dlogits in the logits' dtype; exactly 0 in rows where `valid [n]` is False."""
 
 
 class Backend(Protocol):
@@ -81,28 +155,24 @@ class Backend(Protocol):
 
     Attributes:
         name: as in `Implementation`.
-        in_checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
-        counts_on_device: whether `statistics` skips the rows behind `valid_rows` by itself, so that the host need not
-            wait for the device to tell how many rows count.
-        few_launches: whether launches are what work on a few thousand numbers costs, as on a GPU, and not its
-            operations: then the order of few rows takes two launches, and n² comparisons.
-        narrow_stash: whether `stash` takes less than half of the wide logits' bytes, so that room is well used.
+        capabilities: see there.
+        top_k: `(spec, k, scratch_bytes)` to a finder, if it has one of its own.
+        materialized: kernels for materialized logits, if it has any.
+        describe: `(spec, options, mode, plan)` to what `explain` tells, if there is anything; `options` is how many of
+            bias, scale and soft cap the head has.
     """
 
     name: str
-    in_checked_regions: bool
-    counts_on_device: bool
-    few_launches: bool
-    narrow_stash: bool
+    capabilities: Capabilities = Capabilities()
+    top_k: Callable[[HeadSpec, int, int | None], TopKFinder] | None = None
+    materialized: Materialized | None = None
+    describe: Callable[[HeadSpec, int, Mode | None, Plan], Description] | None = None
 
-    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
-        """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can."""
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
+        """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can.
 
-    def serves_padding(self, spec: HeadSpec) -> bool:
-        """Whether it serves a device's share of a padded vocabulary, a head of `spec` with `Head.valid_columns`."""
-
-    def takes_padding(self, spec: HeadSpec) -> bool:
-        """Whether it is better at padding for vocabulary (`Head.with_padding`) than at a smaller one."""
+        `padded_share`: the head is a device's share of a padded vocabulary, with `Head.valid_columns`.
+        """
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
@@ -114,21 +184,12 @@ class Backend(Protocol):
         of up to `spare_bytes` costs nothing beside: it lies where the gradient will, once all blocks are done.
         """
 
-    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
-        """The kernels that make one block's logits for the plain cross entropy; none where XLA does.
-
-        `options` is how many of bias, scale and soft cap the head has. Gradient products are not told.
-        """
-
-    def weight_copy_bytes(self, spec: HeadSpec) -> int:
-        """Bytes of the copy that is made of a weight whose rows cannot be read where they are; 0 where none is."""
-
     def statistics(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, valid_rows: jax.Array | None = None
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
         """Partial statistics over the whole vocabulary; nothing of size n·V is stored.
 
-        With `valid_rows []`, those of rows from there on may be anything.
+        With `filled []`, those of rows from there on may be anything.
         """
 
     def recompute(
@@ -143,27 +204,10 @@ class Backend(Protocol):
     ) -> TileStep:
         """For the recompute mode: prepares a block for the step that recomputes one tile of its logits.
 
-        The step returns hidden's sum `[N, H]`, in visiting order, with the block's `dlogits·weight_tile` added; the
-        weight's with `dlogitsᵀ·hidden`; and `Σ_i dlogits [c]`, all before the scale and the normalisation, None where
-        not needs_grad. Tiles come from the last to the first. The coefficients of rows that are not valid are 0.
-        """
-
-    def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
-        """What a whole gradient of the weight starts from: undefined, if `recompute`'s steps fill all of it."""
-
-    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
-        """Whether work on blocks of the plan's size skips the rows behind a block's `valid_rows` by itself."""
-
-    def against_in_forward(self, spec: HeadSpec) -> str | None:
-        """Why recompute is faster than in_forward with any scratch, as the end of a sentence; None where it is not."""
-
-    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
-        """Whether in_forward does better not to gather rows where every row counts."""
-
-    def accumulators(self, head: Head, needs_grad: NeedsGrad, dtype: np.dtype, *, replaced: bool) -> Accumulators:
-        """What the first block's `stash_products` starts from; where there is but one block, `dtype` is the weight's.
-
-        It may be undefined where that call `replaced` it: where rows are skipped, and so the first block is visited.
+        The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
+        with `dlogitsᵀ·hidden`; and `Σ_i dlogits [c]`, all before the scale and the normalisation, None where not
+        needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which begins
+        undefined. The coefficients of rows that are not valid are 0.
         """
 
     def stash(
@@ -183,6 +227,7 @@ class Backend(Protocol):
         factor: jax.Array,
         stash: Any,
         accumulators: Accumulators,
+        adds: jax.Array | bool,
         needs_grad: NeedsGrad,
         plan: Plan,
         block: RowBlock,
@@ -191,5 +236,6 @@ class Backend(Protocol):
 
         Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the accumulators with
         `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; `factor []` undoes the coefficients'
-        normalisation, and the coefficients of rows that are not valid are 0.
+        normalisation, and the coefficients of rows that are not valid are 0. Unless it `adds`, accumulators hold
+        nothing yet and are replaced, but for the weight's padding, which is left as it is.
         """

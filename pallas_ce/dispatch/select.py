@@ -63,7 +63,7 @@ def choose(implementation: str | None, refusal: Callable[[str], str | None], arr
     """
 
     def refused(name: str) -> str | None:
-        if checked and not load(name).in_checked_regions:
+        if checked and not load(name).capabilities.checked_regions:
             return (
                 "it cannot be traced inside a shard_map with check_vma=True; pass check_vma=False and, with mesh_axes, "
                 "MeshAxes(grad='inside' or 'outside'), or call under jit alone"

@@ -1,9 +1,6 @@
 """How a call will be carried out: implementation, backward mode, block sizes, and the reason for each choice."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,23 +22,6 @@ _BYTES_PER_ENTRY = 4096
 _USEFUL_ROWS = 64
 
 
-_WAITS = contextvars.ContextVar("waits", default=True)
-
-
-@contextlib.contextmanager
-def never_waiting() -> Iterator[None]:
-    """Calls made in this context never have the host wait for the device, as far as the backend can do without.
-
-    Where every row counts nothing is gathered, and the fastest products are taken, which saves up to some per cent of
-    the time. XLA lets the device choose between branches that hold no loop; of others the host must be told, once.
-    """
-    token = _WAITS.set(False)
-    try:
-        yield
-    finally:
-        _WAITS.reset(token)
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a call is carried out; static and hashable.
@@ -52,7 +32,6 @@ class Settings:
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
-        waits: whether a pass may have the host wait, once, to be told if every row counts; see `never_waiting`.
     """
 
     implementation: str
@@ -60,7 +39,6 @@ class Settings:
     scratch_bytes: int | None
     shards: Shards | None = None
     default: Default | None = None
-    waits: bool = True
 
     @property
     def backend(self) -> Backend:
@@ -78,14 +56,6 @@ class Settings:
         served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
         return self.default.ways(chosen, instead, served)
 
-    def worked_on(self, head: Head) -> Head:
-        """The head as the backend works on it best."""
-        return head.with_padding() if self.backend.takes_padding(head.spec) else head
-
-    def spec_worked_on(self, spec: HeadSpec) -> HeadSpec:
-        """That head's static facts."""
-        return spec.with_padding() if self.backend.takes_padding(spec) else spec
-
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
 
@@ -94,10 +64,8 @@ class Settings:
 
         `padded_share` is the head that a device works on, if it is a share of a padded vocabulary.
         """
-        if padded_share is not None and not self.backend.serves_padding(padded_share):
-            entries = padded_share.weight_rows
-            return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {entries}"
-        spec = self.spec_worked_on(spec)
+        if padded_share is not None and (why := self.backend.refusal(padded_share, padded_share=True)):
+            return why
         least = max(self.backend.minimum_scratch(spec, mode) for mode in (None, self.mode))
         if self.scratch_bytes is not None and least > self.scratch_bytes:
             mode = self.mode or "forward"
@@ -115,7 +83,6 @@ class Settings:
         block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
         free, whatever the caller's bound: neither adds to the largest amount in use.
         """
-        spec = self.spec_worked_on(spec)
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
             alone = self._plan(spec, tokens, mode, default + sum_bytes)
@@ -143,7 +110,7 @@ class Settings:
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
         """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
         scattered = shards.gathered
-        narrow = self.backend.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        narrow = self.backend.capabilities.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
         if not needs_grad.weight or scattered or not narrow:
             return 0
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
@@ -212,7 +179,7 @@ def choose(
         mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
         return dataclasses.replace(settings, mode=mode), mode_reason
 
-    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default, _WAITS.get()))
+    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default))
     if default is not None:
         other = default.instead
         if why := settings._incapable(spec, padded_share):
@@ -220,7 +187,7 @@ def choose(
         elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
-            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards, waits=settings.waits))
+            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards))
     for needed in (None, settings.mode):
         settings.plan(spec, tokens, needed)  # raises where the budget is too small
     return Choice(settings, reason, mode_reason)
@@ -233,13 +200,13 @@ def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, ba
         return "recompute", "asked for by name"
     if not scalar_loss:
         return "recompute", "each row has a cotangent of its own, known only in the backward"
-    if why := settings.backend.against_in_forward(spec):
-        return "recompute", why
     useful = min(-(-tokens // 4), _USEFUL_ROWS)
-    try:
-        rows = settings.plan(spec, tokens, "in_forward").rows
-    except ValueError:
-        rows = 0
+    rows = 0
+    if settings.scratch_bytes is None or settings.scratch_bytes >= settings.backend.minimum_scratch(spec, "in_forward"):
+        plan = settings.plan(spec, tokens, "in_forward")
+        if plan.slower is not None:
+            return "recompute", plan.slower
+        rows = plan.rows
     if rows >= useful:
         return "in_forward", "a scalar loss: three products instead of four, within the scratch budget"
     return "recompute", f"the scratch budget holds {rows} rows of logits, fewer than the {useful} that in_forward needs"

@@ -65,7 +65,7 @@ class Streams:
         rows = min(tokens, ROWS)
         columns = min(vocab_size, max(self.least_columns, TILE_ELEMENTS // rows))
         rows, columns = shrink(rows, columns, scratch, limit, self.least_columns)
-        return Plan(rows, columns, scratch(rows, columns))
+        return Plan(rows, columns, scratch(rows, columns), vocab_size)
 
     @property
     def _wide(self) -> int:

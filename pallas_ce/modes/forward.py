@@ -11,14 +11,16 @@ from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.entry import by_platform, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics.row import finalise, struct
-from pallas_ce.streaming.loops import choose
-from pallas_ce.streaming.rows import RowBlock, Rows
+from pallas_ce.streaming.loops import device_cond
+from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
 from pallas_ce.streaming.tiles import Tiles
 
 Statistics = dict[str, jax.Array]
 
-# Hidden states gathered at a time where some rows may not count.
-_GATHERED_BYTES = 12 * 2**20
+# Hidden states gathered at a time where some rows may not count: few, for the sake of memory, in parts that are few
+# enough to be put one after the other.
+_GATHERED_BYTES, _MOST_GATHERED_BYTES = 12 * 2**20, 26 * 2**20
+_GATHERED_PARTS = 8
 _LEAST_GATHERED_ROWS = 256
 
 
@@ -51,31 +53,29 @@ def _local_statistics(
     names: frozenset[str], shards: Shards, settings: Settings, rows: RowArrays, head: Head
 ) -> Statistics:
     """Those of the rows that one device works on."""
-    tokens, head = rows.batch.hidden.shape[0], settings.worked_on(head)
-    whole, backend = settings.plan(head.spec, tokens, None), settings.backend
+    hidden, backend = rows.batch.hidden, settings.backend
+    tokens, whole = hidden.shape[0], settings.plan(head.spec, hidden.shape[0], None)
 
     def visit(counted: Rows, plan: Plan) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_batch = jax.tree.map(block.take, rows.batch)
-            partial = backend.statistics(head, block_batch, names, plan, block.valid_rows)
+            partial = backend.statistics(head, block_batch, names, plan, block.filled)
             return put_all(block, found, finalise(shards.merge(partial, head), names))
 
-        blocks = counted.blocks(tokens, plan.rows, skipped=backend.counts_on_device or plan.rows >= tokens)
-        init = empty_statistics(names, rows.batch, head)
-        return blocks.for_each(body, init, without_loop=backend.counts_on_device)
+        blocks = counted.blocks(tokens, plan.rows, skipped=plan.skips_rows)
+        return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
 
     if rows.mask is None:
         return visit(Rows.counted(None), whole)
-    # A backend that takes all rows at once would have all of hidden gathered. Mostly every row counts, and nothing
-    # needs gathering; where not, blocks are gathered one by one.
-    row_bytes = head.spec.hidden_size * rows.batch.hidden.dtype.itemsize
-    parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, _GATHERED_BYTES // row_bytes)), None)
-    smaller = min(whole, parts, key=lambda plan: plan.rows)
-
-    def some() -> Statistics:
-        return visit(Rows.counted(rows.mask, few_launches=backend.few_launches), smaller)
-
-    host_is_told = backend.counts_on_device and not Tiles(tokens, smaller.rows).few
-    if smaller is whole or (host_is_told and not settings.waits):
-        return some()
-    return choose(jnp.all(rows.mask), lambda: visit(Rows.counted(None), whole), some)
+    # To pack all rows at once would take a copy of hidden's size.
+    row_bytes = head.spec.hidden_size * hidden.dtype.itemsize
+    gathered = min(max(_GATHERED_BYTES, tokens * row_bytes // _GATHERED_PARTS), _MOST_GATHERED_BYTES)
+    parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
+    if parts.rows >= whole.rows or not (parts.skips_rows and Tiles(tokens, parts.rows).few):
+        return visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))
+    # Rows do not depend on each other: those that do not count are worked on and left out.
+    return device_cond(
+        few_ignored(rows.mask),
+        lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
+        lambda: visit(Rows.counted(rows.mask), parts),
+    )

@@ -4,7 +4,7 @@ For a scalar reduction of a row-wise loss the cotangent of every row's statistic
 statistics are: it is the derivative of that row's loss, times one upstream scalar for all rows. So the forward goes
 over blocks of rows; of each it computes statistics, the loss's derivatives, dlogits and both gradient products, and the
 backward only multiplies by the upstream scalar. Three products (6·N·H·V operations) instead of four, for one scratch of
-`[rows, V]` and gradients that valid from the forward to the backward.
+`[rows, V]` and gradients that live from the forward to the backward.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Residual
+from pallas_ce.backends.protocol import Accumulators, Plan, Residual
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, NeedsGrad
 from pallas_ce.modes.differentiation import (
@@ -42,7 +42,7 @@ from pallas_ce.parallel.entry import by_platform, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
-from pallas_ce.streaming.loops import choose, vary_like
+from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, Rows
 
 RowLoss = Callable[[Statistics, Any], jax.Array]
@@ -174,7 +174,6 @@ def _local_statistics_and_sums(
     head: Head,
     shared_inputs: Any,
 ) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
-    head = call.settings.worked_on(head)
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
     sum_bytes = call.settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
     plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
@@ -195,7 +194,7 @@ def _local_statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
         )
         for_hidden, sums = backend.stash_products(
-            head, block_batch, residual, coefficients, factor, stash, sums, needs_grad, plan, block
+            head, block_batch, residual, coefficients, factor, stash, sums, block.number != 0, needs_grad, plan, block
         )
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
@@ -208,32 +207,33 @@ def _local_statistics_and_sums(
     kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
-    skips = backend.skips_rows(spec, plan)
-
-    def visit(mask: jax.Array | None) -> Any:
-        # A single block is worked on whether a row counts or not, rather than have the host wait to be told.
-        skipped = skips or (backend.counts_on_device and plan.rows >= tokens)
-        blocks = Rows.counted(mask, few_launches=backend.few_launches).blocks(tokens, plan.rows, skipped=skipped)
-        sums = backend.accumulators(head, needs_grad, sum_dtype, replaced=skips and mask is not None)
-        # Where every row counts each is written once, and nothing need be there before.
-        blank = lax.empty if mask is None else jnp.zeros
-        hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
-        init = empty_statistics(call.names, rows.batch, head), hidden_sum, sums
-        # The weight's sum has one product a block only where a stash is in one piece; tiles add to parts of it.
-        return blocks.for_each(body, init, first_apart=mask is None and backend.narrow_stash)
-
-    # With a single block the device chooses; with a loop over several the host must be told.
-    may_choose = call.settings.waits or plan.rows >= tokens
-    if rows.mask is not None and may_choose and backend.gathers_in_vain(spec, plan):
-        found, hidden_sum, sums = choose(jnp.all(rows.mask), lambda: visit(None), lambda: visit(rows.mask))
-    else:
-        found, hidden_sum, sums = visit(rows.mask)
+    rows_that_count = Rows.counted(rows.mask)
+    # Where every row counts each is written once, and nothing need be there before; the first block replaces the sums.
+    blank = lax.empty if rows.mask is None else jnp.zeros
+    hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
+    init: Any = (
+        empty_statistics(call.names, rows.batch, head),
+        hidden_sum,
+        _accumulators(head, needs_grad, plan, sum_dtype),
+    )
+    blocks = rows_that_count.blocks(tokens, plan.rows, skipped=plan.skips_rows)
+    found, hidden_sum, sums = blocks.for_each(body, init)
     of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, HeadSums(*sums))
     hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
         of_head = of_head._replace(weight=shards.sum_weight(own))
     return (shards.own_rows(found), hidden_sum), of_head
+
+
+def _accumulators(head: Head, needs_grad: NeedsGrad, plan: Plan, weight_dtype: np.dtype) -> Accumulators:
+    """What the first block replaces: undefined, but for padding that no block works on."""
+    spec = head.spec
+    blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
+    return Accumulators(
+        blank(head.weight.shape, weight_dtype) if needs_grad.weight else None,
+        jnp.zeros(spec.weight_rows, spec.accumulator) if needs_grad.bias_sum else None,
+    )
 
 
 def row_cotangents(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.protocol import Residual
+from pallas_ce.backends.protocol import Materialized, Residual
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
 from pallas_ce.head import LogitsSpec
@@ -48,13 +48,13 @@ class Given:
         return self.default.ways(chosen, instead, refusal(self.implementation, self.spec, rows) is None)
 
     @property
-    def kernel(self) -> bool:
-        """Whether Hopper kernels do the work."""
-        return self.implementation == "mosaic_gpu"
+    def kernels(self) -> Materialized | None:
+        """Those that do the work; None where XLA does."""
+        return select.load(self.implementation).materialized
 
     def blocks(self, tokens: int) -> RowBlocks:
         """All of `tokens` rows, at least one: rows that do not count need their zeros written too."""
-        if self.kernel:
+        if self.kernels is not None:
             return Rows.counted(None).blocks(tokens, tokens)
         rows = max(1, _BLOCK_ELEMENTS // self.spec.columns)
         return Rows.counted(None).blocks(tokens, min(rows, tokens, self.chunk or tokens))
@@ -97,11 +97,8 @@ def choose(
 
 def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:
     """Why an implementation cannot serve such logits, `rows` of them if known, as the end of a sentence; else None."""
-    if implementation == "xla":
-        return None
-    from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
-
-    return materialized_kernel.refusal(spec, rows)
+    kernels = select.load(implementation).materialized
+    return None if kernels is None else kernels.refusal(spec, rows)
 
 
 def block_statistics(
@@ -144,10 +141,8 @@ def block_statistics(
 
 def _partial(given: Given, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
     """The `Partial` over the whole vocabulary, of statistics that need no target."""
-    if given.kernel and names:
-        from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
-
-        return materialized_kernel.statistics(given.spec, logits, logit_weights, names)
+    if given.kernels is not None and names:
+        return given.kernels.statistics(given.spec, logits, logit_weights, names)
     columns, valid = _columns(given.spec)
     return partial_of_tile(given.spec.capped(logits), columns, valid, None, logit_weights, names)
 
@@ -166,11 +161,9 @@ def block_gradient(
     With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
     """
     spec = given.spec
-    if given.kernel:
-        from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel as materialized_kernel
-
+    if given.kernels is not None:
         residual = Residual(statistics.get("lse"), statistics.get("argmax"))
-        return materialized_kernel.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
+        return given.kernels.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
     columns, valid = _columns(spec)
     several = None if labels is None or labels.ndim == 1 else coefficients.target
     if several is not None:

@@ -124,7 +124,6 @@ def _gradients(
 def _local_gradients(
     needs_grad: NeedsGrad, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, HeadSums]:
-    head = settings.worked_on(head)
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:
@@ -146,16 +145,4 @@ def _local_gradients(
         block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
         return backend.recompute(head, block_batch, block_residual, block_coefficients, needs_grad, plan, block)
 
-    return sweep.gradient_sums(
-        shards,
-        rows,
-        head,
-        weight_dtype,
-        plan,
-        needs_grad,
-        factor,
-        products,
-        functools.partial(backend.replaced_weight, head, plan),
-        skipped=backend.skips_rows(head.spec, plan),
-        few_launches=backend.few_launches,
-    )
+    return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, needs_grad, factor, products)

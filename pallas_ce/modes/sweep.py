@@ -4,7 +4,6 @@ The vocabulary is the outer loop, so that each tile of the weight's gradient is 
 is carried is the float32 gradient of the hidden states.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -30,9 +29,6 @@ def gradient_sums(
     needs_grad: NeedsGrad,
     factor: jax.Array,
     products: Callable[[RowBlock], TileStep],
-    replaced_weight: Callable[[np.dtype], jax.Array] | None = None,
-    skipped: bool = False,
-    few_launches: bool = False,
 ) -> tuple[jax.Array | None, HeadSums]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
@@ -45,15 +41,11 @@ def gradient_sums(
         needs_grad: which gradients.
         factor: `[]`: what undoes the normalisation of dlogits.
         products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
-        replaced_weight: what a whole gradient of the weight starts from, given its dtype, whose every tile's part the
-            steps replace; None: zeros.
-        skipped: whether the steps skip rows that are not valid by themselves; see `RowBlocks.skipped`.
-        few_launches: see `Backend`.
     """
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
-    tiles, counted = Tiles(spec.vocab_size, plan.columns), Rows.counted(rows.mask, few_launches=few_launches)
+    tiles, counted = Tiles(plan.vocab_size, plan.columns), Rows.counted(rows.mask)
     alone = plan.rows >= hidden.shape[0]
-    blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=alone or skipped)
+    blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=plan.skips_rows)
     # The rows of a block that is the only one are gathered once, and not for each tile.
     only = products(blocks.block(0)) if alone else None
     tile_shape = (plan.columns, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, plan.columns)
@@ -65,7 +57,7 @@ def gradient_sums(
     directly = only is not None and not scattered
 
     def sums_of(i: jax.Array, hidden_sum: jax.Array | None) -> Products:
-        """Of a tile over all blocks; hidden's in visiting order: consecutive writes, put in place once at the end."""
+        """Of a tile over all blocks; hidden's by place: consecutive writes, put in place once at the end."""
         tile = tiles.tile(i)
 
         def block_body(block: RowBlock, sums: Products) -> Products:
@@ -103,10 +95,11 @@ def gradient_sums(
         return hidden_sum, d_weight, bias_sum
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
-    start = functools.partial(jnp.zeros, weight_shape) if replaced_weight is None or not directly else replaced_weight
+    # Every tile replaces its part; what no tile covers is padding.
+    blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     init = (
         jnp.zeros(hidden.shape, wide) if needs_grad.hidden_product else None,
-        start(weight_dtype if by_tile else wide) if needs_grad.weight else None,
+        blank(weight_shape, weight_dtype if by_tile else wide) if needs_grad.weight else None,
         jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
     )
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)

@@ -17,7 +17,7 @@ from jax import lax
 _LAUNCHES_BEFORE_CHOICE = 3
 
 
-def choose[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
+def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
     """`lax.cond`, behind so many launches of a microsecond that a GPU chooses by itself, if no branch has a loop."""
     for _ in range(_LAUNCHES_BEFORE_CHOICE):
         # Barriers keep them apart, and from being folded.

@@ -10,8 +10,11 @@ from jax import lax
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.tiles import Tile, Tiles
 
-# Of so few rows each may be compared with each: two launches, where a prefix sum and a scatter take five.
+# Of so few rows each may be compared with each: two launches on a GPU, where a prefix sum and a scatter take five.
 _FEW_ROWS = 2048
+
+# Where at most one row in so many is ignored, packing the others saves less than it costs.
+_FEW_IGNORED = 16
 
 
 def flat_rows[Tree](leading: tuple[int, ...], tree: Tree) -> Tree:
@@ -56,40 +59,62 @@ def constant_unless_any[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(any_counts, x, lax.stop_gradient(x)), tree)
 
 
+def few_ignored(mask: jax.Array) -> jax.Array:
+    """`[]` bool: whether so few rows of `mask [N]` do not count that the work on them is not worth avoiding."""
+    return _few_ignored(jnp.sum(mask, dtype=jnp.int32), mask.shape[0])
+
+
+def _few_ignored(counted: jax.Array, rows: int) -> jax.Array:
+    return rows - counted <= rows // _FEW_IGNORED
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Which of N rows count, as the order in which they are visited.
+    """Which of N rows count, and the places at which they are visited: the rule for masked rows.
+
+    Where few are ignored every row keeps its place, and those that do not count are replaced by one that does. Else
+    those that count are packed into the first places, and the others are not visited. The device decides; either way
+    no ignored row is read, and the places that hold a row come first.
 
     Attributes:
-        order: `[N]` int32, the counted rows first, ascending; None where all rows count.
-        count: `[]` int32, how many count; None where all do.
-        mask: `[N]` bool, which count; None where all do.
-        place: `[N]` int32, each counted row's place in the order; None where all count.
+        order: `[N]` int32, the row at each place; None where all rows count.
+        filled: `[]` int32, how many places, the first ones, hold a row; None where all do.
+        valid: `[N]` bool, which places hold a row that counts; None where all do.
+        mask: `[N]` bool, which rows count; None where all do.
+        place: `[N]` int32, the place of each row that counts; None where all count.
     """
 
     order: jax.Array | None
-    count: jax.Array | None
+    filled: jax.Array | None
+    valid: jax.Array | None
     mask: jax.Array | None
     place: jax.Array | None = None
 
     @classmethod
-    def counted(cls, mask: jax.Array | None, *, few_launches: bool = False) -> "Rows":
-        """From a mask `[N]`; None means that all rows count. `few_launches`: see `Backend`."""
-        if mask is None:
-            return cls(None, None, None)
+    def counted(cls, mask: jax.Array | None) -> "Rows":
+        """From a mask `[N]`; None means that all rows count."""
+        if mask is None or mask.shape[0] == 0:
+            return cls(None, None, None, None)
         n = mask.shape[0]
-        if n == 0:
-            return cls(None, None, None)
-        upto, order = (_compared if few_launches and n <= _FEW_ROWS else _scattered)(mask)
-        return cls(order, upto[-1], mask, jnp.maximum(upto - 1, 0))
+        ids = jnp.arange(n, dtype=jnp.int32)
+        upto, packed = (_compared if n <= _FEW_ROWS else _scattered)(mask)
+        counted, stays = upto[-1], _few_ignored(upto[-1], n)
+        last = jnp.max(jnp.where(mask, ids, 0))
+        return cls(
+            order=jnp.where(stays, jnp.where(mask, ids, last), packed),
+            filled=jnp.where(stays, n, counted),
+            valid=jnp.where(stays, mask, ids < counted),
+            mask=mask,
+            place=jnp.where(stays, ids, jnp.maximum(upto - 1, 0)),
+        )
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
-        """`visited [N, ...]`, written in visiting order, as values by row; 0 in rows that do not count."""
+        """`visited [N, ...]`, written by place, as values by row; 0 in rows that do not count."""
         return self.put_all(0, visited)
 
     def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
-        """`visited [N, ...]`, in visiting order, as values by row; those of `buffer` in rows that do not count."""
+        """`visited [N, ...]`, written by place, as values by row; those of `buffer` in rows that do not count."""
         if self.mask is None:
             return visited
         assert self.place is not None
@@ -97,12 +122,12 @@ class Rows:
         return jnp.where(self.mask.reshape(-1, *[1] * (visited.ndim - 1)), by_row, buffer)
 
     def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
-        """The counted ones of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
+        """The places of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
         return RowBlocks(self, Tiles(total, size), skipped)
 
 
 def _scattered(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included, and `Rows.order`.
+    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included, and the rows that count, packed.
 
     Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
     """
@@ -116,22 +141,22 @@ def _scattered(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _compared(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Likewise, by n² comparisons."""
+    """The same numbers by n² comparisons."""
     ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    upto = lax.optimization_barrier(jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32))
-    found = mask & (upto == jnp.minimum(ids + 1, upto[-1])[:, None])
+    upto = lax.optimization_barrier(jnp.sum(mask[None, :] & (ids[None, :] <= ids[:, None]), axis=1, dtype=jnp.int32))
+    found = mask[None, :] & (upto[None, :] == jnp.minimum(ids + 1, upto[-1])[:, None])
     return upto, jnp.sum(jnp.where(found, ids, 0), axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
-    """The counted rows in blocks; how much is done depends on how many count, so that ignored rows cost nothing.
+    """The places of rows in blocks.
 
     Attributes:
         rows: which count.
         tiles: the blocks.
-        skipped: whether what is done with a block skips the rows behind its `valid_rows` by itself. Then every block is
-            visited, and the host needs not wait for the device to tell how many there are.
+        skipped: whether what is done with a block skips the places behind its `filled` ones by itself. Then every block
+            is visited, and the device need not tell the host how many hold a row. A single block always is.
     """
 
     rows: Rows
@@ -139,62 +164,59 @@ class RowBlocks:
     skipped: bool
 
     def for_each[Carry](
-        self,
-        body: Callable[["RowBlock", Carry], Carry],
-        init: Carry,
-        *,
-        first_apart: bool = False,
-        without_loop: bool = False,
+        self, body: Callable[["RowBlock", Carry], Carry], init: Carry, *, unrolled: bool = False
     ) -> Carry:
-        """`init` carried through `body(block, carry)` over all blocks.
+        """`init` carried through `body(block, carry)` over all blocks, or those that hold a row; the first one always.
 
-        With `first_apart` the first of a known number of blocks comes before the loop over the others, so that XLA
-        can see that what is added to in it is zero, and neither writes zeros nor reads them. `without_loop` puts a
-        known number of blocks one after the other, if they are `Tiles.few`.
+        `unrolled` puts a known number of blocks one after the other, if they are `Tiles.few`.
         """
-        count = None if self.skipped else self.rows.count
-        trips = self.tiles.count if count is None else -(-count // self.tiles.size)
-        if isinstance(trips, int) and trips == 1:
+        if self.tiles.count == 1:
             return body(self.block(0), init)
-        if without_loop and isinstance(trips, int) and self.tiles.few:
+        if self.skipped or self.rows.filled is None:
+            trips: jax.Array | int = self.tiles.count
+        else:
+            trips = jnp.maximum(1, -(-self.rows.filled // self.tiles.size))
+        if unrolled and isinstance(trips, int) and self.tiles.few:
             for i in range(trips):
                 # Behind the block before, whose memory it is to use.
                 index, init = lax.optimization_barrier((jnp.int32(i), init))
                 init = body(self.block(index), init)
             return init
-        start = 0
-        if first_apart and isinstance(trips, int):
-            start, init = 1, body(self.block(jnp.int32(0)), init)
-        return fori_loop(start, trips, lambda i, carry: body(self.block(i), carry), init)
+        return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
 
     def block(self, index: jax.Array | int) -> "RowBlock":
         """The block of that index; the index may be traced."""
         tile = self.tiles.tile(index)
         if self.rows.order is None:
             return RowBlock(index, tile, None, tile.valid, None)
-        assert self.rows.count is not None
-        if self.skipped:
-            # Live rows come first, so the last block does not start early: places behind the end repeat the last one.
+        assert self.rows.filled is not None
+        assert self.rows.valid is not None
+        if self.skipped or self.tiles.count == 1:
+            # What holds a row comes first, so the last block need not start early: it runs over, and repeats a row.
             places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
-            valid_rows = jnp.clip(self.rows.count - places[0], 0, tile.size)
-            ids = self.rows.order.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
+            ids, valid = (
+                x.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
+                for x in (self.rows.order, self.rows.valid)
+            )
+            filled = jnp.clip(self.rows.filled - places[0], 0, tile.size)
             only = self.rows if self.tiles.count == 1 else None
-            return RowBlock(index, tile, ids, places < self.rows.count, valid_rows, only)
-        valid = tile.columns < self.rows.count
+            return RowBlock(index, tile, ids, valid & (places < self.tiles.total), filled, only)
+        valid = tile.take(self.rows.valid)
         valid = valid if tile.valid is None else valid & tile.valid
-        return RowBlock(index, tile, tile.take(self.rows.order), valid, None)
+        filled = jnp.where(self.rows.filled > 0, tile.size, 0)
+        return RowBlock(index, tile, tile.take(self.rows.order), valid, filled)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlock:
-    """One block of rows: `take` reads their values, `put` writes results back where they are valid.
+    """One block of places: `take` reads the values of their rows, `put` writes results back for those that count.
 
     Attributes:
         number: which block this is; a Python number where there is only one.
-        tile: where it lies in visiting order.
+        tile: where it lies among the places.
         index: `[size]` row ids; None for consecutive rows.
-        valid: `[size]` bool, which of its rows are valid; None: all.
-        valid_rows: `[]` int32, how many are, the first ones; None where that does not matter.
+        valid: `[size]` bool, which of its places hold a row that counts; None: all.
+        filled: `[]` int32, how many hold a row, the first ones; None where that does not matter.
         only: the rows, where this is their only block; else None.
     """
 
@@ -202,19 +224,19 @@ class RowBlock:
     tile: Tile
     index: jax.Array | None
     valid: jax.Array | None
-    valid_rows: jax.Array | None
+    filled: jax.Array | None
     only: Rows | None = None
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The block's rows `[size, ...]` of `x [N, ...]`; rows that are not valid repeat a valid one."""
+        """The block's rows `[size, ...]` of `x [N, ...]`; places that are not valid repeat a row that counts."""
         if self.index is None:
             return self.tile.take(x)
         taken = x.at[self.index].get(mode="promise_in_bounds")
-        # A block that is visited although no row of it is valid has none to repeat, and must not read an ignored one.
-        return taken if self.valid_rows is None else jnp.where(self.valid_rows > 0, taken, jnp.zeros((), x.dtype))
+        # A block that is visited although it holds no row has none to repeat, and must not read an ignored one.
+        return taken if self.filled is None else jnp.where(self.filled > 0, taken, jnp.zeros((), x.dtype))
 
     def add(self, visited: jax.Array | None, values: jax.Array | None) -> jax.Array | None:
-        """`visited [N, ...]`, in visiting order, with `values [size, ...]` added; 0 in rows that are not valid."""
+        """`visited [N, ...]`, written by place, with `values [size, ...]` added; 0 in places that are not valid."""
         return visited if visited is None or values is None else self.tile.add(visited, values)
 
     def put(self, buffer: jax.Array, values: jax.Array) -> jax.Array:

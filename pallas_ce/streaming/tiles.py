@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # Each is compiled by itself, and where there are many rows the host need not be quick.
-_MOST_WITHOUT_LOOP = 8
+_MOST_WITHOUT_LOOP = 10
 
 
 def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
@@ -67,20 +67,30 @@ class Tiles:
         """The tile of that index; the index may be traced."""
         start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
         columns = start + jnp.arange(self.size, dtype=jnp.int32)
-        valid = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
+        own = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
+        valid = own
         if self.limit is not None:
-            valid = columns < self.limit if valid is None else valid & (columns < self.limit)
-        return Tile(start, self.size, columns, valid)
+            valid = columns < self.limit if own is None else own & (columns < self.limit)
+        return Tile(start, self.size, columns, valid, own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One tile: its first column, its columns' ids `[size]`, and which of them are its own (None: all)."""
+    """One tile.
+
+    Attributes:
+        start: its first column.
+        size: how many it has.
+        columns: their ids `[size]`.
+        valid: `[size]`, which of them are its own and below the limit; None: all.
+        own: `[size]`, which of them no tile before has; None: all.
+    """
 
     start: jax.Array
     size: int
     columns: jax.Array
     valid: jax.Array | None
+    own: jax.Array | None = None
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The tile's part of `x` along `axis`, columns that are not valid included."""

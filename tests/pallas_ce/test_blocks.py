@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_ce.streaming import rows
 from pallas_ce.streaming.rows import RowBlock, Rows, constant_unless_any, with_placeholder_rows, zeroed
 from pallas_ce.streaming.tiles import Tiles
 
@@ -60,7 +61,7 @@ def test_a_tile_of_impossible_size_is_refused(size: int) -> None:
 @hypothesis.given(mask=masks(), data=st.data())
 def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray | None, data: Any) -> None:
     n = 11 if mask is None else len(mask)
-    size, first_apart = data.draw(st.integers(1, n)), data.draw(st.booleans())
+    size, skipped = data.draw(st.integers(1, n)), data.draw(st.booleans())
     counts = np.ones(n, bool) if mask is None else mask
     x = np.arange(1.0, n + 1)
 
@@ -72,13 +73,14 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
             visits = visits.at[block.take(jnp.arange(n))].add(valid)
             return visits, block.put(copy, block.take(x)), trips + 1
 
-        blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size)
-        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), first_apart=first_apart)
+        blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size, skipped=skipped)
+        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)))
 
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
     np.testing.assert_array_equal(copy, x * counts)
-    assert int(trips) == -(-counts.sum() // size)
+    filled = n if n - counts.sum() <= n // 16 else counts.sum()
+    assert int(trips) == -(-(n if skipped else max(1, filled)) // size)
 
 
 @hypothesis.given(mask=masks())
@@ -86,9 +88,9 @@ def test_what_is_visited_is_put_back_in_row_order(mask: np.ndarray | None) -> No
     n = 11 if mask is None else len(mask)
     counts = np.ones(n, bool) if mask is None else mask
     x = np.arange(2.0 * n).reshape(n, 2) + 1
-    rows = Rows.counted(None if mask is None else jnp.asarray(mask))
-    visited = np.concatenate([x[counts], np.full((n - counts.sum(), 2), np.nan)])
-    np.testing.assert_array_equal(rows.in_row_order(jnp.asarray(visited)), x * counts[:, None])
+    order = Rows.counted(None if mask is None else jnp.asarray(mask))
+    visited = x if order.order is None else np.where(np.asarray(order.valid)[:, None], x[order.order], np.nan)
+    np.testing.assert_array_equal(order.in_row_order(jnp.asarray(visited)), x * counts[:, None])
 
 
 def test_no_rows_at_all_are_visited_as_none() -> None:
@@ -97,11 +99,30 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @hypothesis.given(mask=masks())
-def test_few_launches_give_the_same_order(mask: np.ndarray | None, wide: bool) -> None:
+def test_few_rows_have_the_order_of_many(mask: np.ndarray | None, wide: bool) -> None:
     with jax.enable_x64(wide):
-        given = None if mask is None else jnp.asarray(mask)
-        few, many = Rows.counted(given, few_launches=True), Rows.counted(given)
+        given = jnp.ones(11, bool) if mask is None else jnp.asarray(mask)
+        few, many = rows._compared(given), rows._scattered(given)
         jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), few, many)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 4, 5, 63, 64])
+def test_few_ignored_rows_give_their_places_to_others_and_more_of_them_are_packed(ignored: int) -> None:
+    """Either way no ignored row is read, unless there is no other."""
+    mask = np.ones(64, bool)
+    mask[np.random.default_rng(ignored).permutation(64)[:ignored]] = False
+    found = Rows.counted(jnp.asarray(mask))
+    assert found.order is not None
+    if ignored <= 4:
+        np.testing.assert_array_equal(found.order, np.where(mask, np.arange(64), np.flatnonzero(mask)[-1]))
+        np.testing.assert_array_equal(found.valid, mask)
+        assert found.filled == 64
+    else:
+        np.testing.assert_array_equal(found.order[: 64 - ignored], np.flatnonzero(mask))
+        np.testing.assert_array_equal(found.valid, np.arange(64) < 64 - ignored)
+        assert found.filled == 64 - ignored
+    assert ignored == 64 or mask[found.order].all()
+    assert bool(rows.few_ignored(jnp.asarray(mask))) == (ignored <= 4)
 
 
 @hypothesis.given(mask=masks())

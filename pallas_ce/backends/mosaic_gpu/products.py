@@ -31,6 +31,7 @@ from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock
 
 # Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
@@ -130,6 +131,7 @@ def products(
     factor: jax.Array,
     stash: Stash,
     accumulators: Accumulators,
+    adds: jax.Array | bool,
     needs_grad: NeedsGrad,
     configs: GradientConfigs,
     block: RowBlock,
@@ -138,7 +140,7 @@ def products(
     spec, rows = head.spec, hidden.shape[0]
     valid_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
-    others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
+    others = entries.without(coefficients)._replace(prob=None)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
     bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
     operand = stash.exponentials
@@ -168,11 +170,12 @@ def products(
     if needs_grad.hidden_product:
         for_hidden = scale[:, None] * _for_hidden(head, operand, valid_rows, configs.hidden)
     if weight_sum is not None:
-        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum, block, configs.weight)
+        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum, adds, block, configs.weight)
     if bias_sum is not None:
         counted = operand if valid_rows is None else jnp.where(jnp.arange(rows)[:, None] < valid_rows, operand, 0)
         summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
-        bias_sum = bias_sum.at[: spec.vocab_size].add(factor * summed)
+        share = operands.pad(factor * summed, bias_sum.shape)
+        bias_sum = share + jnp.where(jnp.asarray(adds), bias_sum, 0)
     return for_hidden, Accumulators(weight_sum, bias_sum)
 
 
@@ -205,7 +208,7 @@ def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
 
 def _skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
     """`[]` int32: rows from there on are skipped; None where all are computed."""
-    return block.valid_rows if product_kernel.skips(spec, block) else None
+    return block.filled if product_kernel.skips(spec, block) else None
 
 
 def _all_rows_unless(fits: jax.Array, valid_rows: jax.Array | None) -> jax.Array:
@@ -269,14 +272,24 @@ def _recompute(
 
 
 def _for_hidden(head: Head, operand: jax.Array, valid_rows: jax.Array | None, config: Config) -> jax.Array:
-    """`operand·weight [n, H]`: by XLA, unless rows are skipped or the kernel is faster."""
+    """`operand·weight [n, H]`: by the kernel where that is faster or rows are skipped, else by XLA."""
     spec, rows = head.spec, operand.shape[0]
-    faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
-    if valid_rows is not None or (faster and product_kernel.serves(spec, rows)):
+
+    def by_kernel() -> jax.Array:
         weight = operands.weight_of(head)
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, valid_rows).sum(axis=0)
-    weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
-    return head.matmul(operand, weight, (1, spec.vocab_axis))
+
+    def by_xla() -> jax.Array:
+        weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
+        return head.matmul(operand, weight, (1, spec.vocab_axis))
+
+    faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
+    skips_few = valid_rows is not None and rows <= product_kernel.LEAST_ROWS
+    if skips_few or (faster and product_kernel.serves(spec, rows)):
+        return by_kernel()
+    if valid_rows is None:
+        return by_xla()
+    return device_cond(valid_rows == rows, by_xla, by_kernel)
 
 
 def _add_weight(
@@ -286,10 +299,11 @@ def _add_weight(
     scale: jax.Array,
     factor: jax.Array,
     total: jax.Array,
+    adds: jax.Array | bool,
     block: RowBlock,
     config: Config,
 ) -> jax.Array:
-    """`total + factor·operandᵀ·(scale∘hidden)`, in the weight's layout; the only or first block replaces `total`."""
+    """`factor·operandᵀ·(scale∘hidden)`, in the weight's layout, in place of `total` or, if it `adds`, added to it."""
     spec = head.spec
     rows = jnp.where(scale[:, None] == 0, 0.0, hidden.astype(spec.accumulator) * scale[:, None])
     # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
@@ -299,14 +313,15 @@ def _add_weight(
         shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
         late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
     rows = (rows * factor).astype(spec.dtype)
-    if not product_kernel.skips(spec, block):
+    valid_rows = _skipped_from(spec, block)
+    by_kernel = valid_rows is not None or (adds is not False and product_kernel.serves(spec, rows.shape[0]))
+    if not by_kernel:
         a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
-        alone = isinstance(block.number, int)
-        product = head.matmul(a, b, (0, 0), total.dtype if alone and late is None else None)
+        product = head.matmul(a, b, (0, 0), total.dtype if adds is False and late is None else None)
         product = operands.pad(product if late is None else late * product, total.shape)
-        return (product if alone else total + product).astype(total.dtype)
+        return (product if adds is False else jnp.where(adds, total, 0) + product).astype(total.dtype)
     given = (operand, rows, spec.vocab_axis, config)
-    if isinstance(block.number, int):  # the only one
-        return product_kernel.for_weight(*given, dtype=total.dtype, valid_rows=block.valid_rows, multiplier=late)
-    first = jnp.asarray(block.number == 0)
-    return product_kernel.put_for_weight(total, *given, replaced=first, valid_rows=block.valid_rows, multiplier=late)
+    if adds is False:
+        return product_kernel.for_weight(*given, dtype=total.dtype, valid_rows=valid_rows, multiplier=late)
+    replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
+    return product_kernel.put_for_weight(total, *given, replaced=replaced, valid_rows=valid_rows, multiplier=late)

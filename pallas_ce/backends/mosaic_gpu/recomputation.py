@@ -76,14 +76,14 @@ class _Work:
 
     def bias_sum(self, stored: jax.Array) -> jax.Array:
         """`Σ_i dlogits` over valid rows."""
-        counted = stored if self.block.valid_rows is None else self.block.select(stored, 0)
+        counted = stored if self.block.filled is None else self.block.select(stored, 0)
         return counted.sum(axis=0, dtype=self.head.spec.accumulator)
 
 
 class _InPlace(_Work):
     def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
         head, spec, configs = self.head, self.head.spec, self.configs
-        width, axis, valid_rows = self.plan.columns, spec.vocab_axis, self.block.valid_rows
+        width, axis, valid_rows = self.plan.columns, spec.vocab_axis, self.block.filled
         first = jnp.int32(index) * width
         count = jnp.minimum(width, spec.vocab_size - first)
         part = None if width == spec.vocab_size else Part(width, first, count)

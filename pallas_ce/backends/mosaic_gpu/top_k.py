@@ -33,7 +33,7 @@ _CANDIDATE_ARRAYS = 6
 
 @dataclasses.dataclass(frozen=True)
 class StoredBlocks:
-    """Stores the logits of as many rows as fit the budget; static and hashable. See `pallas_ce.api.top_k.Finder`.
+    """Stores the logits of as many rows as fit the budget; static and hashable. See `protocol.TopKFinder`.
 
     Attributes:
         spec: the head.
@@ -58,10 +58,10 @@ class StoredBlocks:
         rows = -(-tokens // -(-tokens // most))  # of nearly equal blocks
         if rows > _ROW_STEP:
             rows = min(tokens, operands.round_up(rows, _ROW_STEP))
-        return Plan(rows, self.spec.vocab_size, self._scratch(rows))
+        return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
 
     def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
-        """See `pallas_ce.api.top_k.Finder`."""
+        """See `protocol.TopKFinder`."""
         del plan
         rows, covered = hidden.shape[0], operands.covered(head.spec)
         tiles = config.with_least_padding(logits_kernel.CONFIG, rows)

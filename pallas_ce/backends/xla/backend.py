@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Accumulators, Launch, Mode, Plan, Residual
+from pallas_ce.backends.protocol import Accumulators, Backend, Mode, Plan, Residual
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.statistics.gradient import Coefficients, dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
@@ -27,26 +26,14 @@ TILE_ELEMENTS = 2**21
 _FEW_ROWS = 128
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """See `protocol.Backend`."""
 
     name = "xla"
-    in_checked_regions = True
-    counts_on_device = False
-    few_launches = False
-    narrow_stash = False
 
-    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN) -> str | None:
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Never: plain JAX serves every head and all rows."""
         return None
-
-    def serves_padding(self, spec: HeadSpec) -> bool:
-        """Any."""
-        return True
-
-    def takes_padding(self, spec: HeadSpec) -> bool:
-        """No: columns are masked where they are not valid, and fewer where they are left out."""
-        return False
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
@@ -60,18 +47,10 @@ class XlaBackend:
             rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
         columns = min(spec.vocab_size, max(1, TILE_ELEMENTS // rows))
         rows, columns = shrink(rows, columns, lambda r, c: _scratch(spec, mode, r, c), scratch_bytes)
-        return Plan(rows, columns, _scratch(spec, mode, rows, columns))
-
-    def launches(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> tuple[Launch, ...]:
-        """None: XLA makes its own."""
-        return ()
-
-    def weight_copy_bytes(self, spec: HeadSpec) -> int:
-        """None."""
-        return 0
+        return Plan(rows, columns, _scratch(spec, mode, rows, columns), spec.vocab_size)
 
     def statistics(
-        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, valid_rows: jax.Array | None = None
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
         """Statistics tile by tile, merged as they come."""
 
@@ -104,29 +83,6 @@ class XlaBackend:
 
         return step
 
-    def replaced_weight(self, head: Head, plan: Plan, dtype: np.dtype) -> jax.Array:
-        """Zeros."""
-        return jnp.zeros(head.weight.shape, dtype)
-
-    def skips_rows(self, spec: HeadSpec, plan: Plan) -> bool:
-        """XLA's operations have static sizes."""
-        return False
-
-    def against_in_forward(self, spec: HeadSpec) -> str | None:
-        """A product more always takes longer."""
-        return None
-
-    def gathers_in_vain(self, spec: HeadSpec, plan: Plan) -> bool:
-        """Its loops are as long as there are rows that count in any case."""
-        return False
-
-    def accumulators(self, head: Head, needs_grad: NeedsGrad, dtype: np.dtype, *, replaced: bool) -> Accumulators:
-        """Zeros."""
-        return Accumulators(
-            jnp.zeros(head.weight.shape, dtype) if needs_grad.weight else None,
-            jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
-        )
-
     def stash(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, jax.Array]:
@@ -156,6 +112,7 @@ class XlaBackend:
         factor: jax.Array,
         stash: jax.Array,
         accumulators: Accumulators,
+        adds: jax.Array | bool,
         needs_grad: NeedsGrad,
         plan: Plan,
         block: RowBlock,
@@ -171,9 +128,9 @@ class XlaBackend:
             if sums is not None and for_hidden is not None:
                 sums = sums + for_hidden
             if weight is not None and for_weight is not None:
-                weight = tile.add(weight, factor * for_weight, head.spec.vocab_axis)
+                weight = _add(weight, factor * for_weight, adds, tile, head.spec.vocab_axis)
             if bias is not None and for_bias is not None:
-                bias = tile.add(bias, factor * for_bias)
+                bias = _add(bias, factor * for_bias, adds, tile)
             return _Sums(sums, weight, bias)
 
         zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if needs_grad.hidden_product else None
@@ -197,6 +154,18 @@ class _Sums(NamedTuple):
     hidden: jax.Array | None
     weight: jax.Array | None
     bias: jax.Array | None
+
+
+def _add(total: jax.Array, share: jax.Array, adds: jax.Array | bool, tile: Tile, axis: int = 0) -> jax.Array:
+    """`total` with a tile's share added; unless it `adds`, replacing what lies in the tile's own columns."""
+    if adds is True:
+        return tile.add(total, share, axis)
+    replaced = jnp.logical_not(adds)
+    if tile.own is not None:
+        own = tile.own if axis == total.ndim - 1 else tile.own[:, None]
+        replaced = replaced & own
+    before = jnp.where(replaced, 0, tile.take(total, axis))
+    return tile.put(total, before + share.astype(total.dtype), axis)
 
 
 def _tiles(head: Head, plan: Plan) -> Tiles:

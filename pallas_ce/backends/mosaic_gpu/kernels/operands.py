@@ -21,8 +21,27 @@ from pallas_ce.head import Head, HeadSpec
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
 
+# Padding is computed for nothing.
+_VOCABULARY_PER_PADDING = 64
+
 # Bytes at whose multiples Mosaic wants all arrays to begin.
 ALIGNMENT = 256
+
+
+def padded_spec(spec: HeadSpec) -> HeadSpec:
+    """The head as the kernels work on it best: a little padding for vocabulary, where that makes rows of 32 bytes.
+
+    Products then read stored logits and weight where they are.
+    """
+    padding = spec.weight_rows - spec.vocab_size
+    aligned = spec.weight_rows % LENGTH_MULTIPLE == 0
+    pays = aligned and 0 < padding <= spec.vocab_size // _VOCABULARY_PER_PADDING
+    return spec.with_padding() if pays else spec
+
+
+def padded_head(head: Head) -> Head:
+    """That head; the logits of padding do not count."""
+    return head if padded_spec(head.spec) == head.spec else head.with_padding()
 
 
 def weight_copied(spec: HeadSpec) -> bool:

@@ -11,7 +11,6 @@ Rows that do not count cost nothing: a launch is told on the device how many the
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -83,7 +82,7 @@ def skips(spec: HeadSpec, block: RowBlock) -> bool:
     """Whether rows of the block that are not valid are skipped; not in a small problem's only block."""
     rows = block.tile.size
     small = isinstance(block.number, int) and rows < LEAST_ROWS
-    return block.valid_rows is not None and not small and serves(spec, rows)
+    return block.filled is not None and not small and serves(spec, rows)
 
 
 def hidden_sum_config(rows: int, hidden_size: int, sms: int) -> Config:
@@ -317,19 +316,3 @@ class ProductEpilogue:
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Waits until the last tile has left shared memory."""
         plgpu.wait_smem_to_gmem(0)
-
-
-def undefined(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array of whatever lies in memory: a sum's first block replaces it, and zeros would be written for nothing."""
-    nothing = gemm.at_run_time(jnp.zeros(4, jnp.int32))  # the interpreter cannot order kernels without inputs
-    return _undefined(shape, jnp.dtype(dtype))(nothing)
-
-
-@functools.lru_cache(maxsize=64)
-def _undefined(shape: tuple[int, ...], dtype: Any) -> Any:
-    def body(nothing: Any, out: Any) -> None:
-        del nothing, out
-
-    body.__name__ = "pallas_ce_undefined"
-    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=("one",))
-    return jax.jit(lambda nothing: kernel(nothing))
