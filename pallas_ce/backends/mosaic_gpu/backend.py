@@ -49,7 +49,7 @@ class MosaicGpuBackend(Backend):
 
     name = "mosaic_gpu"
     # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, narrow_stash=True)
+    capabilities = Capabilities(checked_regions=False, narrow_stash=True, cuda_only=True)
     materialized = materialized_kernel
     config: Config | None = None
 
@@ -71,7 +71,7 @@ class MosaicGpuBackend(Backend):
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
         if padded_share and operands.covered(spec) != spec.vocab_size:
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {spec.weight_rows}"
-        return device_refusal()
+        return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
