@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.bench.machine import describe
 from experiments.command_line import command, positive, write_record
-from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
 RESULTS = Path(__file__).parent / "results" / "cpu_head.json"

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.gpu import command, timing
-from experiments.gpu.command import Clocked, Section
-from experiments.gpu.points import Point, Setting, sections, standard
+from experiments.bench import command, timing
+from experiments.bench.command import Clocked, Section
+from experiments.bench.points import Point, Setting, sections, standard
 
 COMPILE = "compile"
 _COMPILE_SHAPE = (8192, 131072, 4096)

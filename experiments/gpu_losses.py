@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu import command, materialized_logits, timing
-from experiments.gpu.command import Clocked, Section
-from experiments.gpu.points import Point, Setting
-from experiments.gpu.programs import Program, checked
+from experiments.bench import command, materialized_logits, timing
+from experiments.bench.command import Clocked, Section
+from experiments.bench.points import Point, Setting
+from experiments.bench.programs import Program, checked
 from pallas_ce import linear_log_probs, linear_top_k
 
 _SHAPE = (16384, 131072, 4096)

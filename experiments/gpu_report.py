@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.gpu import ladder, report, scaling
-from experiments.gpu.results import FOLDER, ResultError
+from experiments.bench import ladder, report, scaling
+from experiments.bench.results import FOLDER, ResultError
 
 
 def main(words: Sequence[str] | None = None) -> int:

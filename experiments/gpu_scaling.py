@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.bench.machine import describe
+from experiments.bench.results import FOLDER
+from experiments.bench.scaling import file_name
 from experiments.command_line import positive, write_atomically
-from experiments.gpu.results import FOLDER
-from experiments.gpu.scaling import file_name
-from experiments.machine import describe
 from pallas_ce import linear_cross_entropy
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.

@@ -23,10 +23,10 @@ from flax import nnx
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.bench.machine import describe
 from experiments.command_line import command, positive, read_record, write_record
 from experiments.lm.config import TrainConfig
-from experiments.lm.model import LanguageModel
-from experiments.machine import describe
+from experiments.lm.model.transformer import LanguageModel
 from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, linear_sample, policy_loss
 
 RESULTS = Path(__file__).parent / "results" / "grpo.json"

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from experiments.gpu import command
-from experiments.gpu.peers import PEERS
-from experiments.gpu.points import GRID
+from experiments.bench import command
+from experiments.bench.peers import PEERS
+from experiments.bench.points import GRID
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     import torch
 
-    from experiments.gpu import torch_timing
+    from experiments.bench import torch_timing
 
     chosen = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     for peer in chosen:

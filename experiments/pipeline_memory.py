@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
+from experiments.bench.machine import describe
+from experiments.bench.used import allocated_peak_bytes, used_bytes
 from experiments.command_line import command, positive, write_record
-from experiments.gpu.used import allocated_peak_bytes, used_bytes
-from experiments.machine import describe
 from torch_bridge.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"

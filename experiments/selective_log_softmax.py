@@ -207,7 +207,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def _describe(device: str) -> dict[str, Any]:
     # JAX, whose versions the description names, would otherwise claim most of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from experiments.machine import describe
+    from experiments.bench.machine import describe
 
     found = describe() | {"torch": torch.__version__}
     return found | ({"device": torch.cuda.get_device_name()} if device == "cuda" else {})

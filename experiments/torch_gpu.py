@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from experiments.bench import command
+from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 from experiments.command_line import positive
-from experiments.gpu import command
-from experiments.gpu.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
 _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> list[Point]:
     """All points, cheap ones first; `divisor` is of every size."""
-    from experiments.gpu import bridge, torch_materialized
+    from experiments.bench import bridge, torch_materialized
 
     found = []
     for n, v, _ in _GIVEN_SHAPES:
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     import torch_bridge  # before JAX starts, which leaves the device's memory to both  # noqa: F401
-    from experiments.machine import describe
+    from experiments.bench.machine import describe
 
     implementation = options.implementation or ("xla" if options.dry_run else "mosaic_gpu")
     device, divisor = ("cpu", _DRY_DIVISOR) if options.dry_run else ("cuda", 1)

@@ -24,7 +24,7 @@ from experiments.lm.config import (
     refuse_changes,
 )
 from experiments.lm.errors import RunError, Stopped, UsageError
-from experiments.lm.processes import by_first, join, quiet_unless_first, read_group
+from experiments.lm.run.processes import by_first, join, quiet_unless_first, read_group
 
 _PACKAGES = ("jax", "flax", "optax", "tokenizers", "tqdm", "orbax.checkpoint", "matplotlib")
 
@@ -138,10 +138,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     # Imported here because they need the packages that have just been checked for.
-    from experiments.lm import run_directory
-    from experiments.lm.dataset import load_dataset
-    from experiments.lm.mesh import make_layout, refuse_other_padding
-    from experiments.lm.session import train_heads
+    from experiments.lm.data.dataset import load_dataset
+    from experiments.lm.model.mesh import make_layout, refuse_other_padding
+    from experiments.lm.run import run_directory
+    from experiments.lm.run.session import train_heads
 
     backend = _start_jax()
     out = str(overrides.get("out", ""))

@@ -1,20 +1,23 @@
-"""What the NNX and the Linen `LossHead` share: from a head's options and parameters to the loss, logits, statistics.
+"""What the Linen and the NNX `LossHead` share: the options with their checks, and the loss from them and parameters.
 
-The modules own parameters and options, nothing else; the functions here take both and call `pallas_ce`. Parameters
-are handed over in the dtype they are stored in: `pallas_ce` casts them itself and so returns a float32 gradient for
-float32 parameters, where a cast in the module would have rounded it.
+The modules own parameters, nothing else. Parameters are handed to `pallas_ce` in the dtype they are stored in: it casts
+them itself and so returns a float32 gradient for float32 parameters, where a cast in the module would have rounded it.
 """
 
-from typing import NamedTuple, Protocol
+import dataclasses
+import inspect
+import textwrap
+from typing import Any, NamedTuple
 
 import jax
-from flax.typing import Dtype
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.api import inputs
-from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.integration import Backward, Implementation, Reduction, flatten_head, read_head
+
+default_kernel_init = jax.nn.initializers.lecun_normal()
 
 
 class Projection(NamedTuple):
@@ -25,33 +28,197 @@ class Projection(NamedTuple):
     bias: jax.Array | None
 
 
-class Options(Protocol):
-    """The attributes of a `LossHead` that say how its loss is computed."""
+@dataclasses.dataclass(eq=False, repr=False)
+class HeadOptions:
+    """The options of a loss head, which are its attributes and the arguments of its constructor.
 
+    Not frozen: a Linen module inherits these fields and freezes itself; an NNX module lets them be changed.
+
+    Attributes:
+        features: width H of the hidden states.
+        vocab_size: number of entries of the vocabulary.
+        padded_vocab_size: number of columns of the kernel where it is padded, say to a multiple of 128. The padding
+            takes no part in the loss, gets zero gradient, and does not appear in the logits.
+        embed: the embedding to share instead of owning a kernel; see `tied`.
+        use_bias: whether to add a bias to the logits.
+        dtype: dtype of the products' operands (default: what hidden states and parameters promote to, the Flax rule;
+            so with float32 parameters pass `jnp.bfloat16` for mixed precision). Sums, logits and the loss are float32,
+            and every gradient has the dtype of its parameter.
+        param_dtype: dtype of the parameters.
+        kernel_init: initializer of the kernel.
+        bias_init: initializer of the bias.
+        ignore_index: label of tokens that do not count; None for none.
+        label_smoothing: share of the target's probability spread over the vocabulary, in [0, 1].
+        z_loss: coefficient of `lse**2`.
+        logit_softcap: soft cap c of the logits, or None.
+        logit_scale: factor of the logits, before the cap.
+        reduction: "mean", "sum" or "none" (one loss per token).
+        backward: "auto", "recompute" or "in_forward"; which of `pallas_ce`'s two ways computes the gradient.
+        implementation: which backend of `pallas_ce` runs; None chooses from the platform.
+        scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
+    """
+
+    features: int
     vocab_size: int
-    dtype: Dtype | None
-    ignore_index: int | None
-    label_smoothing: ArrayLike
-    z_loss: ArrayLike
-    logit_softcap: float | None
-    logit_scale: ArrayLike
-    reduction: Reduction
-    backward: Backward
-    implementation: Implementation | None
-    scratch_bytes: int | None
+    padded_vocab_size: int | None = None
+    embed: Any = None
+    use_bias: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = jax.nn.initializers.zeros
+    ignore_index: int | None = -100
+    label_smoothing: ArrayLike = 0.0
+    z_loss: ArrayLike = 0.0
+    logit_softcap: float | None = None
+    logit_scale: ArrayLike = 1.0
+    reduction: Reduction = "mean"
+    backward: Backward = "auto"
+    implementation: Implementation | None = None
+    scratch_bytes: int | None = None
+
+    def _columns(self, embed_shape: tuple[int, ...] | None) -> int:
+        """The number of vocabulary entries the weight holds, padding included; checks an embedding's shape."""
+        vocab_size, padded_vocab_size = self.vocab_size, self.padded_vocab_size
+        if vocab_size < 1:
+            raise ValueError(f"{vocab_size=} must be at least 1")
+        columns = vocab_size if padded_vocab_size is None else padded_vocab_size
+        if columns < vocab_size:
+            raise ValueError(
+                f"{padded_vocab_size=} is smaller than {vocab_size=}: it is the size with padding, at least vocab_size"
+            )
+        needed = (columns, self.features)
+        if embed_shape not in (None, needed):
+            raise ValueError(f"embed has shape {embed_shape}, but this head needs {needed}: (V, features)")
+        return columns
 
 
-def num_columns(vocab_size: int, padded_vocab_size: int | None) -> int:
-    """The number of vocabulary entries the weight holds, padding included."""
-    if vocab_size < 1:
-        raise ValueError(f"{vocab_size=} must be at least 1")
-    if padded_vocab_size is None:
-        return vocab_size
-    if padded_vocab_size < vocab_size:
-        raise ValueError(
-            f"{padded_vocab_size=} is smaller than {vocab_size=}: it is the size with padding, at least vocab_size"
+class HeadCalls(HeadOptions):
+    """What a head computes from its options and from `_projection()`, which the modules define."""
+
+    def _projection(self) -> Projection:
+        raise NotImplementedError
+
+    def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
+        """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""
+        weight, vocab_axis, bias = self._projection()
+        return {
+            "weight": weight,
+            "bias": bias,
+            "vocab_axis": vocab_axis,
+            "vocab_size": self.vocab_size,
+            "logit_softcap": self.logit_softcap,
+            "logit_scale": self.logit_scale if logit_scale is None else logit_scale,
+            "dtype": self.dtype,
+        }
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array,
+        *,
+        token_weights: jax.Array | None = None,
+        class_weights: jax.Array | None = None,
+        normalizer: ArrayLike | None = None,
+        label_smoothing: ArrayLike | None = None,
+        z_loss: ArrayLike | None = None,
+        logit_scale: ArrayLike | None = None,
+        reduction: Reduction | None = None,
+        validate_labels: bool = False,
+        return_metrics: bool = False,
+    ) -> jax.Array | tuple[jax.Array, Metrics]:
+        """The loss of the labels.
+
+        Args:
+            hidden: hidden states `[..., H]`, any floating dtype.
+            labels: labels `[...]`, integers; those that are `ignore_index` or outside the vocabulary do not count.
+            token_weights: weight of each token's loss `[...]`; differentiable.
+            class_weights: weight of each vocabulary entry `[V]`; constant.
+            normalizer: divisor of the mean, instead of the sum of this call's weights; for instance the number of
+                tokens of the global batch.
+            label_smoothing: instead of the head's; may be traced, so that a schedule does not recompile.
+            z_loss: instead of the head's; may be traced.
+            logit_scale: instead of the head's; may be traced, and is differentiable.
+            reduction: instead of the head's.
+            validate_labels: raise for labels outside the vocabulary; only outside of `jit`.
+            return_metrics: also return `pallas_ce.Metrics`.
+
+        Returns:
+            The loss, float32 (a scalar; `[...]` with reduction "none"), or the loss and its metrics.
+
+        Raises:
+            ValueError: shapes that do not fit, or an option that cannot be served; see `linear_cross_entropy`.
+        """
+        return linear_cross_entropy(
+            hidden,
+            labels=labels,
+            **self._options(logit_scale),
+            ignore_index=self.ignore_index,
+            token_weights=token_weights,
+            class_weights=class_weights,
+            label_smoothing=self.label_smoothing if label_smoothing is None else label_smoothing,
+            z_loss=self.z_loss if z_loss is None else z_loss,
+            reduction=self.reduction if reduction is None else reduction,
+            normalizer=normalizer,
+            backward=self.backward,
+            implementation=self.implementation,
+            scratch_bytes=self.scratch_bytes,
+            validate_labels=validate_labels,
+            return_metrics=return_metrics,
         )
-    return padded_vocab_size
+
+    def logits(self, hidden: jax.Array, *, logit_scale: ArrayLike | None = None) -> jax.Array:
+        """The logits `[..., vocab_size]`, float32, for generation: scaled and capped as in the loss, padding left out.
+
+        They are computed in `dtype` with sums in float32, by an ordinary matrix product: all of them are stored.
+
+        Args:
+            hidden: hidden states `[..., H]`; to sample, usually those of the last position only.
+            logit_scale: instead of the head's.
+
+        Raises:
+            ValueError: the last axis of `hidden` is not `features`.
+        """
+        arrays, spec = read_head(hidden, **self._options(logit_scale), logit_weights=None)
+        rows, head = flatten_head(arrays, spec)
+        # Padding is cut from the result and not from the weight, which would be copied for it.
+        values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
+        return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)
+
+    def row_statistics(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array | None = None,
+        *,
+        statistics: tuple[str, ...] = ("lse", "target_logit"),
+        row_mask: jax.Array | None = None,
+        logit_weights: jax.Array | None = None,
+        logit_scale: ArrayLike | None = None,
+    ) -> RowStatistics:
+        """Statistics of the logits (log-probabilities, entropy, argmax, ...) without storing them; differentiable.
+
+        Takes the arguments of `pallas_ce.linear_row_statistics` that are not options of the head,
+        and `logit_scale` instead of the head's.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> from flax_modules.nnx import LossHead
+            >>> head = LossHead(16, 100, rngs=nnx.Rngs(0))
+            >>> stats = head.row_statistics(jnp.ones((3, 16)), jnp.array([1, 2, 3]), statistics=("log_prob", "argmax"))
+            >>> stats.log_prob.shape, stats.argmax.shape
+            ((3,), (3,))
+        """
+        return linear_row_statistics(
+            hidden,
+            labels=labels,
+            **self._options(logit_scale),
+            statistics=statistics,
+            row_mask=row_mask,
+            logit_weights=logit_weights,
+            implementation=self.implementation,
+            scratch_bytes=self.scratch_bytes,
+        )
 
 
 def tied_vocab_size(vocab_size: int | None, num_embeddings: int) -> int:
@@ -63,92 +230,8 @@ def tied_vocab_size(vocab_size: int | None, num_embeddings: int) -> int:
     return vocab_size
 
 
-def loss(
-    options: Options,
-    projection: Projection,
-    hidden: jax.Array,
-    labels: jax.Array,
-    *,
-    token_weights: jax.Array | None,
-    class_weights: jax.Array | None,
-    normalizer: ArrayLike | None,
-    label_smoothing: ArrayLike | None,
-    z_loss: ArrayLike | None,
-    logit_scale: ArrayLike | None,
-    reduction: Reduction | None,
-    validate_labels: bool,
-    return_metrics: bool,
-) -> jax.Array | tuple[jax.Array, Metrics]:
-    """The loss of a head; None for an option means the head's own."""
-    return linear_cross_entropy(
-        hidden,
-        projection.weight,
-        labels,
-        bias=projection.bias,
-        vocab_axis=projection.vocab_axis,
-        vocab_size=options.vocab_size,
-        ignore_index=options.ignore_index,
-        token_weights=token_weights,
-        class_weights=class_weights,
-        label_smoothing=options.label_smoothing if label_smoothing is None else label_smoothing,
-        z_loss=options.z_loss if z_loss is None else z_loss,
-        logit_softcap=options.logit_softcap,
-        logit_scale=options.logit_scale if logit_scale is None else logit_scale,
-        reduction=options.reduction if reduction is None else reduction,
-        normalizer=normalizer,
-        dtype=options.dtype,
-        backward=options.backward,
-        implementation=options.implementation,
-        scratch_bytes=options.scratch_bytes,
-        validate_labels=validate_labels,
-        return_metrics=return_metrics,
-    )
-
-
-def row_statistics(
-    options: Options,
-    projection: Projection,
-    hidden: jax.Array,
-    labels: jax.Array | None,
-    *,
-    statistics: tuple[str, ...],
-    row_mask: jax.Array | None,
-    logit_weights: jax.Array | None,
-    logit_scale: ArrayLike | None,
-) -> RowStatistics:
-    """Row statistics of the head's logits."""
-    return linear_row_statistics(
-        hidden,
-        projection.weight,
-        labels,
-        statistics=statistics,
-        row_mask=row_mask,
-        logit_weights=logit_weights,
-        bias=projection.bias,
-        vocab_axis=projection.vocab_axis,
-        vocab_size=options.vocab_size,
-        logit_softcap=options.logit_softcap,
-        logit_scale=options.logit_scale if logit_scale is None else logit_scale,
-        dtype=options.dtype,
-        implementation=options.implementation,
-        scratch_bytes=options.scratch_bytes,
-    )
-
-
-def logits(options: Options, projection: Projection, hidden: jax.Array, logit_scale: ArrayLike | None) -> jax.Array:
-    """`softcap(logit_scale * (hidden @ weight + bias))`, `[..., vocab_size]`, accumulated and returned in float32."""
-    arrays, spec = inputs.read_head(
-        hidden,
-        projection.weight,
-        projection.bias,
-        options.logit_scale if logit_scale is None else logit_scale,
-        None,
-        vocab_axis=projection.vocab_axis,
-        vocab_size=options.vocab_size,
-        logit_softcap=options.logit_softcap,
-        dtype=options.dtype,
-    )
-    rows, head = inputs.flatten(arrays, spec)
-    # Padding is cut from the result and not from the weight, which would be copied for it.
-    values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
-    return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)
+def with_options_documented[T](cls: type[T]) -> type[T]:
+    """The class, the options described where its docstring says `{options}`."""
+    options = (inspect.getdoc(HeadOptions) or "").partition("Attributes:\n")[2]
+    cls.__doc__ = (cls.__doc__ or "").replace("{options}", textwrap.indent(options, "    ").strip())
+    return cls

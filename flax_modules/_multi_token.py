@@ -4,23 +4,119 @@ Everything here works on one row of tokens at a time, the last axis of `labels`;
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from flax_modules._head import HeadCalls
 from pallas_ce import Metrics
-from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, counted
+from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array
 
 
-class Head(Protocol):
-    """What is read of a `LossHead` here."""
+class MultiTokenCalls:
+    """What a module computes from its k heads; how many they are, and what each reads, the modules say."""
 
-    features: int
-    vocab_size: int
-    ignore_index: int | None
+    head_weights: float | Sequence[float] | None
+
+    def _heads(self) -> Sequence[HeadCalls]:
+        raise NotImplementedError
+
+    def _count(self) -> int:
+        raise NotImplementedError
+
+    def _projects(self) -> bool:
+        raise NotImplementedError
+
+    def _project(self, hidden: jax.Array, i: int) -> jax.Array:
+        """`x_i`, what head i reads."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        hidden: jax.Array | Sequence[jax.Array],
+        labels: jax.Array,
+        *,
+        token_weights: jax.Array | None = None,
+        class_weights: jax.Array | None = None,
+        normalizer: ArrayLike | Sequence[float] | None = None,
+        head_weights: ArrayLike | Sequence[float] | None = None,
+        label_smoothing: ArrayLike | None = None,
+        z_loss: ArrayLike | None = None,
+        logit_scale: ArrayLike | None = None,
+        reduction: Reduction | None = None,
+        validate_labels: bool = False,
+        return_metrics: bool = False,
+    ) -> jax.Array | tuple[jax.Array, tuple[Metrics, ...]]:
+        """The weighted sum of the heads' losses.
+
+        Args:
+            hidden: hidden states `[..., T, H]` that all heads read, or a sequence of k such arrays, one a head.
+            labels: the next token of each position, `[..., T]`, as for `LossHead`; further shifts are made here.
+            token_weights: weight of each label's loss `[..., T]`; it moves with the label.
+            normalizer: divisor of the means, one number or k of them; `future_labels` helps to count.
+            head_weights: instead of the module's; may be traced.
+            class_weights: as for `LossHead`, like all that follow.
+            label_smoothing: instead of the heads'; may be traced.
+            z_loss: instead of the heads'; may be traced.
+            logit_scale: instead of the heads'; may be traced, and is differentiable.
+            reduction: instead of the heads'.
+            validate_labels: raise for labels outside the vocabulary; only outside of `jit`.
+            return_metrics: also return a tuple of `pallas_ce.Metrics`, one a head.
+
+        Returns:
+            The loss, float32 (a scalar; `[..., T]` with reduction "none"), or the loss and the metrics.
+
+        Raises:
+            ValueError: a sequence whose length is not k, or one array where the heads could not differ.
+        """
+        heads, count = self._heads(), self._count()
+        hiddens = per_head_hidden(hidden, count, distinct=len(heads) > 1 or self._projects())
+        return weighted_loss(
+            [select(heads, i) for i in range(count)],
+            [self._project(x, i) for i, x in enumerate(hiddens)],
+            self.future_labels(labels),
+            head_weights=self.head_weights if head_weights is None else head_weights,
+            token_weights=token_weights,
+            normalizer=normalizer,
+            return_metrics=return_metrics,
+            class_weights=class_weights,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logit_scale=logit_scale,
+            reduction=reduction,
+            validate_labels=validate_labels,
+        )
+
+    def logits(self, hidden: jax.Array, head: int = 0, *, logit_scale: ArrayLike | None = None) -> jax.Array:
+        """The logits `[..., vocab_size]` of the token `head + 1` ahead, as `LossHead.logits`.
+
+        Args:
+            hidden: hidden states `[..., H]` (those of this head, where each has its own).
+            head: which head, from 0 to k - 1.
+            logit_scale: instead of the head's.
+
+        Raises:
+            ValueError: there is no such head, or `hidden` has another width.
+        """
+        check_index(head, self._count())
+        return select(self._heads(), head).logits(self._project(hidden, head), logit_scale=logit_scale)
+
+    def future_labels(self, labels: jax.Array) -> tuple[jax.Array, ...]:
+        """The labels of each head, k arrays like `labels`, the first of which is `labels` itself. Needs no parameters.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> from flax_modules.nnx import LossHead, MultiTokenLossHead
+            >>> mtp = MultiTokenLossHead([LossHead(4, 10, rngs=nnx.Rngs(0)) for _ in range(2)])
+            >>> mtp.future_labels(jnp.array([1, 2, -100, 3, 4]))[1]
+            Array([   2, -100, -100,    4, -100], dtype=int32)
+        """
+        first = self._heads()[0]
+        return future_labels(labels, self._count(), ignore_index=first.ignore_index, vocab_size=first.vocab_size)
 
 
 def shift(values: jax.Array, fill: ArrayLike) -> jax.Array:
@@ -39,9 +135,9 @@ def future_labels(
     look across it.
     """
     if not isinstance(labels, jax.Array):
-        labels = as_array(np.asarray(labels))
-    ids = canonical(labels, vocab_size)
-    counts = counted(ids, ignore_index)
+        labels = label_array(np.asarray(labels))
+    ids = canonical_labels(labels, vocab_size)
+    counts = counted_labels(ids, ignore_index)
     ignored = NO_TARGET if ignore_index is None else ignore_index
     result = [labels]
     shifted = jnp.where(counts, ids, ignored)
@@ -135,7 +231,7 @@ def count_heads(num_heads: int, shared: bool, num_tokens: int | None) -> int:
     return num_heads
 
 
-def check_heads(heads: Sequence[Head]) -> None:
+def check_heads(heads: Sequence[HeadCalls]) -> None:
     """Refuses heads that cannot read the same hidden states and labels."""
     for name in ("features", "vocab_size", "ignore_index"):
         values = [getattr(head, name) for head in heads]

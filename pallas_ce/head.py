@@ -187,7 +187,7 @@ class Head:
         """Logits from `hidden·weight [n, c]`: bias, scale, soft cap, temperature."""
         z = products
         if bias is not None:
-            z = z + bias.astype(z.dtype)
+            z = z + jnp.broadcast_to(bias.astype(z.dtype), z.shape)
         if self.logit_scale is not None:
             z = z * self.logit_scale
         z = soft_cap(z, self.spec.softcap)

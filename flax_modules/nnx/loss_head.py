@@ -1,25 +1,19 @@
 """A language model's head as an `nnx.Module`: it owns (or shares) the unembedding and returns the loss."""
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, Initializer
-from jax.typing import ArrayLike
 
-from flax_modules import _head
-from pallas_ce import Metrics, RowStatistics
-from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.statistics.cross_entropy import Reduction
-
-default_kernel_init = nnx.initializers.lecun_normal()
-default_bias_init = nnx.initializers.zeros_init()
+from flax_modules._head import HeadCalls, Projection, tied_vocab_size, with_options_documented
+from flax_modules.nnx.signature import ConstructorSignature
 
 
-class LossHead(nnx.Module):
+@with_options_documented
+@dataclasses.dataclass(eq=False, repr=False)
+class LossHead(HeadCalls, nnx.Module):
     """The last layer of a language model: hidden states and labels in, loss out, logits never stored.
 
     With a kernel of its own the head replaces `nnx.Linear(features, vocab_size)` and the cross entropy after it:
@@ -35,29 +29,9 @@ class LossHead(nnx.Module):
     `bias [V]`; where there is none the attribute is None. V is `vocab_size`, or `padded_vocab_size` where given.
 
     Args:
-        features: width H of the hidden states.
-        vocab_size: number of entries of the vocabulary.
-        padded_vocab_size: number of columns of the kernel where it is padded, say to a multiple of 128. The padding
-            takes no part in the loss, gets zero gradient, and does not appear in the logits.
-        embed: the embedding to share instead of owning a kernel; see `tied`.
-        use_bias: whether to add a bias to the logits.
-        dtype: dtype of the products' operands (default: what hidden states and parameters promote to, the Flax rule;
-            so with float32 parameters pass `jnp.bfloat16` for mixed precision). Sums, logits and the loss are float32,
-            and every gradient has the dtype of its parameter.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the kernel.
-        bias_init: initializer of the bias.
+        {options}
         kernel_metadata: metadata of the kernel's `nnx.Param`, for instance `{"out_sharding": (None, "model")}`.
         bias_metadata: metadata of the bias's `nnx.Param`.
-        ignore_index: label of tokens that do not count; None for none.
-        label_smoothing: share of the target's probability spread over the vocabulary, in [0, 1].
-        z_loss: coefficient of `lse**2`.
-        logit_softcap: soft cap c of the logits, or None.
-        logit_scale: factor of the logits, before the cap.
-        reduction: "mean", "sum" or "none" (one loss per token).
-        backward: "auto", "recompute" or "in_forward"; which of `pallas_ce`'s two ways computes the gradient.
-        implementation: which backend of `pallas_ce` runs; None chooses from the platform.
-        scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
         rngs: random number generator of the initializers; only a tied head without bias needs none.
 
     Raises:
@@ -78,67 +52,33 @@ class LossHead(nnx.Module):
         (2, 100)
     """
 
-    def __init__(
-        self,
-        features: int,
-        vocab_size: int,
-        *,
-        padded_vocab_size: int | None = None,
-        embed: nnx.Module | nnx.Param[Any] | None = None,
-        use_bias: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
-        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
-        ignore_index: int | None = -100,
-        label_smoothing: ArrayLike = 0.0,
-        z_loss: ArrayLike = 0.0,
-        logit_softcap: float | None = None,
-        logit_scale: ArrayLike = 1.0,
-        reduction: Reduction = "mean",
-        backward: Backward = "auto",
-        implementation: Implementation | None = None,
-        scratch_bytes: int | None = None,
-        rngs: nnx.Rngs | None = None,
-    ):
-        columns = _head.num_columns(vocab_size, padded_vocab_size)
-        if rngs is None and (embed is None or use_bias):
-            raise ValueError("rngs=None, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
-        self.kernel: nnx.Param[Any] | None
-        self.bias: nnx.Param[Any] | None
-        if embed is None:
-            assert rngs is not None
-            self.kernel = nnx.Param(kernel_init(rngs.params(), (features, columns), param_dtype), **kernel_metadata)
-        else:
-            self.kernel = nnx.data(None)
-            shape = _embedding(embed).shape
-            if shape != (columns, features):
-                raise ValueError(f"embed has shape {shape}, but this head needs {(columns, features)}: (V, features)")
+    embed: nnx.Module | nnx.Param[Any] | None = None
+    _: dataclasses.KW_ONLY
+    kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
+    bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
+    rngs: dataclasses.InitVar[nnx.Rngs | None] = None
+
+    __signature__ = ConstructorSignature()
+
+    def __post_init__(
+        self, kernel_metadata: Mapping[str, Any], bias_metadata: Mapping[str, Any], rngs: nnx.Rngs | None
+    ) -> None:
+        """Creates the parameters the head owns."""
+        embed = self.embed
+        columns = self._columns(None if embed is None else _embedding(embed).shape)
         # The module and not its array: whoever replaces the embedding's parameter keeps the tie.
         self.embed = nnx.data(embed)
-        if use_bias:
-            assert rngs is not None
-            self.bias = nnx.Param(bias_init(rngs.params(), (columns,), param_dtype), **bias_metadata)
-        else:
-            self.bias = nnx.data(None)
-
-        self.features = features
-        self.vocab_size = vocab_size
-        self.padded_vocab_size = padded_vocab_size
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
-        self.logit_softcap = logit_softcap
-        self.logit_scale = logit_scale
-        self.reduction = reduction
-        self.backward = backward
-        self.implementation = implementation
-        self.scratch_bytes = scratch_bytes
+        self.kernel: nnx.Param[Any] | None = nnx.data(None)
+        self.bias: nnx.Param[Any] | None = nnx.data(None)
+        if embed is not None and not self.use_bias:
+            return
+        if rngs is None:
+            raise ValueError("rngs=None, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
+        if embed is None:
+            shape = (self.features, columns)
+            self.kernel = nnx.Param(self.kernel_init(rngs.params(), shape, self.param_dtype), **kernel_metadata)
+        if self.use_bias:
+            self.bias = nnx.Param(self.bias_init(rngs.params(), (columns,), self.param_dtype), **bias_metadata)
 
     @classmethod
     def tied(cls, embed: nnx.Module | nnx.Param[Any], *, vocab_size: int | None = None, **options: Any) -> Self:
@@ -182,114 +122,15 @@ class LossHead(nnx.Module):
         if len(shape) != 2:
             raise ValueError(f"embed has shape {shape}: a head needs an embedding of shape (V, features)")
         options.setdefault("dtype", None if isinstance(embed, nnx.Variable) else getattr(embed, "dtype", None))
-        size = _head.tied_vocab_size(vocab_size, shape[0])
+        size = tied_vocab_size(vocab_size, shape[0])
         return cls(shape[1], size, padded_vocab_size=shape[0], embed=embed, **options)
 
-    def __call__(
-        self,
-        hidden: jax.Array,
-        labels: jax.Array,
-        *,
-        token_weights: jax.Array | None = None,
-        class_weights: jax.Array | None = None,
-        normalizer: ArrayLike | None = None,
-        label_smoothing: ArrayLike | None = None,
-        z_loss: ArrayLike | None = None,
-        logit_scale: ArrayLike | None = None,
-        reduction: Reduction | None = None,
-        validate_labels: bool = False,
-        return_metrics: bool = False,
-    ) -> jax.Array | tuple[jax.Array, Metrics]:
-        """The loss of the labels.
-
-        Args:
-            hidden: hidden states `[..., H]`, any floating dtype.
-            labels: labels `[...]`, integers; those that are `ignore_index` or outside the vocabulary do not count.
-            token_weights: weight of each token's loss `[...]`; differentiable.
-            class_weights: weight of each vocabulary entry `[V]`; constant.
-            normalizer: divisor of the mean, instead of the sum of this call's weights; for instance the number of
-                tokens of the global batch.
-            label_smoothing: instead of the head's; may be traced, so that a schedule does not recompile.
-            z_loss: instead of the head's; may be traced.
-            logit_scale: instead of the head's; may be traced, and is differentiable.
-            reduction: instead of the head's.
-            validate_labels: raise for labels outside the vocabulary; only outside of `jit`.
-            return_metrics: also return `pallas_ce.Metrics`.
-
-        Returns:
-            The loss, float32 (a scalar; `[...]` with reduction "none"), or the loss and its metrics.
-
-        Raises:
-            ValueError: shapes that do not fit, or an option that cannot be served; see `linear_cross_entropy`.
-        """
-        return _head.loss(
-            self,
-            self._projection(),
-            hidden,
-            labels,
-            token_weights=token_weights,
-            class_weights=class_weights,
-            normalizer=normalizer,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            logit_scale=logit_scale,
-            reduction=reduction,
-            validate_labels=validate_labels,
-            return_metrics=return_metrics,
-        )
-
-    def logits(self, hidden: jax.Array, *, logit_scale: ArrayLike | None = None) -> jax.Array:
-        """The logits `[..., vocab_size]`, float32, for generation: scaled and capped as in the loss, padding left out.
-
-        They are computed in `dtype` with sums in float32, by an ordinary matrix product: all of them are stored.
-
-        Args:
-            hidden: hidden states `[..., H]`; to sample, usually those of the last position only.
-            logit_scale: instead of the head's.
-
-        Raises:
-            ValueError: the last axis of `hidden` is not `features`.
-        """
-        return _head.logits(self, self._projection(), hidden, logit_scale)
-
-    def row_statistics(
-        self,
-        hidden: jax.Array,
-        labels: jax.Array | None = None,
-        *,
-        statistics: tuple[str, ...] = ("lse", "target_logit"),
-        row_mask: jax.Array | None = None,
-        logit_weights: jax.Array | None = None,
-        logit_scale: ArrayLike | None = None,
-    ) -> RowStatistics:
-        """Statistics of the logits (log-probabilities, entropy, argmax, ...) without storing them; differentiable.
-
-        Takes the arguments of `pallas_ce.linear_row_statistics` that are not options of the head,
-        and `logit_scale` instead of the head's.
-
-        Example:
-            >>> head = LossHead(16, 100, rngs=nnx.Rngs(0))
-            >>> stats = head.row_statistics(jnp.ones((3, 16)), jnp.array([1, 2, 3]), statistics=("log_prob", "argmax"))
-            >>> stats.log_prob.shape, stats.argmax.shape
-            ((3,), (3,))
-        """
-        return _head.row_statistics(
-            self,
-            self._projection(),
-            hidden,
-            labels,
-            statistics=statistics,
-            row_mask=row_mask,
-            logit_weights=logit_weights,
-            logit_scale=logit_scale,
-        )
-
-    def _projection(self) -> _head.Projection:
+    def _projection(self) -> Projection:
         bias = None if self.bias is None else self.bias[...]
         if self.kernel is not None:
-            return _head.Projection(self.kernel[...], 1, bias)
+            return Projection(self.kernel[...], 1, bias)
         assert self.embed is not None
-        return _head.Projection(_embedding(self.embed)[...], 0, bias)
+        return Projection(_embedding(self.embed)[...], 0, bias)
 
 
 def _embedding(embed: nnx.Module | nnx.Param[Any]) -> nnx.Variable[Any]:

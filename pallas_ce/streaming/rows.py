@@ -143,8 +143,8 @@ def _scattered(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _compared(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same numbers by n² comparisons."""
     ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    upto = lax.optimization_barrier(jnp.sum(mask & (ids <= ids[:, None]), axis=1, dtype=jnp.int32))
-    found = mask & (upto == jnp.minimum(ids + 1, upto[-1])[:, None])
+    upto = lax.optimization_barrier(jnp.sum(mask[None, :] & (ids[None, :] <= ids[:, None]), axis=1, dtype=jnp.int32))
+    found = mask[None, :] & (upto[None, :] == jnp.minimum(ids + 1, upto[-1])[:, None])
     return upto, jnp.sum(jnp.where(found, ids, 0), axis=1, dtype=jnp.int32)
 
 

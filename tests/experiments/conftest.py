@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from experiments.lm import session
 from experiments.lm.config import TrainConfig
-from experiments.lm.program import Program, build
+from experiments.lm.model.program import Program, build
+from experiments.lm.run import session
 from experiments.train_lm import main
 
 TINY = {

@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.mesh import make_layout
-from experiments.lm.metrics import curve, read_records
-from experiments.lm.model import Transformer
-from experiments.lm.program import TrainState, build
+from experiments.lm.model.mesh import make_layout
+from experiments.lm.model.program import TrainState, build
+from experiments.lm.model.transformer import Transformer
+from experiments.lm.run.metrics import curve, read_records
 from experiments.train_lm import main
 
 # 301 entries: every tensor axis has to pad.

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lm.corpus import Document, digest, load_documents, split
+from experiments.lm.data.corpus import Document, digest, load_documents, split
 from experiments.lm.errors import UsageError
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.lm.loop import Trainer
-from experiments.lm.metrics import MetricsLog, read_records
+from experiments.lm.run.loop import Trainer
+from experiments.lm.run.metrics import MetricsLog, read_records
 
 Train = Callable[..., Any]
 

@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from experiments import gpu_head, peers
-from experiments.gpu import timing
-from experiments.gpu.peers import PEERS, Peer
-from experiments.gpu.points import GRID, HEADS, Setting, sections, standard, variants, window_sweep
-from experiments.gpu.programs import inputs
+from experiments.bench import timing
+from experiments.bench.peers import PEERS, Peer
+from experiments.bench.points import GRID, HEADS, Setting, sections, standard, variants, window_sweep
+from experiments.bench.programs import inputs
 
 DRY = Setting("xla", 64)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import gpu_losses
-from experiments.gpu import materialized_logits, timing
-from experiments.gpu.points import Setting
+from experiments.bench import materialized_logits, timing
+from experiments.bench.points import Setting
 
 DRY = Setting("xla", 64)
 

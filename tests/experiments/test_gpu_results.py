@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments import gpu_report
-from experiments.gpu import command, ladder, report, scaling, summary, timing
-from experiments.gpu.results import Budget, ResultError, Results, read, run_points
+from experiments.bench import command, ladder, report, scaling, summary, timing
+from experiments.bench.results import Budget, ResultError, Results, read, run_points
 
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
 

@@ -12,9 +12,9 @@ from flax import nnx
 from experiments.lm import config as configs
 from experiments.lm.config import TrainConfig, check, field_types, merge, read_toml, to_toml
 from experiments.lm.errors import UsageError
-from experiments.lm.metrics import curve, read_records
-from experiments.lm.model import LanguageModel
-from experiments.lm.objective import fused, objective
+from experiments.lm.model.objective import fused, objective
+from experiments.lm.model.transformer import LanguageModel
+from experiments.lm.run.metrics import curve, read_records
 from pallas_ce import LossConfig, loss_names
 
 Train = Callable[..., Any]

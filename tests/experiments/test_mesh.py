@@ -12,7 +12,7 @@ import pytest
 
 from experiments.lm.config import TrainConfig
 from experiments.lm.errors import UsageError
-from experiments.lm.mesh import padded_vocab_size, refuse_other_padding
+from experiments.lm.model.mesh import padded_vocab_size, refuse_other_padding
 
 ROOT = Path(__file__).parents[2]
 

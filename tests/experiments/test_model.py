@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.model import LanguageModel, rotary
-from experiments.lm.objective import OBJECTIVES
+from experiments.lm.model.objective import OBJECTIVES
+from experiments.lm.model.transformer import LanguageModel, rotary
 
 END = 0
 CONFIG = TrainConfig(vocab_size=300, width=16, layers=2, attention_heads=2, mlp_width=32)

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lm import packing
+from experiments.lm.data import packing
 from experiments.lm.errors import UsageError
 
 END = 0

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-torch_timing = pytest.importorskip("experiments.gpu.torch_timing")
+torch_timing = pytest.importorskip("experiments.bench.torch_timing")
 
-from experiments.gpu import peers  # noqa: E402
+from experiments.bench import peers  # noqa: E402
 
 SHAPE = (40, 300, 64)
 

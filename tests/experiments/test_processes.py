@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from experiments.lm.errors import UsageError
-from experiments.lm.metrics import curve, read_records
-from experiments.lm.processes import WAIT_SECONDS, Group, read_group
+from experiments.lm.run.metrics import curve, read_records
+from experiments.lm.run.processes import WAIT_SECONDS, Group, read_group
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
@@ -79,7 +79,7 @@ def start(coordinator: str) -> Iterator[Start]:
     started = []
 
     def begin(index: int, *arguments: str, size: int = 2, wait: int = 60) -> "subprocess.Popen[str]":
-        code = "import sys; from experiments.lm import processes; from experiments.train_lm import main\n"
+        code = "import sys; from experiments.lm.run import processes; from experiments.train_lm import main\n"
         code += f"processes.WAIT_SECONDS = {wait}; sys.exit(main(sys.argv[1:]))"
         group = ("--coordinator", coordinator, "--num-processes", str(size), "--process-id", str(index))
         flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"

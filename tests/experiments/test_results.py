@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from experiments.gpu.summary import CANONICAL, IN_FORWARD, geometric_mean, ratios, wins
+from experiments.bench.summary import CANONICAL, IN_FORWARD, geometric_mean, ratios, wins
 
 ROOT = Path(__file__).parents[2]
 

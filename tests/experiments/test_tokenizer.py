@@ -3,9 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.lm.corpus import Document, load_documents
+from experiments.lm.data.corpus import Document, load_documents
+from experiments.lm.data.tokenizer import END_OF_TEXT, encode, end_of_text_id, load_tokenizer
 from experiments.lm.errors import UsageError
-from experiments.lm.tokenizer import END_OF_TEXT, encode, end_of_text_id, load_tokenizer
 
 
 @pytest.fixture(scope="module")

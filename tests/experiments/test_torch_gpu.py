@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 torch = pytest.importorskip("torch")
-bridge = pytest.importorskip("experiments.gpu.bridge")
+bridge = pytest.importorskip("experiments.bench.bridge")
 
 from experiments import torch_gpu  # noqa: E402
 

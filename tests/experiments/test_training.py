@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.lm import packing
-from experiments.lm.metrics import MetricsLog, curve, differences, read_records
+from experiments.lm.data import packing
+from experiments.lm.run.metrics import MetricsLog, curve, differences, read_records
 
 Train = Callable[..., Any]
 

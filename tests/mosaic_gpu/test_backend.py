@@ -39,7 +39,15 @@ def labels_of(n: int, v: int) -> jax.Array:
 
 def squared_mixture(s: Any) -> jax.Array:
     """A loss of no meaning that reads every statistic."""
-    mixture = s.lse - s.target_logit + 0.3 * s.mean_logit - 0.2 * s.entropy + s.sum_sq_probs + 0.1 * s.max_logit
+    mixture = (
+        s.lse
+        - s.target_logit
+        + 0.3 * s.mean_logit
+        - 0.2 * s.entropy
+        + s.sum_sq_probs
+        + 0.1 * s.max_logit
+        + 0.1 * s.varentropy
+    )
     return jnp.square(mixture)
 
 

@@ -16,13 +16,15 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forwa
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
+from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
 
 LOSS = frozenset({"lse", "target_logit"})
-EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
+EVERY = frozenset(PRIMITIVES)
+VARENTROPY = frozenset({"lse", "varentropy"})
 OPTIONS = ("bias", "scale", "weights", "softcap")
 
 # XLA has a GPU choose by itself only as one of so many launches that follow each other.
@@ -34,6 +36,12 @@ def arguments(n: int, v: int, h: int, axis: int, dtype: Any = jnp.bfloat16) -> t
     shapes = [((n, h), dtype), ((v, h) if axis == 0 else (h, v), dtype), ((n,), jnp.int32)]
     shapes += [((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32)]
     return tuple(h200.shaped(mesh, *shape) for shape in shapes)
+
+
+def coefficients_of(names: frozenset[str], by_row: Any) -> Coefficients:
+    """Those that the kernel of dlogits gets where the statistics in `names` are differentiated."""
+    saved = dict.fromkeys(saved_statistics(names), by_row)
+    return entries.without(from_cotangents(dict.fromkeys(names, by_row), saved))
 
 
 def compiled_kernel(
@@ -55,7 +63,7 @@ def compiled_kernel(
             )
         if kernel == "stash":
             return stash_kernel.stash(head, hidden, by_row, names, config)
-        coefficients = entries.without(Coefficients(*[by_row] * 6)) if names is EVERY else Coefficients(by_row)
+        coefficients = coefficients_of(names, by_row)
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients, config)
 
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
@@ -84,11 +92,14 @@ def assert_clean(report: Any) -> None:
         ("dlogits", 8192, 4096, 0, LOSS, ()),
         ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, ()),
+        ("forward", 8192, 131072, 0, VARENTROPY, ()),
+        ("stash", 2048, 131072, 0, VARENTROPY, ()),
+        ("dlogits", 8192, 4096, 0, VARENTROPY, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = len(names) if kernel != "dlogits" else 4 if names is EVERY else 1  # single entries are not the kernel's
+    vectors = len(names) if kernel != "dlogits" else sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
     compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
@@ -226,7 +237,8 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     """Compiling takes about as long for each of XLA's fusions as for a fourth of a kernel: both are to be few."""
     text, _, report = compiled_loss(mode, 8192, 131072)
     assert_clean(report)
-    assert report.kernels == len(kernels)  # one of each, whether rows are skipped or not
+    # One of each, whether rows are skipped or not, but for a forward's blocks of packed rows.
+    assert report.kernels == len(kernels) + (mode == "recompute")
     assert len(re.findall(r" fusion\(", text)) <= parts
     assert kernels_of(text) == kernels
     calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
@@ -253,7 +265,7 @@ def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str,
     assert not any(missing in name for name in kernels_of(text))
     shape = re.escape("32768,4096" if place == 0 else "8192,4096")
     dot = rf"= \w+\[{shape}\]\{{1,0\}} dot\("
-    assert mode == "recompute" or re.search(dot, whole.text)
+    assert (mode, place) != ("in_forward", 1) or re.search(dot, whole.text)
     assert not re.search(dot, text)
     assert memory.output_size_in_bytes < 2 * h * (n if place == 0 else v) + MIB
     # In one block of rows in_forward needs no wide sum for the weight.

@@ -140,7 +140,7 @@ def products(
     spec, rows = head.spec, hidden.shape[0]
     valid_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
-    others = (coefficients.prob_log_prob, coefficients.prob_sq, coefficients.logit_weights)
+    others = entries.without(coefficients)._replace(prob=None)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
     bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
     operand = stash.exponentials

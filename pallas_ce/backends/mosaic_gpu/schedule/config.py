@@ -159,7 +159,7 @@ def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) ->
     """
     if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
         return PING_PONG
-    if options >= 2 or (kernel == "stash" and vectors > 4):
+    if options >= 2 or (kernel != "forward" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),

@@ -1,0 +1,1 @@
+"""Benchmarks: what is measured, how it is timed, how results are kept and shown."""

@@ -1,0 +1,248 @@
+"""What `torch_bridge` adds to the library's own call in JAX: time on the host, time on the device, memory.
+
+All callers compute loss and gradients of the same bfloat16 head, by the same implementation and backward mode. Beside
+bridge and native call stand, where they can, the bridge told that every row counts, and kernels launched by themselves;
+on the host also a function of PyTorch's that computes nothing.
+"""
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import torch_bridge
+from experiments.bench import direct, timing, torch_timing
+from experiments.bench.programs import Program, both, ours
+from experiments.bench.used import allocated_peak_bytes, used_bytes
+
+Caller = Literal["bridge", "native", "unmasked", "direct", "nothing"]
+Shape = tuple[int, int, int]
+
+# Some 15 ms on a GPU: longer than the host takes to launch a call.
+_QUEUED_CYCLES = 25_000_000
+_CALLS_FOR_MEMORY = 3
+
+# Calls that follow each other, as those of a training step's microbatches do. Some thirty exchanges ahead of the
+# device, four to eight calls, the host waits for it: that is the device's time, and is not to be counted.
+_IN_A_ROW = 4
+
+# What is called, and whether it differentiates. The first calls compile and fill pools.
+_CALLS = {"forward": False, "forward+backward": True}
+_WARM_CALLS = 3
+
+
+class Setting(NamedTuple):
+    """How both call the library, and where.
+
+    Attributes:
+        implementation: of the loss.
+        mode: "in_forward" or "recompute".
+        device: "cuda", or "cpu" to see that the commands work.
+    """
+
+    implementation: str
+    mode: str
+    device: str
+
+
+def synchronize(result: Any) -> None:
+    """Waits until `result` is there and the device has nothing left to do, for either framework."""
+    jax.block_until_ready(result)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def callers(setting: Setting) -> tuple[Caller, ...]:
+    """Those that the setting has."""
+    alone = setting.device == "cuda" and setting.mode == "in_forward" and setting.implementation == "mosaic_gpu"
+    return ("bridge", "native", "unmasked", "direct") if alone else ("bridge", "native")
+
+
+def made(caller: Caller, setting: Setting, differentiate: bool) -> Callable[..., Any]:
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of that caller."""
+    if caller == "native":
+        return native(setting, differentiate)
+    if caller == "direct":
+        return called(direct.loss, differentiate)
+    if caller == "nothing":
+        return called(lambda hidden, weight, _: _Nothing.apply(hidden, weight), differentiate)  # type: ignore[no-untyped-call]
+    return bridged(setting, differentiate, **{} if caller == "bridge" else {"ignore_index": None})
+
+
+class _Nothing(torch.autograd.Function):
+    """What PyTorch's own engine costs: memory for the results, and two of its threads that tell each other."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del upstream
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def bridged(setting: Setting, differentiate: bool, **options: Any) -> Callable[..., Any]:
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors."""
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return torch_bridge.linear_cross_entropy(
+            hidden, weight, labels, backward=cast(Any, setting.mode), implementation=setting.implementation, **options
+        )
+
+    return called(loss, differentiate)
+
+
+def called(loss: Callable[..., Any], differentiate: bool) -> Callable[..., Any]:
+    """The loss, or loss and gradients; `backward` as a training step calls it."""
+
+    def forward(*given: Any) -> Any:
+        with torch.no_grad():
+            return loss(*given)
+
+    def forward_and_backward(hidden: Any, weight: Any, labels: Any) -> Any:
+        hidden.grad = weight.grad = None
+        value = loss(hidden, weight, labels)
+        value.backward()
+        return value, (hidden.grad, weight.grad)
+
+    return forward_and_backward if differentiate else forward
+
+
+def native(setting: Setting, differentiate: bool) -> Callable[..., Any]:
+    """The same of arrays, compiled."""
+    loss: Program = ours(setting.implementation, backward=setting.mode)
+    return cast(Callable[..., Any], jax.jit(both(loss) if differentiate else loss))
+
+
+def as_arrays(hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
+    """The tensors' memory as arrays, ready when work that PyTorch has queued is done."""
+    return tuple(torch_bridge.to_jax(x) for x in (hidden, weight, labels.int()))
+
+
+def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
+    """Microseconds until a call returns, of several in a row, while the device is busy with work queued before them.
+
+    Returns:
+        `{"n", "v", "h", "results", "overhead_us", "exchange_us"}`: medians `us` and all `samples` by caller, without
+        and with the backward; what the bridge takes beyond the jitted call in JAX; what a tensor takes each way.
+    """
+    n, v, h = shape
+    tensors = torch_timing.inputs(shape, setting.device)
+    runs = {
+        f"{caller} {name}": made(caller, setting, differentiate)
+        for name, differentiate in _CALLS.items()
+        for caller in (*callers(setting), "nothing")
+    }
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(1 + -(-calls // _IN_A_ROW)):
+        for name, run in runs.items():
+            given = as_arrays(*tensors) if name.startswith("native") else tensors
+            if setting.device == "cuda" and number:
+                torch.cuda._sleep(_QUEUED_CYCLES)
+            for _ in range(min(calls, _IN_A_ROW) if number else _WARM_CALLS):
+                start = time.perf_counter()
+                result = run(*given)
+                samples[name].append(1e6 * (time.perf_counter() - start))
+            synchronize(result)
+    medians = {name: statistics.median(taken[_WARM_CALLS:]) for name, taken in samples.items()}
+    overhead = {name: medians[f"bridge {name}"] - medians[f"native {name}"] for name in _CALLS}
+    found = {name: {"us": medians[name], "samples": taken[_WARM_CALLS:]} for name, taken in samples.items()}
+    array = torch_bridge.to_jax(tensors[0])
+    exchange = {
+        "to_jax": _median_us(lambda: torch_bridge.to_jax(tensors[0]), calls),
+        "to_torch": _median_us(lambda: torch_bridge.to_torch(array), calls),
+    }
+    return {"n": n, "v": v, "h": h, "results": found, "overhead_us": overhead, "exchange_us": exchange}
+
+
+def _median_us(run: Callable[[], Any], calls: int) -> float:
+    samples = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        samples.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(samples)
+
+
+def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
+    """Milliseconds of forward and backward, launched back to back, the callers in turn.
+
+    Returns:
+        `{"n", "v", "h", "results", "ratio"}`: medians `ms` and `samples` of each; the bridge's median over the native.
+    """
+    n, v, h = shape
+    tensors = torch_timing.inputs(shape, setting.device)
+    arrays = as_arrays(*tensors)
+    runs = {
+        caller: functools.partial(made(caller, setting, True), *(arrays if caller == "native" else tensors))
+        for caller in callers(setting)
+    }
+    for run in runs.values():
+        synchronize(run())
+    samples: dict[Caller, list[float]] = {caller: [] for caller in runs}
+    for number in range(rounds + 1):
+        for caller, run in list(runs.items())[:: 1 - 2 * (number % 2)]:
+            sample = timing.per_launch(run, synchronize)
+            if number:  # pools grow in the first round
+                samples[caller].append(sample)
+    medians = {caller: statistics.median(taken) for caller, taken in samples.items()}
+    found = {caller: {"ms": medians[caller], "samples": taken} for caller, taken in samples.items()}
+    return {"n": n, "v": v, "h": h, "results": found, "ratio": medians["bridge"] / medians["native"]}
+
+
+def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
+    """Memory of each caller in a process of its own, which the driver counts whole: context, code and both pools.
+
+    Returns:
+        `{"n", "v", "h", "results", "ratio"}`: of each `driver_mib`, and `in_use_mib`, the sum of both allocators' own
+        peaks; the bridge's over the native call's in the driver's count.
+    """
+    n, v, h = shape
+    found: dict[str, dict[str, float]] = {}
+    for caller in callers(setting):
+        before = used_bytes(setting.device)
+        order = json.dumps({"caller": caller, "shape": shape, "setting": setting})
+        # Neither may take its memory beforehand, or nothing could be told from the driver's count. One GPU only: JAX's
+        # own function for PyTorch may leave results on another.
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
+        command = [sys.executable, "-m", "experiments.bench.bridge", order]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        driver, in_use = json.loads(done.stdout.splitlines()[-1])
+        found[caller] = {
+            "driver_mib": (driver - (before if setting.device == "cuda" else 0)) / 2**20,
+            "in_use_mib": in_use / 2**20,
+        }
+    ratio = found["bridge"]["driver_mib"] / found["native"]["driver_mib"]
+    return {"n": n, "v": v, "h": h, "results": found, "ratio": ratio}
+
+
+def peak_of(caller: Caller, shape: Shape, setting: Setting) -> tuple[int, int]:
+    """`used_bytes` and `allocated_peak_bytes` after a few calls; in a fresh process."""
+    n, v, h = shape
+    if caller != "native":
+        hidden = torch.zeros(n, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.zeros(v, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+        given: tuple[Any, ...] = (hidden, weight, torch.zeros(n, device=setting.device, dtype=torch.int64))
+    else:
+        given = (jnp.zeros((n, h), jnp.bfloat16), jnp.zeros((v, h), jnp.bfloat16), jnp.zeros(n, jnp.int32))
+    run = made(caller, setting, True)
+    for _ in range(_CALLS_FOR_MEMORY):
+        synchronize(run(*given))
+    return used_bytes(setting.device), allocated_peak_bytes(setting.device)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    print(json.dumps(peak_of(given["caller"], tuple(given["shape"]), Setting(*given["setting"]))))

@@ -1,0 +1,98 @@
+"""The loss of logits that the caller holds, beside a copy of them: what bandwidth it reaches."""
+
+import functools
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.programs import Program, checked
+from experiments.bench.timing import Clock
+from pallas_ce import cross_entropy
+
+# The yardstick is the faster of these; each reads the array once and writes it once.
+COPIES: dict[str, Program] = {
+    "copy": lambda logits, labels: jnp.copy(logits),
+    "negation": lambda logits, labels: -logits,
+}
+
+# Passes over the array in which the loss alone, and the loss with its gradient, are made: the statistics must be known
+# before the first entry of the gradient is, so that logits which no cache holds are read twice.
+_FORWARD_PASSES = 1
+_PASSES = 3
+_COPY_PASSES = 2
+
+_DONATED = "donated"
+
+
+def plain(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross entropy in plain JAX."""
+    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)
+    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) - target)
+
+
+def programs(implementation: str) -> dict[str, Program]:
+    """Ours by this implementation and by XLA, with logits that are kept and that are donated, and plain JAX."""
+    found: dict[str, Program] = {}
+    for name in dict.fromkeys((implementation, "xla")):
+        ours = functools.partial(cross_entropy, implementation=checked(name))
+        both = jax.value_and_grad(ours)
+        found |= {f"forward {name}": ours, f"kept {name}": both, f"{_DONATED} {name}": both}
+    return found | {"forward plain": plain, "kept plain": jax.value_and_grad(plain)}
+
+
+class _InPlace:
+    """A program that donates the logits, called again and again: each launch takes the gradient that the last left."""
+
+    def __init__(self, compiled: Any, logits: jax.Array) -> None:
+        self._compiled, self._buffer = compiled, jnp.copy(logits)
+
+    def __call__(self, _: jax.Array, labels: jax.Array) -> jax.Array:
+        loss, self._buffer = self._compiled(self._buffer, labels)
+        return loss
+
+
+def _donates(name: str) -> bool:
+    return name.startswith(_DONATED)
+
+
+def measure(shape: tuple[int, int, int], contenders: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
+    """Times, memory and bandwidth at one shape `(N, V, anything)`, bfloat16, the programs in turn.
+
+    Args:
+        shape: of the logits.
+        contenders: by name, `(logits, labels) -> ...`; "forward" and "donated" begin the names of those that are that.
+        rounds: times each is timed.
+        clock: by which.
+
+    Returns:
+        `{"n", "v", "copy_bytes_per_second", "results"}`: of each program its median `ms`, all `samples`,
+        `temporary_mib`, `bytes_per_second` for the passes that it has to make, and `share`, that over the copy's.
+    """
+    n, v, _ = shape
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = jax.random.normal(keys[0], (n, v), jnp.bfloat16)
+    labels = jax.random.randint(keys[1], (n,), 0, v)
+    compiled: dict[str, Any] = {
+        name: jax.jit(program, donate_argnums=(0,) if _donates(name) else ()).lower(logits, labels).compile()
+        for name, program in (COPIES | contenders).items()
+    }
+    ready = {n: _InPlace(program, logits) if _donates(n) else program for n, program in compiled.items()}
+    for program in ready.values():
+        jax.block_until_ready(program(logits, labels))
+    samples: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(rounds):
+        for name, program in ready.items():
+            samples[name].append(clock(program, (logits, labels)))
+    ms = {name: statistics.median(times) for name, times in samples.items()}
+    copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * ms[name]) for name in COPIES)
+    found: dict[str, dict[str, Any]] = {}
+    for name in ready:
+        memory = compiled[name].memory_analysis().temp_size_in_bytes / 2**20
+        found[name] = {"ms": ms[name], "samples": samples[name], "temporary_mib": memory}
+        if name in contenders:
+            passes = _FORWARD_PASSES if name.startswith("forward") else _PASSES
+            reached = passes * logits.nbytes / (1e-3 * ms[name])
+            found[name] |= {"bytes_per_second": reached, "share": reached / copied}
+    return {"n": n, "v": v, "copy_bytes_per_second": copied, "results": found}

@@ -1,0 +1,163 @@
+"""Result files as markdown tables and plots; every number in them comes from a file."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from experiments.bench import ladder, summary
+from experiments.bench.results import read
+from experiments.command_line import write_atomically
+
+SECTIONS = ("grid", "heads", "options", "windows", "compile")
+LOSSES = ("log_probs", "top_k", "given")
+TORCH = "torch_gpu"
+_TITLES = {TORCH: "PyTorch"}
+_PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """The documents found in the folder, by section; those of further losses and of peers among them."""
+    files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
+    files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
+    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))} | {TORCH: folder / f"{TORCH}.json"}
+    return {name: read(path) for name, path in files.items() if path.exists()}
+
+
+def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> str:
+    """All tables."""
+    sections = {name: document["points"] for name, document in documents.items()}
+    parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
+    parts += ["## Targets", _targets(sections)]
+    peers = [points for name, points in sections.items() if name.startswith("peers")]
+    if "grid" in sections and peers:
+        won, counted = summary.wins(sections["grid"], *peers)
+        parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
+    for name, document in documents.items():
+        shown = _torch(document["points"]) if name == TORCH else _section(document["points"])
+        parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", _machine(document), shown]
+        left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
+        parts += [f"Left out: {line}." for line in sorted(left_out)]
+    if steps:
+        parts += ["## Versions tried", ladder.table(steps)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _targets(sections: summary.Sections) -> str:
+    rows = []
+    for target in summary.TARGETS:
+        found = target.found(sections)
+        shown = "not measured" if found is None else f"{found:.4g}"
+        verdict = "" if found is None else ("yes" if target.reached(found) else "no")
+        rows.append([target.what, f"{'≥' if target.at_least else '≤'} {target.bound:g}", shown, verdict])
+    return table(["figure", "target", "measured", "reached"], rows)
+
+
+def _machine(document: dict[str, Any]) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in document["machine"].items())
+    return f"`{document['command']}`: {facts}."
+
+
+def _section(points: dict[str, Any]) -> str:
+    """A row a point: milliseconds, the ratio in brackets, temporary memory."""
+    names = list(dict.fromkeys(name for point in points.values() for name in point["results"]))
+    rows = [
+        [point_name, f"{point['n']}", f"{point['v']}", f"{point.get('h', '')}"]
+        + [_cell(point["results"][name]) if name in point["results"] else "" for name in names]
+        for point_name, point in points.items()
+    ]
+    return table(["point", "N", "V", "H", *names], rows)
+
+
+def _torch(points: dict[str, Any]) -> str:
+    """A row a point: what it comes to, and each caller's microseconds, milliseconds, MiB or share of a copy's rate."""
+    rows = []
+    for name, point in points.items():
+        callers = ", ".join(
+            f"{caller} " + ", ".join(f"{number:.4g} {unit}" for unit, number in result.items() if unit != "samples")
+            for caller, result in point["results"].items()
+        )
+        beyond = "; ".join(f"{call} {us:.0f} us beyond JAX's" for call, us in point.get("overhead_us", {}).items())
+        rows.append([name, f"{point['ratio']:.3f} of JAX's" if "ratio" in point else beyond, callers])
+    return table(["point", "bridge", "callers"], rows)
+
+
+def _cell(result: dict[str, Any]) -> str:
+    if "compile_seconds" in result:
+        return f"{result['compile_seconds']:.2f} s, {result['untuned_seconds']:.2f} s without autotuning"
+    ratio = f" ({result['ratio']:.3f})" if "ratio" in result else ""
+    if "share" in result:
+        ratio = f" ({result['share']:.2f} of a copy's rate)"
+    memory = result.get("temporary_mib", result.get("peak_mib", 0.0))
+    return f"{result['ms']:.3f} ms{ratio}, {memory:.0f} MiB"
+
+
+def plots(documents: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """Ratios over grid and heads, and the sweep of windows; the files written."""
+    written = []
+    for section in ("grid", "heads"):
+        if section in documents and documents[section]["points"]:
+            written.append(_plot_ratios(documents[section], folder / f"gpu_head_{section}.png"))
+    if "windows" in documents and documents["windows"]["points"]:
+        written.append(_plot_windows(documents["windows"], folder / "gpu_head_windows.png"))
+    return written
+
+
+def _plot_ratios(document: dict[str, Any], path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    points = document["points"]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for program in _PLOTTED:
+        found = summary.ratios(points, program)
+        axes.plot(list(found), list(found.values()), "o-", label=program)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(ylabel="time / bare product, or / three products", title=document["machine"].get("device", ""))
+    axes.tick_params(axis="x", rotation=60)
+    axes.legend()
+    return saved(figure, path)
+
+
+def _plot_windows(document: dict[str, Any], path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    (point, *_) = document["points"].values()
+    swept = {int(n.split()[1]): r["ms"] for n, r in point["results"].items() if n.endswith(" windows")}
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(list(swept), list(swept.values()), "o-", label="given")
+    axes.axhline(point["results"][summary.FORWARD]["ms"], color="tab:orange", label="chosen")
+    axes.axhline(point["results"]["bare"]["ms"], color="black", linewidth=0.8, label="bare product")
+    title = f"N {point['n']}, V {point['v']}, {document['machine'].get('device', '')}"
+    axes.set(xlabel="windows of the vocabulary", ylabel="ms", xscale="log", title=title)
+    axes.legend()
+    return saved(figure, path)
+
+
+def saved(figure: Any, path: Path) -> Path:
+    """Writes a figure, whole or not at all; returns the path."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def write(folder: Path) -> list[Path]:
+    """Makes `gpu_report.md` and the plots from the result files in the folder; the files written, none without results.
+
+    Raises:
+        ResultError: a result file cannot be read.
+    """
+    documents = load(folder)
+    if not documents:
+        return []
+    report = folder / "gpu_report.md"
+    write_atomically(report, markdown(documents, ladder.load(folder / ladder.FILE)))
+    return [report, *plots(documents, folder)]

@@ -1,0 +1,161 @@
+"""Timing on the device: programs compiled beforehand, launched back to back, in turn with the bare products.
+
+A launch's own cost hides behind the previous launch; the first one's, and that of synchronising at the end, are one or
+two thousandths of a series. The clocks that a GPU's power allows drift by several per cent within seconds, more than
+most differences that matter, so many short rounds go through all programs of a point, in either direction in turn: each
+meets the clocks that the others meet. Only ratios within a point are compared. A first round, not counted, warms a GPU
+that has rested.
+"""
+
+import concurrent.futures
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.programs import BARE, THREE, Program, bare, for_hidden, for_weight, inputs
+
+# Programs whose compilation is timed differ by so many rows.
+_COMPILED_STEP = 8
+_UNTUNED = {"xla_gpu_autotune_level": 0}
+
+# Each program is launched for about so long in a round, by so many launches at most.
+_BURST_MILLISECONDS = 100.0
+_MOST_LAUNCHES = 250
+
+# The profiler's clock launches for longer: nothing is measured of its first half.
+_PROFILED_MILLISECONDS = 150.0
+_KEPT_BYTES = 16 * 2**30
+
+# Arrays as large as the logits that compiling one program may take.
+_LOGITS_OF_A_COMPILATION = 6
+
+Clock = Callable[[Any, tuple[Any, ...]], float]
+
+
+def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Milliseconds of one `run()` among many, after which `wait(its result)` waits for the device."""
+
+    def series(launches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(launches):
+            last = run()
+        wait(last)
+        return 1e3 * (time.perf_counter() - start)
+
+    once = series(1)
+    if once >= _BURST_MILLISECONDS:
+        return once
+    # The shorter of two, unless the host was held up in both.
+    launches = min(_MOST_LAUNCHES, math.ceil(_BURST_MILLISECONDS / min(once, series(1))))
+    return series(launches) / launches
+
+
+def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of one launch among many."""
+    jax.block_until_ready(arguments)
+    return per_launch(lambda: program(*arguments), jax.block_until_ready)
+
+
+def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of the kernels of one launch by the GPU's profiler, without the gaps between them.
+
+    It does not see kernels in CUDA graphs, which XLA makes of conditionals: for programs that have none.
+
+    Launches follow each other for so long that the clocks settle, as they do in use; the later half of them counts.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    measure: Any = profiler.measure
+    _, once = measure(program)(*arguments)
+    launches = max(3, min(_MOST_LAUNCHES, int(_PROFILED_MILLISECONDS / (once or 1.0))))
+    # The profiler keeps the results of all launches of a series.
+    series = max(3, min(launches, _KEPT_BYTES // max(1, program.memory_analysis().output_size_in_bytes)))
+    several: list[float] = []
+    for _ in range(-(-launches // series)):
+        _, several = measure(program, iterations=series)(*arguments)
+    return statistics.median(several[len(several) // 2 :])
+
+
+CLOCKS: dict[str, Clock] = {"launches": back_to_back, "profiler": kernels_only}
+
+
+def compile_all(
+    programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]], most: int | None = None
+) -> dict[str, Any]:
+    """Compiles programs, at most so many at once; None: on as many threads as the machine has."""
+    with concurrent.futures.ThreadPoolExecutor(most) as pool:
+        jobs = {
+            n: pool.submit(lambda p, a: jax.jit(p).lower(*a).compile(), p, arguments[n]) for n, p in programs.items()
+        }
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def _compiled_at_once(logits_bytes: int) -> int | None:
+    """How many programs: XLA chooses their products by timing some, on arrays as large as the logits of its own."""
+    bound = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if bound is None else max(1, bound // (_LOGITS_OF_A_COMPILATION * logits_bytes))
+
+
+def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
+    """The bare products and `extra` programs at one shape.
+
+    Returns:
+        `{"n", "v", "h", "results"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and `ratio` to
+        the bare product where its name begins with "forward", else to all three.
+    """
+    n, v, h = shape
+    data = inputs(n, v, h)
+    logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
+    programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
+    arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
+    ready = compile_all(programs, arguments, _compiled_at_once(logits.nbytes))
+    for name, program in ready.items():  # a first launch of each sets up what later ones find
+        jax.block_until_ready(program(*arguments[name]))
+    samples: dict[str, list[float]] = {name: [] for name in programs}
+    for number in range(rounds + 1):
+        for name in list(ready)[:: 1 - 2 * (number % 2)]:
+            sample = clock(ready[name], arguments[name])
+            if number:
+                samples[name].append(sample)
+    found: dict[str, dict[str, Any]] = {
+        name: {
+            "ms": statistics.median(samples[name]),
+            "samples": samples[name],
+            "temporary_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        }
+        for name, program in ready.items()
+    }
+    three = sum(found[name]["ms"] for name in THREE)
+    for name in extra:
+        floor = found[BARE]["ms"] if name.startswith("forward") else three
+        found[name]["ratio"] = found[name]["ms"] / floor
+    return {"n": n, "v": v, "h": h, "results": found}
+
+
+def compile_seconds(shape: tuple[int, int, int], programs: dict[str, Program]) -> dict[str, Any]:
+    """Seconds to trace, lower and compile each program, one after the other, in a process that has compiled before.
+
+    Each has a number of rows of its own, so that it finds neither kernels nor autotuning results of those before it.
+    Where there is a GPU, XLA chooses its own products by compiling and timing dozens; `untuned_seconds` is without.
+    """
+    n, v, h = shape
+    numbers = itertools.count()
+
+    def seconds(program: Program, options: dict[str, Any] | None = None) -> float:
+        given = jax.eval_shape(lambda: inputs(n - _COMPILED_STEP * next(numbers), v, h))
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.jit(program).lower(*given).compile(options)
+        return time.perf_counter() - start
+
+    first = seconds(next(iter(programs.values())))  # starts the compilers, which a process does once
+    found: dict[str, dict[str, float]] = {}
+    for name, program in programs.items():
+        found[name] = {"compile_seconds": seconds(program), "untuned_seconds": seconds(program, _UNTUNED)}
+    return {"n": n, "v": v, "h": h, "first_seconds": first, "results": found}

@@ -1,0 +1,144 @@
+"""Timing of peers in PyTorch by the device's own events, beside the bare products, after a check against float32."""
+
+import statistics
+from typing import Any, NamedTuple
+
+import torch
+
+from experiments.bench.peers import Loss, Peer
+from experiments.bench.programs import BARE
+
+# Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
+# passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
+GRADIENT_TOLERANCE = 2.0**-6
+LOSS_TOLERANCE = 2.0**-7
+
+_DEVICE = "cuda"
+_LAUNCHES = 5
+_CHUNK = 1024
+
+
+class Exact(NamedTuple):
+    """The loss and gradients from float32 logits."""
+
+    loss: float
+    hidden: Any
+    weight: Any
+
+
+def inputs(shape: tuple[int, int, int], device: str) -> tuple[Any, Any, Any]:
+    """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
+    n, v, h = shape
+    torch.manual_seed(0)
+    hidden = torch.randn(n, h, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(v, h, device=device, dtype=torch.bfloat16) * h**-0.5).requires_grad_()
+    return hidden, weight, torch.randint(0, v, (n,), device=device)
+
+
+def exact(hidden: Any, weight: Any, labels: Any) -> Exact:
+    """Loss and gradients in float32, chunk by chunk of rows."""
+    with torch.no_grad():
+        wide = weight.float()
+        loss, for_hidden, for_weight = 0.0, torch.empty_like(hidden, dtype=torch.float32), torch.zeros_like(wide)
+        for start in range(0, len(hidden), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            part = hidden[rows].float()
+            log_probs = torch.log_softmax(part @ wide.T, dim=1)
+            loss -= log_probs.gather(1, labels[rows, None]).sum().item()
+            dlogits = log_probs.exp_()
+            dlogits[torch.arange(len(part), device=part.device), labels[rows]] -= 1.0
+            dlogits /= len(hidden)
+            for_hidden[rows] = dlogits @ wide
+            for_weight += dlogits.T @ part
+    return Exact(loss / len(hidden), for_hidden, for_weight)
+
+
+def wrong(loss: Loss, given: tuple[Any, Any, Any], want: Exact) -> tuple[dict[str, float], str | None]:
+    """The peer's errors, relative to the exact results, and which of them is too large; None where none is."""
+    hidden, weight, labels = given
+    value = loss(hidden, weight, labels)
+    gradients = torch.autograd.grad(value, (hidden, weight))
+    errors = {"loss": abs(value.item() - want.loss) / abs(want.loss)}
+    for name, got, exactly in zip(("hidden", "weight"), gradients, (want.hidden, want.weight), strict=True):
+        errors[name] = ((got.float() - exactly).norm() / exactly.norm()).item()
+    bounds = {"loss": LOSS_TOLERANCE, "hidden": GRADIENT_TOLERANCE, "weight": GRADIENT_TOLERANCE}
+    beyond = [f"{name} {errors[name]:.1e}" for name in errors if not errors[name] <= bounds[name]]
+    return errors, f"wrong by more than bfloat16 explains: {', '.join(beyond)}" if beyond else None
+
+
+def device_ms(run: Any) -> float:
+    """Milliseconds of one of several launches, back to back."""
+    run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(_LAUNCHES):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / _LAUNCHES
+
+
+def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
+    """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
+
+    Returns:
+        `{"n", "v", "h", "results", "left_out"}`: results as `timing.measure` has them, with peak memory
+        above the inputs; "left_out" says of every peer that has none why.
+    """
+    n, v, h = shape
+    given = inputs(shape, _DEVICE)
+    hidden, weight = given[:2]
+    left_out: dict[str, str] = {}
+    errors: dict[str, dict[str, float]] = {}
+    runs: dict[str, Any] = {}
+    want = exact(*given)
+    for peer in peers:
+        if reason := peer.missing():
+            left_out[peer.name] = reason
+            continue
+        try:
+            loss = peer.make()
+            errors[peer.name], reason = wrong(loss, given, want)
+        except Exception as error:  # whatever a library raises, the others are still measured
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        if reason:
+            left_out[peer.name] = reason
+            continue
+        runs[f"forward {peer.name}"] = lambda loss=loss: _evaluated(loss, given)
+        runs[peer.name] = lambda loss=loss: torch.autograd.grad(loss(*given), (hidden, weight))
+    del want
+    bare, free = hidden.detach(), weight.detach()
+    logits = torch.randn(n, v, device=_DEVICE, dtype=torch.bfloat16)
+    runs |= {
+        BARE: lambda: bare @ free.T,
+        "for_hidden": lambda: logits @ free,
+        "for_weight": lambda: logits.T @ bare,
+    }
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(device_ms(run))
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        found[name] = {"ms": statistics.median(samples[name]), "samples": samples[name], "peak_mib": _peak_mib(run)}
+    three = sum(found[name]["ms"] for name in (BARE, "for_hidden", "for_weight"))
+    for name in found:
+        if name not in (BARE, "for_hidden", "for_weight"):
+            found[name]["ratio"] = found[name]["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
+            found[name]["errors"] = errors[name.removeprefix("forward ")]
+    return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
+
+
+def _evaluated(loss: Loss, given: tuple[Any, Any, Any]) -> Any:
+    with torch.no_grad():
+        return loss(*given)
+
+
+def _peak_mib(run: Any) -> float:
+    """Peak memory of one launch above what is there before it, results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before) / 2**20

@@ -1,1 +1,0 @@
-"""The head's benchmarks on a GPU: what is measured, how it is timed, how results are kept and shown."""

@@ -1,0 +1,118 @@
+"""A byte-level BPE trained on the text itself and kept in a cache.
+
+Every byte has an entry, so any text can be encoded; one special entry ends a document.
+"""
+
+import hashlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from experiments.lm.data.corpus import Document, digest
+from experiments.lm.errors import UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+_ENCODED_TOGETHER = 64
+
+
+def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Path) -> tuple[Tokenizer, bool]:
+    """Returns the tokeniser of these documents, from the cache where it is there.
+
+    Args:
+        documents: what to train on.
+        vocab_size: entries, of which 256 are the bytes and one is the end of a document.
+        cache_dir: where trained tokenisers are kept, one file each, named by everything the result depends on.
+
+    Returns:
+        The tokeniser, and whether it came from the cache.
+
+    Raises:
+        UsageError: if the text does not support so many entries, or the cache cannot be written.
+    """
+    key = f"{digest(documents)} {vocab_size} {version('tokenizers')}"
+    path = cache_dir / f"bpe-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    cached = _read_cached(path, vocab_size)
+    if cached is not None:
+        return cached, True
+    tokenizer = _train((document.text for document in documents), vocab_size)
+    _write_atomically(path, tokenizer.to_str())
+    return tokenizer, False
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> np.ndarray:
+    """Joins the documents into one stream of token ids, each document followed by the end-of-text token.
+
+    Returns:
+        int32 ids `[tokens]`.
+    """
+    end = np.array([end_of_text_id(tokenizer)], np.int32)
+    parts: list[np.ndarray] = []
+    # An encoding holds far more than its ids, so that all at once would be the run's peak memory.
+    for batch in itertools.batched(documents, _ENCODED_TOGETHER):
+        encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+        parts += [part for encoding in encodings for part in (np.array(encoding.ids, np.int32), end)]
+    return np.concatenate(parts)
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a document."""
+    number = tokenizer.token_to_id(END_OF_TEXT)
+    assert number is not None  # Trained with it, and not read from a cache without it.
+    return number
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        # An entry seen once is a copy of the text rather than a regularity of it.
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    entries = tokenizer.get_vocab_size()
+    if entries < vocab_size:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but the text supports only {entries} entries; "
+            f"use --vocab-size {entries} or less, or give more text"
+        )
+    return _with_plain_special_tokens(tokenizer)
+
+
+def _with_plain_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    # A text may spell out "<|endoftext|>": it is text there, not the end of a document. This setting is not saved in
+    # the tokeniser's file.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _read_cached(path: Path, vocab_size: int) -> Tokenizer | None:
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # The library raises plain Exception; a file that cannot be read is trained and written again.
+        return None
+    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(END_OF_TEXT) is None:
+        return None
+    return _with_plain_special_tokens(tokenizer)
+
+
+def _write_atomically(path: Path, content: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise UsageError(f"the cache folder {path.parent} cannot be written: {error.strerror}") from None

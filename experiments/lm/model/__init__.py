@@ -1,0 +1,1 @@
+"""The model, its loss and optimiser, and how they are split over devices."""

@@ -1,0 +1,132 @@
+"""The training step and the validation loss, compiled once for one loss head."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.errors import UsageError
+from experiments.lm.model.mesh import make_layout
+from experiments.lm.model.objective import objective
+from experiments.lm.model.optimizer import make_optimizer
+from experiments.lm.model.transformer import LanguageModel
+
+Params = nnx.State[Any, Any]
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    params: Params
+    optimizer: optax.OptState
+
+
+class StepNumbers(NamedTuple):
+    """What a step reports; scalars, still on the device."""
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled functions of one loss head and what is known of them before they run.
+
+    Attributes:
+        head: the loss head's name.
+        initial_state: makes the state that a seed determines, the same for every head.
+        abstract_state: its shapes, dtypes and shardings.
+        train: `(state, rows [B, T + 1])` to the next state and the step's numbers; the old state is given up.
+        validate: `(params, rows [B, T + 1])` to the mean loss over counted labels.
+        parameters: number of trained parameters.
+        step_temporary_bytes: the training step's memory beside its inputs and outputs, as the compiler planned it.
+        compile_seconds: what compiling took.
+    """
+
+    head: str
+    initial_state: Callable[[int], TrainState]
+    abstract_state: TrainState
+    train: Callable[[TrainState, np.ndarray], tuple[TrainState, StepNumbers]]
+    validate: Callable[[Params, np.ndarray], jax.Array]
+    parameters: int
+    step_temporary_bytes: int
+    compile_seconds: float
+
+
+def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
+    """Compiles the training and the validation step of one loss head.
+
+    Args:
+        config: model and optimiser.
+        head: `"fused"`, `"logits"` or `"canonical"`.
+        end_of_text: the id of the token that ends a document.
+
+    Raises:
+        UsageError: if the mesh does not fit, or the fused loss cannot be served as configured, for instance by the
+            implementation asked for.
+    """
+    started = time.perf_counter()
+    layout = make_layout(config)
+    optimizer = make_optimizer(config)
+
+    def make_model(seed: int, config: TrainConfig = config) -> LanguageModel:
+        rngs = nnx.Rngs(jax.random.key(seed))
+        return LanguageModel(config, end_of_text, residual=layout.residual, rngs=rngs)
+
+    def initial_state(seed: int) -> TrainState:
+        params = nnx.state(make_model(seed), nnx.Param)
+        return TrainState(params, optimizer.init(params))
+
+    def loss_of(config: TrainConfig) -> Callable[[Params, jax.Array], jax.Array]:
+        graph = nnx.graphdef(nnx.eval_shape(functools.partial(make_model, config=config), 0))
+        minimised = objective(config, head)
+        return lambda params, rows: minimised(nnx.merge(graph, params), rows)
+
+    loss, validation_loss = loss_of(config), loss_of(config.without_regularisers())
+
+    def train(state: TrainState, rows: jax.Array) -> tuple[TrainState, StepNumbers]:
+        value, gradients = jax.value_and_grad(loss)(state.params, rows)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, optimizer_state), StepNumbers(value, optax.tree.norm(gradients))
+
+    shapes = jax.eval_shape(initial_state, 0)
+    places = layout.of_state(shapes)
+    abstract_state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+    make_state = jax.jit(initial_state, out_shardings=places)
+    rows_shape = (config.batch_size, config.sequence_length + 1)
+    rows = jax.ShapeDtypeStruct(rows_shape, np.int32, sharding=layout.rows)
+    # float32 has to mean float32: by default an accelerator multiplies it in a narrower format.
+    with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
+        try:
+            jitted = jax.jit(train, donate_argnums=0, out_shardings=(places, layout.whole))
+            lowered_train = jitted.lower(abstract_state, rows)
+            lowered_validate = jax.jit(validation_loss, out_shardings=layout.whole).lower(abstract_state.params, rows)
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(f"this configuration cannot be trained: {error}") from error
+        compiled_train, compiled_validate = lowered_train.compile(), lowered_validate.compile()
+    plan = compiled_train.memory_analysis()
+
+    def placed(rows: np.ndarray) -> jax.Array:
+        # Every process has all rows, and hands over those of its own devices.
+        return jax.make_array_from_callback(rows.shape, layout.rows, lambda part: rows[part])
+
+    return Program(
+        head=head,
+        initial_state=make_state,
+        abstract_state=abstract_state,
+        train=lambda state, rows: compiled_train(state, placed(rows)),
+        validate=lambda params, rows: compiled_validate(params, placed(rows)),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
+        step_temporary_bytes=plan.temp_size_in_bytes if plan is not None else 0,
+        compile_seconds=time.perf_counter() - started,
+    )

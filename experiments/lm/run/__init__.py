@@ -1,0 +1,1 @@
+"""A run: steps, checkpoints, records, plots, and several processes."""

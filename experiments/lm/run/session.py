@@ -1,0 +1,99 @@
+"""One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
+
+import math
+from pathlib import Path
+
+import jax
+
+from experiments.lm.config import TrainConfig
+from experiments.lm.data.packing import Dataset
+from experiments.lm.errors import RunError, Stopped
+from experiments.lm.model.program import Program, TrainState, build
+from experiments.lm.run import run_directory
+from experiments.lm.run.checkpoint import Checkpoints
+from experiments.lm.run.interrupt import stop_requests
+from experiments.lm.run.loop import Result, Trainer
+from experiments.lm.run.memory import as_text
+from experiments.lm.run.metrics import MetricsLog, read_records
+from experiments.lm.run.plots import write_plots
+from experiments.lm.run.processes import is_first, largest
+from experiments.lm.run.report import report, summary
+
+
+def train_heads(
+    config: TrainConfig,
+    dataset: Dataset,
+    run: Path,
+    backend: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    stop_after: int | None,
+) -> str:
+    """Trains the run's loss heads and writes its files.
+
+    The first head is compiled before the run's folder is made, so that a configuration that cannot be trained leaves
+    nothing behind. A head whose summary is recorded was finished by an earlier session and is not trained again.
+
+    Several processes train together; the first one writes all files but the checkpoints' arrays.
+
+    Returns:
+        The closing report; the first process's, others return nothing.
+
+    Raises:
+        UsageError: if the configuration cannot be trained, or the checkpoint to resume from does not fit it.
+        RunError: if the training fails.
+        Stopped: if it is ended early.
+    """
+    finished = _finished_heads(run) if resume else set()
+    waiting = [head for head in config.loss_heads() if head not in finished]
+    first = _build(config, waiting[0], dataset) if waiting else None
+    if not resume and is_first():
+        run_directory.create(run, config, overwrite)
+    budget = math.inf if stop_after is None else stop_after
+    metrics = run_directory.metrics_path(run) if is_first() else None
+    with stop_requests() as request, MetricsLog(metrics) as log:
+        for head in waiting:
+            if budget == 0:
+                raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)
+            program = first if first is not None and first.head == head else _build(config, head, dataset)
+            checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
+            # A signal may reach the processes after different steps, or one only: all stop after the same one.
+            trainer = Trainer(
+                program, config, dataset, checkpoints, log, lambda: largest(request.signal_number or 0) or None, budget
+            )
+            result = _run(trainer, resume)
+            log.write("summary", head, config.steps, **summary(program, result, dataset))
+            budget -= result.steps_taken
+    if metrics is None:
+        return ""
+    records = list(read_records(metrics))
+    write_plots(records, dataset.unigram_entropy, run)
+    return report(records, backend, run)
+
+
+def _run(trainer: Trainer, resume: bool) -> Result:
+    try:
+        return trainer.run(resume)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RunError(
+            f"training the {trainer.program.head} head does not fit the device's memory; "
+            "lower --batch-size, --sequence-length or --width"
+        ) from error
+
+
+def _build(config: TrainConfig, head: str, dataset: Dataset) -> Program:
+    program = build(config, head, dataset.end_of_text)
+    print(
+        f"{head}: {program.parameters:,} parameters, compiled in {program.compile_seconds:.1f} s; "
+        f"a step needs {as_text(program.step_temporary_bytes)} of temporaries",
+        flush=True,
+    )
+    return program
+
+
+def _finished_heads(run: Path) -> set[str]:
+    path = run_directory.metrics_path(run)
+    return {record["head"] for record in read_records(path) if record["kind"] == "summary"} if path.is_file() else set()

@@ -1,0 +1,74 @@
+"""The contract between `pallas_ce` and the packages that wrap it, such as `torch_bridge` and `flax_modules`.
+
+A wrapper imports the public names of `pallas_ce` and, beyond those, only what stands here. Whoever changes one of these
+names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
+
+- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `read_logits_spec`.
+- The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
+  `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
+  choose how to compute), `keep` (`Known`, the arrays that the backward of `NeedsGrad` needs) and `compute`, which takes
+  that back.
+- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient`, carried out as
+  `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
+- A head's arrays, and the rule for labels: `read_head`, `flatten_head`, `label_array`, `canonical_labels`,
+  `counted_labels`, `NO_TARGET`.
+- The types of options: `Backward`, `Implementation`, `Reduction`.
+"""
+
+from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
+from pallas_ce.api import log_probs as log_probs_steps
+from pallas_ce.api import row_statistics as row_statistics_steps
+from pallas_ce.api.checks import check_reduction as check_reduction
+from pallas_ce.api.checks import check_statistics as check_statistics
+from pallas_ce.api.checks import ignored as read_ignore_index
+from pallas_ce.api.checks import logits_spec as read_logits_spec
+from pallas_ce.api.checks import normalizer as check_normalizer
+from pallas_ce.api.checks import scalar as check_scalar
+from pallas_ce.api.checks import temperature as check_temperature
+from pallas_ce.api.inputs import flatten as flatten_head
+from pallas_ce.api.inputs import read_head as read_head
+from pallas_ce.backends.device import local_cuda as local_cuda
+from pallas_ce.backends.protocol import Backward as Backward
+from pallas_ce.backends.protocol import Implementation as Implementation
+from pallas_ce.head import LogitsSpec as LogitsSpec
+from pallas_ce.head import NeedsGrad as NeedsGrad
+from pallas_ce.modes.differentiation import Known as Known
+from pallas_ce.modes.materialized import Given as MaterializedSettings
+from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
+from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
+from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
+from pallas_ce.statistics.cross_entropy import Reduction as Reduction
+from pallas_ce.statistics.labels import NO_TARGET as NO_TARGET
+from pallas_ce.statistics.labels import as_array as label_array
+from pallas_ce.statistics.labels import canonical as canonical_labels
+from pallas_ce.statistics.labels import counted as counted_labels
+
+__all__ = [
+    "NO_TARGET",
+    "Backward",
+    "Implementation",
+    "Known",
+    "LogitsSpec",
+    "MaterializedSettings",
+    "NeedsGrad",
+    "Reduction",
+    "canonical_labels",
+    "check_normalizer",
+    "check_reduction",
+    "check_scalar",
+    "check_statistics",
+    "check_temperature",
+    "counted_labels",
+    "cross_entropy_steps",
+    "flatten_head",
+    "label_array",
+    "local_cuda",
+    "log_probs_steps",
+    "materialized_refusal",
+    "materialized_row_gradient",
+    "materialized_row_statistics",
+    "read_head",
+    "read_ignore_index",
+    "read_logits_spec",
+    "row_statistics_steps",
+]
