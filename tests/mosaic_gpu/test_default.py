@@ -271,7 +271,7 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
         assert told.implementation == "xla"
         assert told.implementation_reason == "no kernels of this library are for NVIDIA A100-SXM4-80GB"
         with pytest.raises(
-            ValueError, match="its kernels are for Hopper GPUs, of compute capability 9.0, and this one is"
+            ValueError, match=r"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is"
         ):
             explain(hidden, weight, implementation="mosaic_gpu")
     for reason, told in words.items():
