@@ -98,6 +98,7 @@ def test_other_gpus_are_refused_with_the_alternative(
 
     monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     reason = BACKEND.refusal(SPEC)
     assert (reason is not None) == refused
     if reason is not None:
