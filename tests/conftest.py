@@ -2,25 +2,36 @@
 
 import os
 
-# Before JAX starts. The tests compile thousands of small programs and run each once: LLVM's optimisation costs more
-# than it gains. Fusion and memory assignment, which some tests read, do not depend on it. And a test process of several
-# is faster on processors of its own, without threads that wait for each other's turn.
+# Before JAX starts. The tests compile thousands of small programs and run each once. Optimising costs more than
+# it gains; XLA's older emitters, all kernels of a program in one LLVM module, compile three times as fast as its newer
+# ones, a module each. Memory assignment, which some tests read, does not depend on it. `make test-newest` compiles as
+# users do. And a test process of several is faster on processors of its own, without threads that wait for each other.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+            " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        )
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
         processors, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         os.sched_setaffinity(0, processors[int(worker.removeprefix("gw")) % len(processors) :: workers])
     # XLA's threads, of which every warpgroup that the GPU interpreter has waiting keeps one.
     os.environ.setdefault("NPROC", "16")
 
+from collections.abc import Iterator
+from typing import Any
+
 import hypothesis
 import jax
 import pytest
 
+from tests import memory_maps
+
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=300)
-hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=5)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=8, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=60)
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
 hypothesis.settings.load_profile("default")
 
 
@@ -28,3 +39,44 @@ hypothesis.settings.load_profile("default")
 def key() -> jax.Array:
     """A random key."""
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def _memory_maps() -> Iterator[None]:
+    yield
+    memory_maps.give_back()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks drawn tests, and takes the mark `nightly` from the cases that it is to keep.
+
+    Memory maps are given back after each drawn example too: one test may compile hundreds of programs.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    wrapped = set()
+    for item in items:
+        if drawn := getattr(getattr(item, "obj", None), "hypothesis", None):
+            item.add_marker("drawn")
+            if id(drawn) not in wrapped:
+                wrapped.add(id(drawn))
+                drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
+        if any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        mark = next(of_one_test[0].iter_markers("nightly"))
+        for item in _varied(of_one_test, mark.kwargs["keep"]):
+            item.own_markers.remove(next(item.iter_markers("nightly")))
+
+
+def _varied(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many cases of a parametrised test, one after the other with the most values that no earlier one has."""
+
+    def values(item: Any) -> set[tuple[str, str]]:
+        return {(name, repr(value)) for name, value in item.callspec.params.items()}
+
+    found, seen = list[pytest.Item](), set[tuple[str, str]]()
+    for _ in range(min(count, len(items))):
+        found.append(max((x for x in items if x not in found), key=lambda item: len(values(item) - seen)))
+        seen |= values(found[-1])
+    return found

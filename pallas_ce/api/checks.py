@@ -10,10 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.head import HeadSpec, LogitsSpec
-from pallas_ce.statistics.row import STATISTICS
+from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics.row import STATISTICS, needs_labels
 
-# Logits are multiplied by the inverse, in float32.
-_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+# Between these all that is made of float32 logits of ±1e4 stays finite, values and gradients: a logit over T is then at
+# most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow; and
+# neither 1/T nor a soft cap over T underflows.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
+
+_LONGEST_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for an error message: shortened where it is long, and of values whose `repr` fails too."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an int of more digits than Python prints
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN // 2]}…"
 
 
 def array(name: str, value: Any) -> jax.Array:
@@ -115,10 +129,12 @@ def _cap(logit_softcap: float | None) -> float | None:
         raise TypeError("logit_softcap must be a Python number, not a traced value: it shapes the compiled kernel")
     try:
         cap = float(logit_softcap)
+    except OverflowError:
+        cap = math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
     if not (cap > 0 and math.isfinite(cap)):
-        raise ValueError(f"logit_softcap={logit_softcap!r} must be a finite number above 0, or None for no cap")
+        raise ValueError(f"logit_softcap={shown(logit_softcap)} must be a finite number above 0, or None for no cap")
     return cap
 
 
@@ -173,13 +189,17 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     The range of an array is checked only where that costs no transfer.
     """
     if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
-        right: Any = (value >= _LEAST_TEMPERATURE) & (value < math.inf)
+        right: Any = (value >= _LEAST_TEMPERATURE) & (value <= _MOST_TEMPERATURE)
         right = right | (value == 0) if zero else right
         many = isinstance(value, np.ndarray)
         if not (right.all() if many else right):
-            wrong = np.asarray(value)[~np.asarray(right)].flat[0]
+            first = np.asarray(value)[~np.asarray(right)].flat[0] if many else value
+            wrong = shown(first) if isinstance(first, int) else f"{first:g}"
             least = "at least 0 (if not 0," if zero else "above 0 (at least"
-            raise ValueError(f"temperature={wrong:g} must be a finite number {least} {_LEAST_TEMPERATURE:.2g})")
+            raise ValueError(
+                f"temperature={wrong} must be a finite number {least} {_LEAST_TEMPERATURE:g}, at most "
+                f"{_MOST_TEMPERATURE:g})"
+            )
         if not many:
             return float(value)
     values = array("temperature", value)
@@ -225,10 +245,10 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if is_plain(value):
-        if not low <= float(value) <= high:
+        if not low <= (value if isinstance(value, int) else float(value)) <= high:  # no float holds every int
             least = "" if low == -sys.float_info.max else f", at least {low:g}"
             bounds = f"between {low:g} and {high:g}" if high < sys.float_info.max else f"a finite number{least}"
-            raise ValueError(f"{name}={value!r} must be {bounds}")
+            raise ValueError(f"{name}={shown(value)} must be {bounds}")
         return float(value)
     if not hasattr(value, "shape"):
         value = array(name, value)
@@ -288,6 +308,14 @@ def sequence_of_names(argument: str, names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def mesh_axes(value: Any | None) -> MeshAxes | None:
+    """A `MeshAxes`, or None."""
+    if value is not None and not isinstance(value, MeshAxes):
+        example = value if isinstance(value, str) else "tensor"
+        raise TypeError(f"mesh_axes={value!r} must be a MeshAxes, such as MeshAxes(vocabulary={example!r}), or None")
+    return value
+
+
 def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
     """`statistics` as a tuple of known names that can be had."""
     names = sequence_of_names("statistics", names)
@@ -296,6 +324,6 @@ def check_statistics(names: Any, labels: Any | None) -> tuple[str, ...]:
     for name in names:
         if name not in STATISTICS:
             raise ValueError(f"statistics names {name!r}, which is unknown; choose from {STATISTICS}")
-        if labels is None and name in ("target_logit", "log_prob"):
+        if labels is None and needs_labels(name):
             raise ValueError(f"statistics names {name!r}, which needs labels; labels is None")
     return names

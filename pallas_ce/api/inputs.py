@@ -51,6 +51,7 @@ def read_head(
     """Checked arrays and static facts."""
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
     bias = None if bias is None else arguments.array("bias", bias)
+    mesh_axes = arguments.mesh_axes(mesh_axes)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap, parts)
     logit_scale = arguments.scalar("logit_scale", logit_scale)

@@ -20,7 +20,7 @@ from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
-from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, primitive_names, struct
+from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
 from pallas_ce.streaming.rows import flat_rows
 
 RowLoss = Callable[..., jax.Array]
@@ -261,7 +261,7 @@ def _linear_loss(
 
 
 def _available(has_labels: bool) -> list[str]:
-    return [name for name in STATISTICS if has_labels or name not in ("target_logit", "log_prob")]
+    return [name for name in STATISTICS if has_labels or not needs_labels(name)]
 
 
 def _statistics_read(

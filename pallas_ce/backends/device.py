@@ -46,3 +46,19 @@ def local_cuda() -> str | None:
         return next((str(device.device_kind) for device in jax.local_devices(backend="cuda")), None)
     except RuntimeError:
         return None
+
+
+# For programs that are compiled for a GPU which is not there to be asked.
+_MODELS = {"9.0": ("H100", "H200", "H800", "H20", "GH200")}
+
+
+def compute_capability(kind: str) -> str | None:
+    """That of a CUDA device of this model, as "9.0"; None for what is no CUDA device, or not known."""
+    try:
+        local = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        local = []
+    for device in local:
+        if device.device_kind == kind:
+            return str(device.compute_capability)
+    return next((capability for capability, names in _MODELS.items() if any(name in kind for name in names)), None)

@@ -1,1 +1,1 @@
-"""The two ways of differentiating a streamed head: `recompute` and `in_forward` (DESIGN.md §3)."""
+"""The two ways of differentiating a streamed head: `recompute` and `in_forward`; DESIGN.md compares them."""

@@ -4,7 +4,7 @@ For a scalar reduction of a row-wise loss the cotangent of every row's statistic
 statistics are: it is the derivative of that row's loss, times one upstream scalar for all rows. So the forward goes
 over blocks of rows; of each it computes statistics, the loss's derivatives, dlogits and both gradient products, and the
 backward only multiplies by the upstream scalar. Three products (6·N·H·V operations) instead of four, for one scratch of
-`[rows, V]` and gradients that valid from the forward to the backward.
+`[rows, V]` and gradients that live from the forward to the backward.
 """
 
 import dataclasses

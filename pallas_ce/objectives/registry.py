@@ -6,7 +6,6 @@ auxiliary loss, such as a mixture of experts' load balance, is the model's own a
 
 import dataclasses
 import functools
-import math
 import numbers
 import tomllib
 import typing
@@ -44,7 +43,7 @@ class LossConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_types(dataclasses.asdict(self), "LossConfig")
+        _check_types(vars(self), "LossConfig")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> "LossConfig":
@@ -75,9 +74,12 @@ class LossConfig:
             ValueError: it is not TOML, `train` is no section, or it has an unknown key.
             TypeError: a value of the wrong type.
         """
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("train", {})
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("train", {})
+        except RecursionError:
+            raise ValueError(f"{path} holds values too deeply nested to be read; [train] needs none that are") from None
         if not isinstance(values, Mapping):
-            raise ValueError(f"{path} sets train to {values!r}; it must be a section, [train]")
+            raise ValueError(f"{path} sets train to {arguments.shown(values)}; it must be a section, [train]")
         return cls.from_mapping(values, f"[train] of {path}")
 
 
@@ -86,7 +88,9 @@ def _check_types(values: Mapping[str, Any], source: str) -> None:
     kinds = {int: numbers.Integral, float: numbers.Real}
     for name, value in values.items():
         if not isinstance(value, kinds.get(types[name], types[name])) or isinstance(value, bool):
-            raise TypeError(f"{source} sets {name} to {value!r}, which must be of type {types[name].__name__}")
+            raise TypeError(
+                f"{source} sets {name} to {arguments.shown(value)}, which must be of type {types[name].__name__}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +232,7 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 def _check(config: LossConfig) -> None:
     arguments.chunk("ce_chunk_size", config.ce_chunk_size, 4096)
     arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
-    if not (config.z_loss_weight >= 0 and math.isfinite(config.z_loss_weight)):
-        raise ValueError(f"z_loss_weight={config.z_loss_weight!r} must be a finite number, at least 0")
+    arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
 
 
 # Options of a call that say which logits and labels there are, by what a loss takes, and those that weigh tokens.

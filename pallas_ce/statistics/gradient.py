@@ -1,58 +1,33 @@
 """From the cotangents of row statistics to the gradient of the logits: one formula for every loss.
 
-For a row `z` of logits with label `t`, `p = softmax(z)`, differentiating each statistic (DESIGN.md §2) gives
+For a row `z` of logits with label `t`, `p = softmax(z)` and entropy H, differentiating the statistics gives
 
-    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax]
+    dz_j = p_j·(A + B·log p_j + C·p_j + G·(log p_j + H)²) + D·1[j = t] + E·u_j + F·1[j = argmax]
 
-    A = g_lse - g_entropy·entropy - 2·g_ssq·sum_sq_probs        D = g_target_logit
-    B = -g_entropy                                              E = g_mean_logit
-    C = 2·g_ssq                                                 F = g_max_logit
-
-with per-row numbers only. In `log p_j = z_j - lse` it is invariant to a common shift of the logits; written in `z_j`
-it would cancel. A row with K targets has K of D, and repeated targets add up. Logits are
-`z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the capped logits,
-`dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the end.
+with per-row numbers only, to which each statistic's entry in `table` adds. In `log p_j = z_j - lse` it is invariant to
+a common shift of the logits; written in `z_j` it would cancel. A row with K targets has K of D, and repeated targets
+add up. Logits are `z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the
+capped logits, `dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the
+end.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch
+from pallas_ce.statistics.logits import places_in_tile
 from pallas_ce.statistics.powers import exponent_above, power_of_two
-from pallas_ce.statistics.row import places_in_tile, spread
-
-
-class Coefficients(NamedTuple):
-    """Per-row numbers `[n]` of the formula above; None for a term that is absent, whose work is not done."""
-
-    prob: jax.Array | None = None  # A
-    prob_log_prob: jax.Array | None = None  # B
-    prob_sq: jax.Array | None = None  # C
-    target: jax.Array | None = None  # D, [n] or [n, K]
-    logit_weights: jax.Array | None = None  # E
-    argmax: jax.Array | None = None  # F
-
-    @property
-    def need_probabilities(self) -> bool:
-        """Whether `p`, hence the row's lse, appears at all."""
-        return self.prob is not None
+from pallas_ce.statistics.row import primitive_names, spread
+from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
+from pallas_ce.statistics.table import Coefficients as Coefficients
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
     """The statistics that `from_cotangents` and `dlogits` read when those in `names` are differentiated."""
-    saved = names & {"entropy", "sum_sq_probs"}
-    if names & {"lse", "entropy", "sum_sq_probs"}:
-        saved |= {"lse"}
-    if "max_logit" in names:
-        saved |= {"argmax"}
-    return frozenset(saved)
+    return frozenset(saved for name in primitive_names(names) for saved in PRIMITIVES[name].saved)
 
 
-def from_cotangents(
-    cotangents: dict[str, jax.Array], statistics: dict[str, jax.Array], batch: Batch | None = None
-) -> Coefficients:
+def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None = None) -> Coefficients:
     """Coefficients from the statistics' cotangents (absent where zero) and the saved statistics.
 
     Args:
@@ -60,28 +35,16 @@ def from_cotangents(
         statistics: `[n]`, those that `saved_statistics` names.
         batch: the rows; None for rows with one target and without temperature.
     """
-    g_lse, g_entropy, g_ssq = (cotangents.get(name) for name in ("lse", "entropy", "sum_sq_probs"))
-    prob = g_lse
-    prob_log_prob = prob_sq = None
-    if g_entropy is not None:
-        prob_log_prob = -g_entropy
-        prob = _plus(prob, -g_entropy * statistics["entropy"])
-    if g_ssq is not None:
-        prob_sq = 2 * g_ssq
-        prob = _plus(prob, -2 * g_ssq * statistics["sum_sq_probs"])
-    target = cotangents.get("target_logit")
-    if target is not None and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
-        target = _at_first_occurrence(target, batch.labels)
-    coefficients = Coefficients(
-        prob,
-        prob_log_prob,
-        prob_sq,
-        target,
-        cotangents.get("mean_logit"),
-        cotangents.get("max_logit"),
-    )
+    found: Values = {}
+    for name, statistic in PRIMITIVES.items():
+        if name in cotangents:
+            for term, value in statistic.coefficients(cotangents[name], statistics).items():
+                found[term] = found[term] + value if term in found else value
+    if "target" in found and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
+        found["target"] = _at_first_occurrence(found["target"], batch.labels)
+    coefficients = Coefficients(**found)
     if batch is not None and (inverse := batch.inverse_temperature) is not None:
-        coefficients = jax.tree.map(lambda c: c * spread(inverse, c), coefficients)
+        coefficients = coefficients.map(lambda c: c * spread(inverse, c))
     # A row of -inf only has no distribution to change: gradient 0.
     return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
 
@@ -105,10 +68,6 @@ def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(repeated, 0, total)
 
 
-def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:
-    return b if a is None else a + b
-
-
 def select(coefficients: Coefficients, valid: jax.Array) -> Coefficients:
     """Exactly 0 in the rows where `valid [n]` is False: selected, because 0·nan is not 0."""
     return jax.tree.map(lambda c: jnp.where(spread(valid, c), c, 0.0), coefficients)
@@ -122,20 +81,19 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     """Divides by a power of two so that dlogits use the operand dtype's range; returns that power too.
 
     A mean over N tokens has coefficients of 1/N and entries of p/N, which underflow in float16 from N = 1e4 on. A power
-    of two costs no accuracy, and the product is multiplied back in float32. The bound uses `p ≤ 1`, `-p·log p ≤ 1/e`.
+    of two costs no accuracy, and the product is multiplied back in float32.
     """
-    terms = (coefficients.prob, coefficients.prob_sq, coefficients.target, coefficients.argmax)
+    bounds = [TERMS[name].bound(coefficients) for name in TERMS if getattr(coefficients, name) is not None]
     # Of K targets each has a column of its own, where no other adds to it.
-    bounds = [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in terms if c is not None]
-    if coefficients.prob_log_prob is not None:
-        bounds.append(0.37 * abs(coefficients.prob_log_prob))
+    entries = [c for c in (coefficients.target, coefficients.argmax) if c is not None]
+    bounds += [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in entries]
     if coefficients.logit_weights is not None:
         bounds.append(abs(coefficients.logit_weights) * logit_weights_max)
     bound = jnp.max(sum(bounds[1:], bounds[0]), initial=0.0)
     # Within the exponents whose powers are normal float32 numbers, in both directions.
     shift = jnp.clip(exponent_above(bound) - _TARGET_EXPONENT, -120, 120)
     down = power_of_two(-shift, bound.dtype)
-    return jax.tree.map(lambda c: c * down, coefficients), power_of_two(shift, bound.dtype)
+    return coefficients.map(lambda c: c * down), power_of_two(shift, bound.dtype)
 
 
 def dlogits(
@@ -166,13 +124,13 @@ def dlogits(
     if coefficients.prob is not None:
         assert lse is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
-        log_p = logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        # Above 0 by rounding only, of large logits by much: those of 1e9, as low temperatures make them, by up to 64.
+        log_p = jnp.minimum(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None], 0.0)
         p = jnp.exp(log_p)
-        inner = coefficients.prob[:, None]
-        if coefficients.prob_log_prob is not None:
-            inner = inner + coefficients.prob_log_prob[:, None] * jnp.where(p > 0, log_p, 0.0)
-        if coefficients.prob_sq is not None:
-            inner = inner + coefficients.prob_sq[:, None] * p
+        inner, some = coefficients.prob[:, None], jnp.where(p > 0, log_p, 0.0)
+        for name, term in TERMS.items():
+            if (coefficient := getattr(coefficients, name)) is not None and term.factor is not None:
+                inner = inner + coefficient[:, None] * term.factor(p, some, coefficients)
         terms.append(p * inner)
     if coefficients.target is not None and coefficients.target.ndim == 1:
         assert labels is not None

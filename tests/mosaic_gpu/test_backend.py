@@ -39,7 +39,15 @@ def labels_of(n: int, v: int) -> jax.Array:
 
 def squared_mixture(s: Any) -> jax.Array:
     """A loss of no meaning that reads every statistic."""
-    mixture = s.lse - s.target_logit + 0.3 * s.mean_logit - 0.2 * s.entropy + s.sum_sq_probs + 0.1 * s.max_logit
+    mixture = (
+        s.lse
+        - s.target_logit
+        + 0.3 * s.mean_logit
+        - 0.2 * s.entropy
+        + s.sum_sq_probs
+        + 0.1 * s.max_logit
+        + 0.1 * s.varentropy
+    )
     return jnp.square(mixture)
 
 
@@ -57,6 +65,7 @@ def check(
         assert np.abs(g - w).max() <= tolerance * np.abs(w).max(), name
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., Any]) -> None:
@@ -68,6 +77,7 @@ def test_plain_cross_entropy(mode: str, axis: int, interpreted: Callable[..., An
     check(interpreted, loss, arrays(70, 64, 208, axis), mode, TOLERANCE[jnp.bfloat16])
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_single_class_has_neither_loss_nor_gradient(mode: Any, axis: int, interpreted: Callable[..., Any]) -> None:
@@ -81,6 +91,7 @@ def test_a_single_class_has_neither_loss_nor_gradient(mode: Any, axis: int, inte
     assert all(np.max(np.abs(np.asarray(g, np.float32))) <= 1e-6 for g in gradients.values())
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("blocks", "ignored"), [(1, 0.0), (3, -1), (3, 0.0), (3, 0.6), (3, 1.0)])
@@ -109,6 +120,7 @@ def test_products_by_kernels_in_one_block_and_in_several(
     check(interpreted, loss, given, "in_forward", TOLERANCE[dtype])
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     ("n", "rows", "columns", "ignored"),
@@ -157,6 +169,7 @@ def as_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "enter", enter)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.usefixtures("as_shard")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("axis", [0, 1])
@@ -183,6 +196,7 @@ def test_shards_of_a_padded_vocabulary(
     check(interpreted, loss, given, mode, TOLERANCE[jnp.bfloat16])
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "class_weights": np.linspace(0.5, 2, 648)}])
 def test_a_little_padding_is_worked_on_as_vocabulary(
@@ -262,6 +276,7 @@ def test_rows_that_do_not_count_are_skipped_block_by_block(
     np.testing.assert_allclose(got.entropy, want.entropy, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("axis", "h", "v"), [(0, 64, 213), (1, 72, 213)])
 def test_every_option_and_ragged_sizes(mode: str, axis: int, h: int, v: int, interpreted: Callable[..., Any]) -> None:
@@ -303,6 +318,7 @@ def test_float16_and_blocks_within_a_small_budget(mode: str, interpreted: Callab
     check(interpreted, loss, arrays(80, 64, 204, dtype=jnp.float16), mode, TOLERANCE[jnp.float16])
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("dtype", "height"), [(jnp.bfloat16, 30.0), (jnp.bfloat16, 150.0), (jnp.bfloat16, -200.0), (jnp.float16, 30.0)]
 )

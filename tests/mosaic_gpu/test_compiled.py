@@ -16,13 +16,15 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forwa
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
+from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
 
 LOSS = frozenset({"lse", "target_logit"})
-EVERY = LOSS | {"mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax"}
+EVERY = frozenset(PRIMITIVES)
+VARENTROPY = frozenset({"lse", "varentropy"})
 OPTIONS = ("bias", "scale", "weights", "softcap")
 
 # XLA has a GPU choose by itself only as one of so many launches that follow each other.
@@ -34,6 +36,12 @@ def arguments(n: int, v: int, h: int, axis: int, dtype: Any = jnp.bfloat16) -> t
     shapes = [((n, h), dtype), ((v, h) if axis == 0 else (h, v), dtype), ((n,), jnp.int32)]
     shapes += [((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32)]
     return tuple(h200.shaped(mesh, *shape) for shape in shapes)
+
+
+def coefficients_of(names: frozenset[str], by_row: Any) -> Coefficients:
+    """Those that the kernel of dlogits gets where the statistics in `names` are differentiated."""
+    saved = dict.fromkeys(saved_statistics(names), by_row)
+    return entries.without(from_cotangents(dict.fromkeys(names, by_row), saved))
 
 
 def compiled_kernel(
@@ -55,7 +63,7 @@ def compiled_kernel(
             )
         if kernel == "stash":
             return stash_kernel.stash(head, hidden, by_row, names, config)
-        coefficients = entries.without(Coefficients(*[by_row] * 6)) if names is EVERY else Coefficients(by_row)
+        coefficients = coefficients_of(names, by_row)
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients, config)
 
     return h200.compile_for_h200(run, *arguments(n, v, h, axis))
@@ -67,6 +75,7 @@ def assert_clean(report: Any) -> None:
     assert not report.serialised
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(
     ("kernel", "n", "v", "axis", "names", "options"),
     [
@@ -83,17 +92,22 @@ def assert_clean(report: Any) -> None:
         ("dlogits", 8192, 4096, 0, LOSS, ()),
         ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, ()),
+        ("forward", 8192, 131072, 0, frozenset({"varentropy"}), ()),
+        ("forward", 8192, 131072, 0, VARENTROPY, ("bias",)),
+        ("stash", 2048, 131072, 0, VARENTROPY | {"entropy"}, ()),  # which its derivative reads
+        ("dlogits", 8192, 4096, 0, VARENTROPY, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = len(names) if kernel != "dlogits" else 4 if names is EVERY else 1  # single entries are not the kernel's
+    vectors = len(names) if kernel != "dlogits" else sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
     compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
     assert compiled.memory_analysis().temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "config"),
@@ -103,6 +117,7 @@ def test_every_tile_and_schedule_that_a_table_may_hold(kernel: Kernel, config: C
     assert_clean(compiled_kernel(kernel, 2048, 131072, 4096, 0, config, LOSS, ())[1])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("h", "v", "axis"), [(4112, 8192, 0), (4096, 8208, 1), (768, 50257, 0), (2880, 201088, 0)])
 def test_sizes_that_need_smaller_swizzles_or_leave_a_tail(h: int, v: int, axis: int) -> None:
@@ -163,6 +178,7 @@ def test_few_rows_take_few_kernels_beside_ours() -> None:
     assert len(launched) <= 8, launched
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("n", "v"), [(32768, 32768), (8192, 131072)])
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 def test_the_device_chooses_and_the_host_is_never_told(mode: str, n: int, v: int) -> None:
@@ -222,7 +238,8 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     """Compiling takes about as long for each of XLA's fusions as for a fourth of a kernel: both are to be few."""
     text, _, report = compiled_loss(mode, 8192, 131072)
     assert_clean(report)
-    assert report.kernels == len(kernels)  # one of each, whether rows are skipped or not
+    # One of each, whether rows are skipped or not, but for a forward's blocks of packed rows.
+    assert report.kernels == len(kernels) + (mode == "recompute")
     assert len(re.findall(r" fusion\(", text)) <= parts
     assert kernels_of(text) == kernels
     calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
@@ -235,6 +252,7 @@ def kernels_of(text: str) -> set[str]:
     return {name for line in calls for name in re.findall(r'op_name="[^"]*/pallas_ce_(\w+)', line)}
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 @pytest.mark.parametrize(("place", "missing"), [(0, "for_weight"), (1, "for_hidden")])
 def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str, mode: str) -> None:
@@ -248,7 +266,7 @@ def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str,
     assert not any(missing in name for name in kernels_of(text))
     shape = re.escape("32768,4096" if place == 0 else "8192,4096")
     dot = rf"= \w+\[{shape}\]\{{1,0\}} dot\("
-    assert mode == "recompute" or re.search(dot, whole.text)
+    assert (mode, place) != ("in_forward", 1) or re.search(dot, whole.text)
     assert not re.search(dot, text)
     assert memory.output_size_in_bytes < 2 * h * (n if place == 0 else v) + MIB
     # In one block of rows in_forward needs no wide sum for the weight.
@@ -256,6 +274,7 @@ def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str,
     assert memory.temp_size_in_bytes <= whole.temporary_bytes - saved.get((mode, place), 0)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 @pytest.mark.parametrize(("dtype", "axis"), [(jnp.float16, 0), (jnp.bfloat16, 1), (jnp.float16, 1)])
 def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) -> None:
@@ -268,6 +287,7 @@ def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) 
     assert_clean(h200.compile_for_h200(jax.value_and_grad(loss, argnums=(0, 1)), *given)[1])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 def test_nothing_is_copied_to_leave_out_a_little_padding(mode: str) -> None:
     hidden, weight, labels = arguments(8192, 50304, 768, 0)[:3]
@@ -278,6 +298,7 @@ def test_nothing_is_copied_to_leave_out_a_little_padding(mode: str) -> None:
     assert "50257,768]" not in text
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("v", [2000, 2003])
 @pytest.mark.parametrize(
     ("mode", "scratch_bytes"),
@@ -323,6 +344,7 @@ def test_whether_rows_are_skipped_or_not_exponentials_are_one_kernels(monkeypatc
     assert made.count("pallas_ce_stash") == 1
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("mode", "n", "v", "h", "bound"),
     [
@@ -343,6 +365,7 @@ def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, h: int, b
     assert mode == "recompute" or f"f32[{v},{h}]{{1,0}} broadcast(" not in text
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("bound", "rows"), [(65 * MIB, 2048), (16 * MIB, 384)])
 def test_exponentials_that_a_bound_does_not_count_take_no_memory(bound: int, rows: int) -> None:
     """Blocks of 2048 rows, of whose exponentials the bound could hold 256; of 384 where there is no room for parts."""
@@ -356,6 +379,7 @@ def test_exponentials_that_a_bound_does_not_count_take_no_memory(bound: int, row
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * v * h + bound
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
 def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str) -> None:
     loss = loss_of(mode)

@@ -267,7 +267,13 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
         "scratch_bytes=200000 is less than the": explain(hidden, weight, scratch_bytes=200_000, backward="in_forward"),
     }
     with ambient("NVIDIA A100-SXM4-80GB"):
-        words["its kernels are for Hopper GPUs, and this one is NVIDIA A100"] = explain(hidden, weight)
+        told = explain(hidden, weight)
+        assert told.implementation == "xla"
+        assert told.implementation_reason == "no kernels of this library are for NVIDIA A100-SXM4-80GB"
+        with pytest.raises(
+            ValueError, match="its kernels are for Hopper GPUs, of compute capability 9.0, and this one is"
+        ):
+            explain(hidden, weight, implementation="mosaic_gpu")
     for reason, told in words.items():
         assert told.implementation == "xla"
         assert told.launches == ()

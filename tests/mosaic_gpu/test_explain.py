@@ -108,6 +108,7 @@ def test_xla_launches_no_kernels_and_copies_nothing() -> None:
     assert "kernel " not in str(told)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("n", "v", "h", "axis", "backward"),
     [

@@ -104,6 +104,7 @@ def test_several_indices_of_a_row_are_refused_by_name() -> None:
         selective_log_softmax(jnp.zeros((8, 32)), jnp.zeros((8, 2), jnp.int32), implementation="mosaic_gpu")
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
 @pytest.mark.parametrize("offset", [0.0, 64.0])
@@ -207,6 +208,7 @@ EVERY_OPTION: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION, {"reduction": "none"}])
 def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, options: dict[str, Any]) -> None:

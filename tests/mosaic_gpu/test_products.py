@@ -29,6 +29,7 @@ def exact(a: Any, b: Any) -> np.ndarray:
     return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
     "options",
@@ -56,6 +57,7 @@ def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., An
     assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
     "options",
@@ -78,6 +80,7 @@ def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Calla
     np.testing.assert_allclose(np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("valid", [0, 70, 192])
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -122,6 +125,7 @@ def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
 PARTS = ((128, 144, 144), (256, 128, 16))
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("options", [{"cluster": "rows"}, {"cluster": "columns"}, {"cluster": None, "ping_pong": True}])
 @pytest.mark.parametrize(("windows", "to_row"), [(1, None), (1, 64), (3, None)])
@@ -146,6 +150,7 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("valid_rows", [None, 0, 70])
 @pytest.mark.parametrize("ping_pong", [False, True])

@@ -27,6 +27,7 @@ SMALL = Config(rows=64, columns=64, stages=3, sms=4)
 LSE = frozenset({"lse"})
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("problem", "config", "tempered"),
     [
@@ -58,6 +59,7 @@ def test_logits_maxima_and_sums(
     np.testing.assert_allclose(lse, jax.nn.logsumexp(want / temperature[:, None], axis=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("n", "v", "k", "options"),
     [
@@ -142,6 +144,7 @@ def test_what_it_cannot_serve_is_named() -> None:
         linear_top_k(*narrow, 3, implementation="mosaic_gpu", scratch_bytes=50)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "v", "h", "axis", "scratch"),
     [

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import explain
+from pallas_ce import explain, tune
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
-from pallas_ce.backends.mosaic_gpu.tuning import candidates, tables, tune, tuning
+from pallas_ce.backends.mosaic_gpu.tuning import candidates, measure, tables, tuning
 from pallas_ce.backends.mosaic_gpu.tuning.candidates import Case, Times
 from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Table, class_of
 from pallas_ce.head import HeadSpec
@@ -87,7 +87,7 @@ def test_a_broken_table_is_named_in_one_warning_and_left_out(tmp_path: Path) -> 
     path = tmp_path / "cache/pallas_ce/nvidia_h200.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"format": 1')
-    with pytest.warns(UserWarning, match=f"{path} cannot be used: it is not JSON.*Delete it, or make a new one"):
+    with pytest.warns(UserWarning, match=f"{path} cannot be used: Expecting.*Delete it, or make a new one"):
         assert chosen().config == TUNED
     assert chosen().config == TUNED  # a second warning would be an error here
 
@@ -127,9 +127,9 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_candidate_can_stand_in_a_table(kernel: Kernel, tmp_path: Path) -> None:
     first = list(candidates.first_candidates(kernel))
-    every = {*first, *(near for c in first for near in candidates.refinements(kernel, c))}
+    every = {*first, *(near for c in first for near in candidates.refinements(c))}
     assert len(first) == len(set(first)) == sum(3 if ping_pong else 6 for *_, ping_pong in TILES[kernel])
-    assert candidates.number_of_candidates(kernel) == len(first) + 4
+    assert candidates.number_of_measurements(kernel) == len(first) + 5
     for candidate in every:
         entry = Entry(candidate, 1.0, 1.0)
         tables.save(tmp_path / "t.json", Table(DEVICE, {class_of(kernel, 8192, 131072, 4096, 0): entry}))
@@ -152,10 +152,12 @@ def test_no_more_stages_are_taken_than_shared_memory_holds() -> None:
 class Fake:
     """Measures by a made-up law: tiles of 64 rows are 10 % faster, one product in flight another 10 %."""
 
-    def __init__(self, gain: float = 0.9, fail: Any = lambda config: False) -> None:
-        self.gain, self.fail, self.measured = gain, fail, 0
+    def __init__(self, gain: float = 0.9, fail: Any = lambda config: False, stop_after: float = float("inf")) -> None:
+        self.gain, self.fail, self.stop_after, self.measured = gain, fail, stop_after, 0
 
-    def __call__(self, case: Case, config: Config) -> Times | str:
+    def __call__(self, config: Config) -> Times | str:
+        if self.measured >= self.stop_after:
+            raise KeyboardInterrupt
         self.measured += 1
         if self.fail(config):
             return "it does not run"
@@ -163,51 +165,27 @@ class Fake:
         return Times(100.0 * factor * (0.99 if config.row_group == 16 and factor < 0.95 else 1), 100.0)
 
 
-def case(rows: int = 8192) -> Case:
-    return Case("forward", SPEC, rows, 131072)
+CASE = Case("forward", 8192, 131072, 4096, 0)
 
 
-def filled(measure: Any, cases: list[Case], limit: int = 10**6) -> tuple[Table, int, list[int], list[str]]:
-    """The table, cases left, the table's length at each saving, and what was reported as not to be taken."""
-    table, saved, refused, tried = Table(DEVICE), list[int](), list[str](), list[Config]()
-
-    def report(case: Case, config: Config, result: Times | str) -> None:
-        tried.append(config)
-        if isinstance(result, str):
-            refused.append(result)
-
-    left = candidates.tune(
-        cases, table, measure, lambda t: saved.append(len(t.entries)), report, lambda: len(tried) < limit
-    )
-    return table, left, saved, refused
-
-
-def test_the_tuner_keeps_the_fastest_and_saves_after_each_class() -> None:
-    table, left, saved, _ = filled(Fake(), [case(), case(1024)])
-    best = table.entries[CLASS]
+def test_the_fastest_candidate_is_found() -> None:
+    best = candidates.best_of(CASE, Fake())
+    assert best is not None
     assert (best.config.rows, best.config.in_flight, best.config.row_group) == (64, 1, 16)
     assert best.microseconds == pytest.approx(100 * 0.9 * 0.9 * 0.99)
-    assert (left, saved) == (0, [1, 2])
 
 
 def test_without_a_gain_beyond_the_noise_the_rules_tiles_stay() -> None:
-    table, *_ = filled(Fake(gain=0.999), [case()])
-    assert table.entries[CLASS].config == config.choose("forward", 2, 0)
+    best = candidates.best_of(CASE, Fake(gain=0.999))
+    assert best is not None
+    assert best.config == config.choose("forward", 2, 0)
 
 
-def test_a_candidate_that_fails_is_reported_and_the_others_are_measured() -> None:
-    table, left, _, refused = filled(Fake(fail=lambda config: config.rows == 64), [case()])
-    assert table.entries[CLASS].config.rows == 128
-    assert refused == ["it does not run"] * 6
-    assert left == 0
-
-
-def test_when_time_is_up_only_whole_classes_are_kept() -> None:
-    measure = Fake()
-    table, left, saved, _ = filled(measure, [case(), case(1024), case(16384)], limit=24)
-    assert list(table.entries) == [CLASS]
-    assert (left, saved) == (2, [1])
-    assert measure.measured == 25  # the first class, its best once more, and what time was left for
+def test_a_candidate_that_fails_is_left_out_and_a_case_whose_candidates_all_fail_has_none() -> None:
+    best = candidates.best_of(CASE, Fake(fail=lambda config: config.rows == 64))
+    assert best is not None
+    assert best.config.rows == 128
+    assert candidates.best_of(CASE, Fake(fail=lambda config: True)) is None
 
 
 def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
@@ -221,14 +199,14 @@ def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_candidates_program_agrees_with_the_rules(kernel: Kernel, interpreted: Any) -> None:
-    small = Case(kernel, HeadSpec(16, 64, 64, 0, np.dtype(jnp.bfloat16), None), 64, 64)
-    given = tune.arrays(small)
+    small = Case(kernel, 64, 64, 16, 0)
+    given = measure.arrays(small)
     a, b = (
-        interpreted(tune.program(small, Config(rows=64, columns=64, stages=2, sms=2, cluster=cluster)))(*given)
+        interpreted(measure.program(small, Config(rows=64, columns=64, stages=2, sms=2, cluster=cluster)))(*given)
         for cluster in ("rows", None)
     )
-    assert bool(tune._agree(a, b))
-    assert not bool(tune._agree(a, jax.tree.map(lambda x: x + jnp.asarray(0.1, x.dtype), b)))
+    assert bool(measure._agree(a, b))
+    assert not bool(measure._agree(a, jax.tree.map(lambda x: x + jnp.asarray(0.1, x.dtype), b)))
 
 
 @pytest.mark.parametrize("text", ["8192", "a,b,c", "1,2,3,4", "0,5,5"])
@@ -238,72 +216,68 @@ def test_the_command_refuses_shapes_that_are_none(text: str, capsys: pytest.Capt
     assert f"'{text}'" in capsys.readouterr().err
 
 
-def test_the_command_says_that_it_needs_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "device_kind", lambda: None)
     assert tune.main([]) == 2
     assert "tuning needs a GPU of the kernels' kind: JAX finds none" in capsys.readouterr().err
-
-
-def test_the_command_names_the_extra_of_its_progress_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert tune.main([]) == 2
     assert "pip install 'pallas-ce[experiments]'" in capsys.readouterr().err
 
 
-def test_the_command_says_before_measuring_that_it_cannot_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Has the command find a GPU, and measure by the made-up law."""
+    fake = Fake()
     monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda launches: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(measure, "on_device", lambda case, launches: fake)
+    return fake
 
+
+def test_the_command_says_before_measuring_that_it_cannot_write(
+    tmp_path: Path, gpu: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", full)
     assert tune.main(["--out", str(tmp_path / "table.json")]) == 2
     assert "choose another with --out" in capsys.readouterr().err
+    assert gpu.measured == 0
 
 
-def test_an_interrupted_command_keeps_what_it_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+TWO_SHAPES = ["--shape", "8192,131072,4096", "--shape", "1024,131072,4096", "--kernels", "forward"]
+
+
+def test_an_interrupted_command_keeps_whole_classes(
+    tmp_path: Path, gpu: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure = Fake()
-
-    def interrupted_at_26(case: Case, config: Config) -> Times | str:
-        if measure.measured == 26:
-            raise KeyboardInterrupt
-        return measure(case, config)
-
-    monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
-    monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda launches: interrupted_at_26)
-    words = ["--shape", "8192,131072,4096", "--shape", "1024,131072,4096", "--kernels", "forward"]
-    assert tune.main([*words, "--out", str(tmp_path / "table.json")]) == 0
+    gpu.stop_after = 26  # the first class takes 20
+    assert tune.main([*TWO_SHAPES, "--out", str(tmp_path / "table.json")]) == 0
     assert "table.json: 1 classes of shapes, 1 left for the next run" in capsys.readouterr().out
     assert list(tables.load(tmp_path / "table.json", DEVICE).entries) == [CLASS]
 
 
-def test_the_command_tunes_writes_and_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure = Fake()
-    monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
-    monkeypatch.setattr(tune, "device_refusal", lambda: None)
-    monkeypatch.setattr(tune, "OnDevice", lambda launches: measure)
+def test_when_time_is_up_the_command_stops(tmp_path: Path, gpu: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main([*TWO_SHAPES, "--minutes", "0"]) == 0
+    assert "0 classes of shapes, 2 left for the next run" in capsys.readouterr().out
+    assert gpu.measured == 0
+
+
+def test_the_command_tunes_writes_and_goes_on(tmp_path: Path, gpu: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.fail = lambda config: config.columns == 192
     words = ["--shape", "8192,131072,4096", "--kernels", "forward"]
     assert tune.main(words) == 0
     path = tmp_path / "cache/pallas_ce/nvidia_h200.json"
-    assert f"{path}: 1 classes of shapes" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert f"{path}: 1 classes of shapes" in told.out
+    assert "left out Config(rows=128, columns=192" in told.out + told.err
     tuning._tables.cache_clear()
     assert chosen().config.rows == 64
-    once = measure.measured
+    once = gpu.measured
     assert tune.main(words) == 0
-    assert measure.measured == once
+    assert gpu.measured == once
     path.write_text("broken")
     assert tune.main(words) == 2
     assert "Delete it" in capsys.readouterr().err

@@ -71,6 +71,7 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
     rows = (slice(None), *[None] * (labels.ndim - 1))
     top = np.arange(v) == z.argmax(1)[:, None]
     entropy, ssq = -(p * log_p).sum(1), (p * p).sum(1)
+    varentropy = (p * log_p**2).sum(1) - entropy**2
     values = {
         "lse": logits.lse,
         "target_logit": (z[rows] * target).sum(-1),
@@ -80,6 +81,7 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
         "sum_sq_probs": ssq,
         "max_logit": z.max(1),
         "argmax": z.argmax(1),
+        "varentropy": varentropy,
     }
     values["log_prob"] = values["target_logit"] - logits.lse[rows]
     slopes = {
@@ -91,6 +93,7 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
         "expected_logit": p * (1 + z - values["expected_logit"][:, None]),
         "sum_sq_probs": 2 * p * (p - ssq[:, None]),
         "max_logit": top * 1.0,
+        "varentropy": p * ((log_p + entropy[:, None]) * (log_p + entropy[:, None] + 2) - varentropy[:, None]),
     }
     return values, slopes
 

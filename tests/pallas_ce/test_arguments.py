@@ -1,5 +1,6 @@
 """Every error a caller can make: it names the argument, its value, and what would work."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,15 @@ from pallas_ce import (
     linear_chain_crf,
     linear_cross_entropy,
     linear_distillation,
+    linear_log_probs,
     linear_loss,
     linear_row_statistics,
     linear_sample,
+    linear_top_k,
     policy_loss,
     sampled_softmax_cross_entropy,
 )
+from pallas_ce.statistics.row import STATISTICS
 
 HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
 LABELS = jnp.array([0, 1, 2, 4])
@@ -342,3 +346,75 @@ def test_a_key_that_is_none_is_named(key: Any) -> None:
 def test_labels_are_needed_to_be_validated() -> None:
     with pytest.raises(ValueError, match="validate_labels=True needs labels, which is None"):
         _loss(labels=None, validate_labels=True)
+
+
+@pytest.mark.parametrize("wrong", ["tensor", ("data", "tensor"), {"vocabulary": "tensor"}])
+def test_mesh_axes_by_name_only_are_refused(wrong: Any) -> None:
+    example = re.escape(f"MeshAxes(vocabulary={wrong if isinstance(wrong, str) else 'tensor'!r})")
+    for call in (_cross_entropy, _statistics, _loss, linear_log_probs):
+        arguments = (HIDDEN, WEIGHT, LABELS) if call is linear_log_probs else ()
+        with pytest.raises(
+            TypeError, match=f"mesh_axes={re.escape(repr(wrong))} must be a MeshAxes, such as {example}"
+        ):
+            call(*arguments, mesh_axes=wrong)
+
+
+def test_numbers_beyond_any_float_are_refused_as_any_that_is_too_large() -> None:
+    for name in ("logit_scale", "z_loss", "label_smoothing", "normalizer", "logit_softcap"):
+        with pytest.raises(ValueError, match=f"{name}=1000.*… must be"):
+            _cross_entropy(**{name: 10**400})
+
+
+COLD, HOT = 1e-5, 1e30
+# Logits of up to 1e4. Those of one row tie, so that its probabilities and slopes are of order 1.
+LARGE = {
+    "hidden": jax.random.normal(jax.random.key(1), (40, 16)).at[0].set(1.0) * 150,
+    "weight": jax.random.normal(jax.random.key(2), (30, 16)).at[:3].set(4.16) * 1.0,
+}
+ROWS = jnp.arange(40) % 30
+
+
+def _squared_lse_less_log_prob(statistics: Any) -> Any:
+    return statistics.lse**2 - statistics.log_prob
+
+
+TEMPERED: dict[str, Callable[..., Any]] = {
+    "statistics": lambda h, w, t, **o: linear_row_statistics(h, w, ROWS, statistics=STATISTICS, temperature=t, **o)[
+        :-1
+    ],
+    "log_probs": lambda h, w, t, **o: linear_log_probs(
+        h, w, ROWS, temperature=t, return_entropy=True, return_sum_sq_probs=True, **o
+    )[:3],
+    "loss": lambda h, w, t, **o: linear_loss(lambda s: s.lse**2 - s.log_prob, h, w, ROWS, temperature=t, **o),
+    "top_k": lambda h, w, t, **o: linear_top_k(h, w, 3, temperature=t, **o),
+    "sample": lambda h, w, t, **o: linear_sample(jax.random.key(0), h, w, temperature=t, **o),
+    "sample of top_k": lambda h, w, t, **o: linear_sample(jax.random.key(0), h, w, temperature=t, top_k=2, **o),
+    **{
+        name: lambda h, w, t, name=name, **o: linear_distillation(
+            h, w, h[::-1], w, divergence=name, temperature=t, reduction="none", **o
+        )
+        for name in ("forward_kl", "reverse_kl", "jsd")
+    },
+}
+
+
+@pytest.mark.parametrize("name", TEMPERED)
+@pytest.mark.parametrize("temperature", [COLD, HOT])
+def test_values_and_gradients_stay_finite_at_the_ends_of_the_temperatures_range(name: str, temperature: float) -> None:
+    def total(arrays: dict[str, jax.Array], t: Any, **options: Any) -> Any:
+        found = TEMPERED[name](arrays["hidden"], arrays["weight"], t, **options)
+        floating = [x for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.sum(x * 1e-3) for x in floating), floating
+
+    assert np.abs(LARGE["hidden"] @ LARGE["weight"].T).max() == pytest.approx(1e4, rel=0.01)
+    by_number = jax.grad(total, has_aux=True)(LARGE, temperature)
+    by_row = jax.grad(total, has_aux=True)(LARGE, jnp.full(40, temperature), logit_softcap=30.0)
+    for x in jax.tree.leaves((by_number, by_row)):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("name", TEMPERED)
+@pytest.mark.parametrize("wrong", [0.99 * COLD, 1.01 * HOT, np.full(40, 1e-37), 10**400, float("inf")])
+def test_temperatures_outside_their_range_are_refused_with_its_bounds(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"temperature=\S+ must be a finite number .*1e-05, at most 1e\+30\)"):
+        TEMPERED[name](LARGE["hidden"], LARGE["weight"], wrong)

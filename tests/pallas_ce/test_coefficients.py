@@ -14,7 +14,7 @@ from pallas_ce.statistics.row import finalise, partial_of_tile
 from tests.pallas_ce.checks import relative_error
 
 N, V = 6, 17
-PRIMITIVES = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit")
+PRIMITIVES = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "varentropy")
 COLUMNS = jnp.arange(V, dtype=jnp.int32)
 LABELS = jnp.array([0, 3, -1, V - 1, 5, 5], jnp.int32)
 U = jnp.linspace(-1, 2, V)
@@ -52,7 +52,7 @@ def test_dlogits_do_not_change_with_a_common_shift_of_the_logits() -> None:
     # Multiples of 2**-9 that stay exact beside 1e4, so that any difference is the formula's own.
     logits = np.round(rng.normal(size=(N, V)) * 512).astype(np.float32) / 512
     lse = np.round(np.asarray(_statistics(jnp.asarray(logits), "lse")["lse"]) * 512) / 512
-    coefficients = Coefficients(*(jnp.asarray(rng.normal(size=N), jnp.float32) for _ in range(6)))
+    coefficients = Coefficients(*(jnp.asarray(rng.normal(size=N), jnp.float32) for _ in Coefficients._fields))
 
     def at(offset: float) -> jax.Array:
         shifted, row_lse = jnp.asarray(logits + np.float32(offset)), jnp.asarray(lse + np.float32(offset))

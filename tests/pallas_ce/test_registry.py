@@ -131,13 +131,37 @@ def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
         ("[train]\nloss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
         ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
         ("[train", ValueError, "Expected"),
+        (
+            "a = " + 5000 * "[" + 5000 * "]",
+            ValueError,
+            r"run.toml holds values too deeply nested to be read; \[train\]",
+        ),
+        (
+            "[train]\nz_loss_weight = 1" + 400 * "0",
+            ValueError,
+            "z_loss_weight=1000.*… must be a finite number, at least 0",
+        ),
+        ("[train]\nlabel_smoothing = 1" + 400 * "0", ValueError, "label_smoothing=1000.*… must be between 0 and 1"),
+        ("[train]\nce_chunk_size = -1" + 400 * "0", ValueError, "ce_chunk_size=-1000.* must be a positive int"),
     ],
+    ids=range(15),
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(kind, match=message):
         build_loss_fn(path)
+
+
+def test_values_that_cannot_be_printed_are_refused_all_the_same() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for source in (lambda: build_loss_fn({"z_loss_weight": deep}), lambda: LossConfig(ce_chunk_size=deep)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="to <list>, which must be of type"):
+            source()
+    with pytest.raises(ValueError, match="z_loss_weight=<int> must be a finite number"):
+        build_loss_fn({"z_loss_weight": 10**5000})
 
 
 def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:

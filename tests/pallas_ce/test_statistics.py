@@ -74,6 +74,7 @@ def test_a_part_without_columns_is_neutral(rows: dict[str, Any]) -> None:
     assert np.all(np.isneginf(empty["lse"]))
     assert not np.any(empty["entropy"])
     assert not np.any(empty["sum_sq_probs"])
+    assert not np.any(empty["varentropy"])
 
 
 @hypothesis.given(rows=rows_of_logits(), cut=st.integers(0, V))
@@ -113,6 +114,7 @@ def test_only_what_a_statistic_needs_is_kept(name: str) -> None:
             "sum_sq_probs": ["max", "sum_exp", "sum_exp_sq"],
             "max_logit": ["max"],
             "argmax": ["max", "argmax"],
+            "varentropy": ["max", "sum_exp", "sum_exp_shifted", "sum_exp_deviation_sq"],
         }[name]
     )
     returned = from_primitives(finalise(joined, names), (name,))

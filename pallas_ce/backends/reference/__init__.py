@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence
-from pallas_ce.statistics.row import spread
+from pallas_ce.statistics.logits import Row
+from pallas_ce.statistics.row import fields_of, spread
+from pallas_ce.statistics.table import PRIMITIVES
 
 
 def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
@@ -33,29 +35,17 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
     any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
-    if names & {"lse", "entropy", "sum_sq_probs"}:
+    if "sum_exp" in fields_of(names):
         z = jnp.where(any_finite, z, jax.lax.stop_gradient(z))
     lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
     log_p = z - lse[:, None]
     p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
-    u = head.tile_logit_weights(0, spec.vocab_size)
-
-    values = {
-        "lse": jnp.where(any_finite[:, 0], lse, -jnp.inf),
-        "mean_logit": jnp.where(u != 0, jnp.where(u != 0, z, 0.0) * u[None, :], 0.0).sum(axis=1),
-        "entropy": -(p * jnp.where(p > 0, log_p, 0.0)).sum(axis=1),
-        "sum_sq_probs": (p * p).sum(axis=1),
-        "argmax": jnp.argmax(z, axis=1).astype(jnp.int32),
-    }
-    values["max_logit"] = jnp.take_along_axis(z, values["argmax"][:, None], axis=1)[:, 0]
-    if labels is not None:
-        inside = labels >= 0
-        places = jnp.where(inside, labels, 0).reshape(labels.shape[0], -1)
-        target = jnp.take_along_axis(z, places, axis=1).reshape(labels.shape)
-        values["target_logit"] = jnp.where(inside, target, 0.0)
+    lse, log_p = jnp.where(any_finite[:, 0], lse, -jnp.inf), jnp.where(p > 0, log_p, 0.0)
+    row = Row(z, log_p, p, lse, labels, head.tile_logit_weights(0, spec.vocab_size))
+    values = {name: PRIMITIVES[name].definition(row) for name in names}
     if mask is not None:
         values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
-    return {name: values[name] for name in names}
+    return values
 
 
 def divergences(

@@ -1,4 +1,4 @@
-"""Where values valid: a tile in registers, vectors beside it, and matrices on their way through shared memory.
+"""Where values live: a tile in registers, vectors beside it, and matrices on their way through shared memory.
 
 A tile is `[rows, columns]` float32 in the layout of a wgmma accumulator: a row lies in four neighbouring threads, so
 sums along it are mostly thread-local, and a vector by row costs one register for each 32 rows.

@@ -1,9 +1,12 @@
-"""dlogits of a slice of the vocabulary, recomputed: the formula of `pallas_ce.coefficients` on a tile in registers.
+"""dlogits of a slice of the vocabulary, recomputed: the formula of `statistics.gradient` on a tile in registers.
 
-    dz_j = p_j·(A + B·log p_j + C·p_j) + D·1[j = t] + E·u_j + F·1[j = argmax],   times 1 - (z_j/c)² under a soft cap
+    dz_j = p_j·(A + B·log p_j + C·p_j + G·(log p_j + H)²) + D·1[j = t] + E·u_j + F·1[j = argmax],
 
-Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries. Those
-of single entries are here for materialized logits, whose kernels memory bounds; a head's are XLA's (`entries`).
+times 1 - (z_j/c)² under a soft cap.
+
+Terms that are absent cost nothing. Each term that is present adds one vector by row to what a warpgroup carries. The
+terms of single entries, D and F, are made here only for materialized logits, whose kernels wait for memory anyway.
+Those of a head are left to XLA (`entries`).
 """
 
 import dataclasses
@@ -133,15 +136,19 @@ class DlogitsEpilogue:
         terms = []
         if "prob" in self.present:
             inner = row("prob")
-            if "prob_log_prob" in self.present:
+            if self.present & {"prob_log_prob", "prob_deviation_sq"}:
                 log_p = jnp.maximum(z - row("lse"), epilogues.FARTHEST)
                 p = jnp.exp2(log_p * epilogues.LOG2E)
-                inner = inner + row("prob_log_prob") * log_p
             else:
                 scaled = layouts.along_columns(by_row["lse"] * epilogues.LOG2E, shape)
                 p = jnp.exp2(z * epilogues.LOG2E - scaled)
+            if "prob_log_prob" in self.present:
+                inner = inner + row("prob_log_prob") * log_p
             if "prob_sq" in self.present:
                 inner = inner + row("prob_sq") * p
+            if "prob_deviation_sq" in self.present:
+                deviation = log_p + row("entropy")
+                inner = inner + row("prob_deviation_sq") * (deviation * deviation)
             terms.append(p * inner)
         ids = layouts.column_ids(shape)
         for name, where in (("target", "labels"), ("argmax", "argmax_column")):

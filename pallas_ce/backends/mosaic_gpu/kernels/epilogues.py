@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.statistics.row import Partial
+from pallas_ce.statistics.table import FIELDS, Partial, mean_distance
 
 LOG2E = math.log2(math.e)
 
@@ -74,8 +74,8 @@ def finite_or_zero(top: jax.Array) -> jax.Array:
 
 def no_columns(rows: int, fields: tuple[str, ...]) -> Partial:
     """The neutral `Partial` with these fields."""
-    neutral = {"max": (-jnp.inf, jnp.float32), "argmax": (0, jnp.int32)}
-    return Partial(**{f: layouts.constant_by_row(rows, *neutral.get(f, (0.0, jnp.float32))) for f in fields})
+    dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in fields}
+    return Partial(**{f: layouts.constant_by_row(rows, FIELDS[f].neutral, dtype) for f, dtype in dtypes.items()})
 
 
 def pieces(x: jax.Array, width: int) -> Iterator[tuple[int, jax.Array]]:
@@ -95,7 +95,7 @@ def piece_partial(
     z: jax.Array,
     reference: jax.Array | None,
 ) -> tuple[Partial, jax.Array | None]:
-    """What `pallas_ce.statistics.partial_of_tile` does, measured from `reference`; `e^{z - reference}` as well.
+    """The translation of `table.FIELDS`, measured from `reference`; `e^{z - reference}` as well.
 
     Not the targets' logits, see `entries`.
 
@@ -134,4 +134,7 @@ def piece_partial(
         found["sum_exp"] = exp.sum(axis=1)
         if "sum_exp_sq" in fields:
             found["sum_exp_sq"] = (exp * exp).sum(axis=1)
+        if "sum_exp_deviation_sq" in fields:
+            deviation = distance - layouts.along_columns(mean_distance(Partial(**found)), shape)
+            found["sum_exp_deviation_sq"] = (exp * (deviation * deviation)).sum(axis=1)
     return Partial(**found), exp

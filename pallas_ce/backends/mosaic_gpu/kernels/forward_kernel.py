@@ -17,7 +17,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, merge
+from pallas_ce.statistics.row import Partial, add, merge
 
 
 def statistics(
@@ -82,7 +82,7 @@ class StatisticsEpilogue:
 
         def of_all(fields: tuple[str, ...]) -> Partial:
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
-            return functools.reduce(partials.add, found)
+            return functools.reduce(add, found)
 
         # A piece's own maximum only matters for finding its place. Sums of logits come first, which spills least.
         others = tuple(f for f in self.fields if f != "weighted_sum" and (f != "max" or "argmax" in self.fields))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Place
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
-from pallas_ce.statistics.row import Partial, merge
+from pallas_ce.statistics.row import Partial, fields_of, merge, moved
+from pallas_ce.statistics.table import FIELDS, PRIMITIVES
 
 _OUTPUT = "partial_"
 
@@ -22,16 +23,21 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
         names: primitive statistics.
         own_maximum: whether sums of exponentials are measured from the maximum; else from a reference given by row.
     """
-    sums = bool(names & {"lse", "entropy", "sum_sq_probs"}) or not own_maximum
-    needed = {
-        "max": bool(names & {"max_logit", "argmax"}) or (sums and own_maximum),
-        "sum_exp": sums,
-        "sum_exp_shifted": "entropy" in names,
-        "sum_exp_sq": "sum_sq_probs" in names,
-        "weighted_sum": "mean_logit" in names,
-        "argmax": "argmax" in names,
-    }
-    return tuple(field for field in Partial._fields if needed.get(field))
+    needed = set(fields_of(names)) - {"target_logit"}
+    if not own_maximum:
+        needed.add("sum_exp")
+        # Where sums of exponentials stand beside it, the maximum is only what they are measured from.
+        if not any("max" in (fields := PRIMITIVES[name].fields) and "sum_exp" not in fields for name in names):
+            needed.discard("max")
+    return tuple(field for field in FIELDS if field in needed)
+
+
+def vectors(names: frozenset[str]) -> int:
+    """How many vectors by row the stash's kernel keeps, as `config.choose` counts them.
+
+    Deviations count twice: a piece's mean must be known first, and logits and exponentials are held until then.
+    """
+    return len(names) + ("sum_exp_deviation_sq" in fields_of(names))
 
 
 def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:
@@ -67,17 +73,9 @@ def read(
     commutative, so that it may take them in any order (always the same one).
     """
     windows = Partial(**{field: found[_OUTPUT + field] for field in fields})
-    neutral = Partial(**{field: jnp.float32(-jnp.inf if field == "max" else 0.0) for field in fields})
+    neutral = Partial(**{field: jnp.float32(FIELDS[field].neutral) for field in fields})
     joined = jax.tree.map(lambda x: x[:rows], jax.lax.reduce(windows, neutral, join, (0,)))
     return joined if joined.argmax is None else joined._replace(argmax=joined.argmax.astype(jnp.int32))
-
-
-def add(a: Partial, b: Partial) -> Partial:
-    """Joins two `Partial`s whose sums of exponentials are measured from one and the same reference."""
-    sums = ("sum_exp", "sum_exp_shifted", "sum_exp_sq")
-    without = dict.fromkeys(sums)
-    added = {f: x + getattr(b, f) for f in sums if (x := getattr(a, f)) is not None}
-    return merge(a._replace(**without), b._replace(**without))._replace(**added)
 
 
 def from_reference(partial: Partial, reference: jax.Array) -> Partial:
@@ -88,12 +86,4 @@ def from_reference(partial: Partial, reference: jax.Array) -> Partial:
     """
     if partial.max is None:
         return partial._replace(max=reference)
-    assert partial.sum_exp is not None
-    gap = jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max)
-    scale = jnp.exp(gap)
-    moved = partial._replace(sum_exp=scale * partial.sum_exp)
-    if partial.sum_exp_shifted is not None:
-        moved = moved._replace(sum_exp_shifted=scale * (partial.sum_exp_shifted + gap * partial.sum_exp))
-    if partial.sum_exp_sq is not None:
-        moved = moved._replace(sum_exp_sq=scale * scale * partial.sum_exp_sq)
-    return moved
+    return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))

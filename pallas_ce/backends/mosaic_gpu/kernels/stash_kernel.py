@@ -21,7 +21,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial
+from pallas_ce.statistics.row import Partial, add
 
 
 def stash(
@@ -57,7 +57,7 @@ def stash(
     # Told even where all are: a program that learns when running whether rows are skipped has one such kernel, not two.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
     found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers)
-    joined = partials.read(found, fields, given.rows, partials.add)
+    joined = partials.read(found, fields, given.rows, add)
     return partials.from_reference(joined, reference), found["stash"]
 
 
@@ -92,7 +92,7 @@ class StashEpilogue:
             part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
             assert exp is not None
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
-            window = partials.add(window, part)
+            window = add(window, part)
         return reference, window
 
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:

@@ -28,7 +28,7 @@ _RESERVED_BYTES = 3072
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
 
-_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+_COMPUTE_CAPABILITY = "9.0"
 
 _MOST_WINDOWS = 256
 
@@ -159,7 +159,7 @@ def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) ->
     """
     if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
         return PING_PONG
-    if options >= 2 or (kernel == "stash" and vectors > 4):
+    if options >= 2 or (kernel != "forward" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
@@ -259,19 +259,12 @@ def device_kind() -> str | None:
 
 def device_refusal() -> str | None:
     """Why the GPU lowered for cannot run the kernels; None where it can, and where no GPU is known of."""
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        suits = any(name in device.device_kind for name in _HOPPER_NAMES)
-        return None if suits else f"its kernels are for Hopper GPUs, and this one is {device.device_kind}; use 'xla'"
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
+    kind = device_kind()
+    capability = None if kind is None else targets.compute_capability(kind)
+    if kind is None or capability == _COMPUTE_CAPABILITY:
         return None
-    if device.compute_capability == "9.0":
-        return None
-    return (
-        f"its kernels are for Hopper GPUs, of compute capability 9.0, and {device.device_kind} has "
-        f"{device.compute_capability}; use 'xla'"
-    )
+    told = kind if capability is None else f"{kind}, of {capability}"
+    return f"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is {told}; use 'xla'"
 
 
 def schedule(

@@ -1,15 +1,17 @@
 """What the tuner tries: tiles that are known to fit registers and shared memory, refined from the best in steps."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
 from pallas_ce.backends.mosaic_gpu.tuning import tables
-from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, ShapeClass, Table
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, ShapeClass
 from pallas_ce.head import HeadSpec
 
 _ROW_GROUPS = (4, 8, 12, 16)
@@ -23,14 +25,20 @@ class Case(NamedTuple):
     """One kernel at one size, as a call would launch it."""
 
     kernel: Kernel
-    spec: HeadSpec
     rows: int
     columns: int
+    hidden_size: int
+    vocab_axis: int
+
+    @property
+    def spec(self) -> HeadSpec:
+        """The head that the kernel sees."""
+        return HeadSpec(self.hidden_size, self.columns, self.columns, self.vocab_axis, np.dtype(jnp.bfloat16), None)
 
     @property
     def shape_class(self) -> ShapeClass:
         """The class that the case stands for."""
-        return tables.class_of(self.kernel, self.rows, self.columns, self.spec.hidden_size, self.spec.vocab_axis)
+        return tables.class_of(*self)
 
     @property
     def rule(self) -> Config:
@@ -44,9 +52,14 @@ class Times(NamedTuple):
     candidate: float
     rule: float
 
+    @property
+    def ratio(self) -> float:
+        """Less than 1 for a candidate that is faster."""
+        return self.candidate / self.rule
+
 
 # Times a candidate, or says why it cannot be taken.
-Measure = Callable[[Case, Config], Times | str]
+Measure = Callable[[Config], Times | str]
 
 
 def first_candidates(kernel: Kernel) -> Iterator[Config]:
@@ -66,7 +79,7 @@ def first_candidates(kernel: Kernel) -> Iterator[Config]:
             yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
 
 
-def refinements(kernel: Kernel, best: Config) -> Iterator[Config]:
+def refinements(best: Config) -> Iterator[Config]:
     """Neighbours of the best tile: row groups, and one stage fewer."""
     for row_group in _ROW_GROUPS:
         if row_group != best.row_group:
@@ -75,62 +88,25 @@ def refinements(kernel: Kernel, best: Config) -> Iterator[Config]:
         yield dataclasses.replace(best, stages=best.stages - 1)
 
 
-def number_of_candidates(kernel: Kernel) -> int:
-    """How many a case tries, at most."""
-    return len(list(first_candidates(kernel))) + len(_ROW_GROUPS)
+def number_of_measurements(kernel: Kernel) -> int:
+    """How many a case takes, at most: every candidate once, the best twice."""
+    return len(list(first_candidates(kernel))) + len(_ROW_GROUPS) + 1
 
 
-def best_of(
-    case: Case, measure: Measure, tried: Callable[[Config, Times | str], None], in_time: Callable[[], bool]
-) -> Entry | None:
-    """The fastest candidate for `case`; the rule's where none is faster; None if time runs out before all are tried.
-
-    Args:
-        case: kernel and size.
-        measure: times one candidate.
-        tried: is told of every candidate.
-        in_time: whether there is time for another one.
-    """
+def best_of(case: Case, measure: Measure) -> Entry | None:
+    """The fastest candidate for `case`; the rule's where none is faster; None where none runs."""
     found: dict[Config, Times] = {}
 
-    def ratio(candidate: Config) -> float:
-        return found[candidate].candidate / found[candidate].rule
-
-    def try_all(candidates: Iterator[Config]) -> bool:
-        for candidate in candidates:
-            if not in_time():
-                return False
-            result = measure(case, candidate)
-            tried(candidate, result)
-            if isinstance(result, Times):
+    def try_all(configs: Iterable[Config]) -> Config | None:
+        for candidate in configs:
+            if isinstance(result := measure(candidate), Times):
                 found[candidate] = result
-        return True
+        return min(found, key=lambda candidate: found[candidate].ratio, default=None)
 
-    if not try_all(first_candidates(case.kernel)) or not found:
+    if (best := try_all(first_candidates(case.kernel))) is None:
         return None
-    if not try_all(refinements(case.kernel, min(found, key=ratio))):
-        return None
-    best = min(found, key=ratio)
-    again = measure(case, best)
+    best = try_all(refinements(best))
+    assert best is not None
+    again = measure(best)
     times = again if isinstance(again, Times) else found[best]
-    found[best] = times
-    return Entry(best, *times) if ratio(best) < _LEAST_GAIN else Entry(case.rule, times.rule, times.rule)
-
-
-def tune(
-    cases: list[Case],
-    table: Table,
-    measure: Measure,
-    save: Callable[[Table], None],
-    tried: Callable[[Case, Config, Times | str], None],
-    in_time: Callable[[], bool],
-) -> int:
-    """Fills `table` with the cases' classes, saving it after each; returns how many are left when time runs out."""
-    for done, case in enumerate(cases):
-        entry = best_of(case, measure, functools.partial(tried, case), in_time)
-        if not in_time() and entry is None:
-            return len(cases) - done
-        if entry is not None:
-            table.entries[case.shape_class] = entry
-            save(table)
-    return 0
+    return Entry(best, *times) if times.ratio < _LEAST_GAIN else Entry(case.rule, times.rule, times.rule)

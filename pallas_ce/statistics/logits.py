@@ -1,0 +1,103 @@
+"""What the entries of `table` read of logits: a tile while streaming, or whole rows for the definitions."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsTile:
+    """A tile as fields read it, see `row.partial_of_tile`; what several read is made once."""
+
+    logits: jax.Array
+    columns: jax.Array
+    valid: jax.Array | None
+    labels: jax.Array | None
+    logit_weights: jax.Array | None
+
+    @functools.cached_property
+    def z(self) -> jax.Array:
+        """`[n, c]`, -inf where not valid."""
+        return self.logits if self.valid is None else jnp.where(self.valid[None, :], self.logits, -jnp.inf)
+
+    @functools.cached_property
+    def top(self) -> jax.Array:
+        """`[n]`, the tile's own m."""
+        return self.z.max(axis=1)
+
+    @functools.cached_property
+    def distance(self) -> jax.Array:
+        """`z - m`; a row of -inf only is measured from 0, where its exponentials are 0 instead of exp(nan)."""
+        return self.z - jnp.where(jnp.isneginf(self.top), 0.0, self.top)[:, None]
+
+    @functools.cached_property
+    def exp(self) -> jax.Array:
+        """`e^{z-m}`."""
+        return jnp.exp(self.distance)
+
+    def target(self) -> jax.Array:
+        """The targets' logits in the labels' shape, 0 where they lie elsewhere."""
+        assert self.labels is not None
+        if self.labels.ndim > 1:
+            place, inside = places_in_tile(self.labels, self.columns, self.valid)
+            return jnp.where(inside, jnp.take_along_axis(self.logits, place, axis=1, mode="clip"), 0.0)
+        hit = self.columns[None, :] == self.labels[:, None]
+        hit = hit if self.valid is None else hit & self.valid[None, :]
+        return jnp.where(hit, self.logits, 0.0).sum(axis=1)
+
+    def weighted(self) -> jax.Array:
+        """`Σ u z`, to which columns with u = 0 add nothing, even if they are infinite."""
+        assert self.logit_weights is not None
+        counts = self.logit_weights != 0 if self.valid is None else self.valid & (self.logit_weights != 0)
+        return jnp.where(counts[None, :], self.logit_weights[None, :] * self.logits, 0.0).sum(axis=1)
+
+
+def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Where in a tile the targets `labels [n, K]` lie, `[n, K]`, and whether they do, in a column that is valid.
+
+    The places of those that do not mean nothing, but lie in the tile.
+    """
+    last = columns.shape[0] - 1
+    offset = labels - columns[0]
+    place = jnp.clip(offset, 0, last)
+    inside = (offset >= 0) & (offset <= last)
+    return place, inside if valid is None else inside & valid[place]
+
+
+def present(x: jax.Array | None) -> jax.Array:
+    """`x`, which is not None."""
+    assert x is not None
+    return x
+
+
+class Row(NamedTuple):
+    """Whole rows, as definitions read them; `[n, V]` but for `labels [n]` or `[n, K]`, -1 for none, and `u [V]`."""
+
+    z: jax.Array
+    log_p: jax.Array  # 0 where p is 0
+    p: jax.Array  # 0 in rows of -inf only
+    lse: jax.Array  # [n]
+    labels: jax.Array | None
+    u: jax.Array
+
+    def argmax(self) -> jax.Array:
+        """`[n]` int32."""
+        return jnp.argmax(self.z, axis=1).astype(jnp.int32)
+
+    def entropy(self) -> jax.Array:
+        """`[n]`."""
+        return -(self.p * self.log_p).sum(axis=1)
+
+    def target(self) -> jax.Array:
+        """In the labels' shape; 0 where there is none."""
+        labels = present(self.labels)
+        places = jnp.where(labels >= 0, labels, 0).reshape(labels.shape[0], -1)
+        return jnp.where(labels >= 0, jnp.take_along_axis(self.z, places, axis=1).reshape(labels.shape), 0.0)
+
+    def weighted(self) -> jax.Array:
+        """`Σ u z`, `[n]`; selected before it is multiplied, for the sake of derivatives."""
+        u = self.u[None, :]
+        return (jnp.where(u != 0, self.z, 0.0) * u).sum(axis=1)

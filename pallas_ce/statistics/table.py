@@ -1,0 +1,315 @@
+"""The table of row statistics: everything that is known of one stands in its entry.
+
+`PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
+the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
+field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read this. A
+backend with a language of its own translates fields and terms; tests compare its translations with these.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.statistics.logits import LogitsTile, Row, present
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of rows `z [V]` of logits with label `t`, where `p = softmax(z)`.
+
+    Every field has hidden's leading shape, float32 (float64 for float64 inputs; `argmax` int32), or is None where it
+    was not asked for. Rows that a `row_mask` turns off hold 0 everywhere. With labels `[..., K]`, K targets for each
+    row, `target_logit` and `log_prob` have that shape.
+
+    Attributes:
+        lse: `log Σ_v exp z_v`.
+        target_logit: `z_t`; 0 where `t` is not in `[0, V)`.
+        log_prob: `target_logit - lse`; -inf in a row of -inf only.
+        mean_logit: `Σ_v u_v z_v` with the given `logit_weights` u, or `1/V` each.
+        entropy: `-Σ_v p_v log p_v`, in nats.
+        expected_logit: `Σ_v p_v z_v = lse - entropy`.
+        sum_sq_probs: `Σ_v p_v²`.
+        max_logit: `max_v z_v`.
+        argmax: the index of the largest logit, the lowest one where several tie.
+        varentropy: `Σ_v p_v log² p_v - entropy²`, the variance of `log p` under `p`, in nats².
+    """
+
+    lse: jax.Array | None = None
+    target_logit: jax.Array | None = None
+    log_prob: jax.Array | None = None
+    mean_logit: jax.Array | None = None
+    entropy: jax.Array | None = None
+    expected_logit: jax.Array | None = None
+    sum_sq_probs: jax.Array | None = None
+    max_logit: jax.Array | None = None
+    argmax: jax.Array | None = None
+    varentropy: jax.Array | None = None
+
+
+class Partial(NamedTuple):
+    """What is kept of each row while streaming over columns; None where no requested statistic needs it.
+
+    With `m` the maximum over the columns seen so far, sums of exponentials are relative to it, so nothing overflows and
+    a common offset of all logits changes only `max` and `weighted_sum`.
+    """
+
+    max: jax.Array | None = None  # m
+    sum_exp: jax.Array | None = None  # Σ e^{z-m}
+    sum_exp_shifted: jax.Array | None = None  # Σ e^{z-m} (z-m): for the entropy, without the cancellation of Σ e^z z
+    sum_exp_sq: jax.Array | None = None  # Σ e^{2(z-m)}
+    target_logit: jax.Array | None = None  # z_t where a column seen is the target, else 0; [n] or [n, K]
+    weighted_sum: jax.Array | None = None  # Σ u z
+    argmax: jax.Array | None = None  # lowest column where z = m
+    # Σ e^{z-m} (z-μ)² with μ the mean of z under the weights e^{z-m} of the columns seen. Measured from m instead, the
+    # variance of 65536 equal logits and one that is 2 to 5 larger would be off by 1e-4 to 4e-3 of it in float32; so it
+    # is by 1e-6.
+    sum_exp_deviation_sq: jax.Array | None = None
+
+
+class Coefficients(NamedTuple):
+    """Per-row numbers `[n]` of `gradient`'s formula; None for a term that is absent, whose work is not done."""
+
+    prob: jax.Array | None = None  # A
+    prob_log_prob: jax.Array | None = None  # B
+    prob_sq: jax.Array | None = None  # C
+    target: jax.Array | None = None  # D, [n] or [n, K]
+    logit_weights: jax.Array | None = None  # E
+    argmax: jax.Array | None = None  # F
+    prob_deviation_sq: jax.Array | None = None  # G
+    entropy: jax.Array | None = None  # H: where G's term is measured from, no coefficient itself
+
+    @property
+    def need_probabilities(self) -> bool:
+        """Whether `p`, hence the row's lse, appears at all."""
+        return self.prob is not None
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "Coefficients":
+        """`function` of each coefficient; the entropy stays what it is."""
+        return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
+
+
+def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
+    """weight·distance with 0·(-inf) = 0."""
+    return jnp.where(weight > 0, weight * distance, 0.0)
+
+
+# The least normal number of float32.
+_TINY = 2.0**-126
+
+
+def mean_distance(part: Partial) -> jax.Array:
+    """`μ - m`; 0 where there is no weight."""
+    return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """How a field of `Partial` is accumulated.
+
+    Attributes:
+        tile: its value `[n]` for one tile, which may read the fields before it.
+        moved: `(part, f, d)`: measured from `M` instead of m, with `d = m - M` and `f = e^d`; None: it depends on no m.
+        added: of two parts measured from the same m; None: the sum of the two.
+        neutral: its value without columns.
+    """
+
+    tile: Callable[[LogitsTile, Partial], jax.Array]
+    moved: Callable[[Partial, jax.Array, jax.Array], jax.Array] | None = None
+    added: Callable[[Partial, Partial], jax.Array] | None = None
+    neutral: float = 0.0
+
+
+def _lowest_argmax(a: Partial, b: Partial) -> jax.Array:
+    (a_top, a_place), (b_top, b_place) = ((present(x.max), present(x.argmax)) for x in (a, b))
+    lowest = jnp.where(b_top == a_top, jnp.minimum(a_place, b_place), a_place)
+    return jnp.where(b_top > a_top, b_place, lowest)
+
+
+def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:
+    deviation = tile.distance - mean_distance(found)[:, None]
+    return jnp.where(tile.exp > 0, tile.exp * jnp.square(deviation), 0.0).sum(axis=1)
+
+
+def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
+    """Chan, Golub and LeVeque: `Q_a + Q_b + S_a S_b / (S_a + S_b) · (μ_a - μ_b)²`, with S the sums of exponentials."""
+    share = present(a.sum_exp) / jnp.maximum(present(a.sum_exp) + present(b.sum_exp), _TINY)
+    between = share * present(b.sum_exp) * jnp.square(mean_distance(a) - mean_distance(b))
+    return present(a.sum_exp_deviation_sq) + present(b.sum_exp_deviation_sq) + between
+
+
+# By the names of `Partial`, in an order in which `tile` finds what it reads.
+FIELDS: dict[str, Field] = {
+    "max": Field(
+        lambda tile, _: tile.top,
+        added=lambda a, b: jnp.maximum(present(a.max), present(b.max)),
+        neutral=-jnp.inf,
+    ),
+    "sum_exp": Field(lambda tile, _: tile.exp.sum(axis=1), lambda part, f, d: f * present(part.sum_exp)),
+    "sum_exp_shifted": Field(
+        lambda tile, _: jnp.where(tile.exp > 0, tile.exp * tile.distance, 0.0).sum(axis=1),
+        lambda part, f, d: f * present(part.sum_exp_shifted) + _product(f * present(part.sum_exp), d),
+    ),
+    "sum_exp_sq": Field(
+        lambda tile, _: (tile.exp * tile.exp).sum(axis=1), lambda part, f, d: f * f * present(part.sum_exp_sq)
+    ),
+    "target_logit": Field(lambda tile, _: tile.target()),
+    "weighted_sum": Field(lambda tile, _: tile.weighted()),
+    "argmax": Field(
+        lambda tile, _: tile.columns[0] + tile.z.argmax(axis=1).astype(jnp.int32),
+        added=_lowest_argmax,
+    ),
+    "sum_exp_deviation_sq": Field(
+        _deviation_sq_of_tile, lambda part, f, d: f * present(part.sum_exp_deviation_sq), _added_deviation_sq
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A term `p_j · coefficient · factor_j` of dlogits.
+
+    Attributes:
+        factor: `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
+        bound: the largest `|p_j · coefficient · factor_j|` `[n]`.
+    """
+
+    factor: Callable[[jax.Array, jax.Array, Coefficients], jax.Array] | None
+    bound: Callable[[Coefficients], jax.Array]
+
+
+# By the names of `Coefficients`.
+TERMS: dict[str, Term] = {
+    "prob": Term(None, lambda c: abs(present(c.prob))),
+    "prob_log_prob": Term(
+        lambda p, log_p, c: log_p,
+        lambda c: 0.37 * abs(present(c.prob_log_prob)),  # -p log p ≤ 1/e
+    ),
+    "prob_sq": Term(lambda p, log_p, c: p, lambda c: abs(present(c.prob_sq))),
+    # Measured from the mean of log p: written as p·log²p beside the others, what is left of a flat row's terms is ten
+    # times less accurate.
+    "prob_deviation_sq": Term(
+        lambda p, log_p, c: jnp.square(log_p + present(c.entropy)[:, None]),
+        # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e².
+        lambda c: jnp.maximum(0.55, jnp.square(present(c.entropy))) * abs(present(c.prob_deviation_sq)),
+    ),
+}
+
+
+Values = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """A primitive statistic.
+
+    Attributes:
+        fields: of `Partial`, those that it is made of.
+        finalise: its value, from a `Partial` over the whole vocabulary.
+        definition: its value, from whole rows: what the reference backend computes and differentiates.
+        saved: the statistics that the backward needs where it is differentiated.
+        coefficients: `(g, saved)`: what a cotangent g adds to `Coefficients`, by name.
+        of_targets: whether it has one entry for each target of a row.
+    """
+
+    fields: tuple[str, ...]
+    finalise: Callable[[Partial], jax.Array]
+    definition: Callable[[Row], jax.Array]
+    saved: tuple[str, ...] = ()
+    coefficients: Callable[[jax.Array, Values], Values] = lambda g, saved: {}
+    of_targets: bool = False
+
+
+def total(part: Partial) -> jax.Array:
+    """`Σ e^{z-m}`; 1 for a row of -inf only, which so has lse -inf and nothing else but 0."""
+    sum_exp = present(part.sum_exp)
+    return jnp.where(sum_exp > 0, sum_exp, 1.0)
+
+
+# With `S0 = Σ e^{z-m}` and `S1 = Σ e^{z-m}(z-m)`: `lse = m + log S0`; `entropy = lse - Σ p z = log S0 - S1/S0`.
+PRIMITIVES: dict[str, Statistic] = {
+    "lse": Statistic(
+        ("max", "sum_exp"),
+        finalise=lambda part: present(part.max) + jnp.log(total(part)),
+        definition=lambda row: row.lse,
+        saved=("lse",),
+        coefficients=lambda g, saved: {"prob": g},
+    ),
+    "target_logit": Statistic(
+        ("target_logit",),
+        finalise=lambda part: present(part.target_logit),
+        definition=Row.target,
+        coefficients=lambda g, saved: {"target": g},
+        of_targets=True,
+    ),
+    "mean_logit": Statistic(
+        ("weighted_sum",),
+        finalise=lambda part: present(part.weighted_sum),
+        definition=Row.weighted,
+        coefficients=lambda g, saved: {"logit_weights": g},
+    ),
+    "entropy": Statistic(
+        ("max", "sum_exp", "sum_exp_shifted"),
+        finalise=lambda part: jnp.log(total(part)) - present(part.sum_exp_shifted) / total(part),
+        definition=Row.entropy,
+        saved=("lse", "entropy"),
+        coefficients=lambda g, saved: {"prob": -g * saved["entropy"], "prob_log_prob": -g},
+    ),
+    "sum_sq_probs": Statistic(
+        ("max", "sum_exp", "sum_exp_sq"),
+        finalise=lambda part: present(part.sum_exp_sq) / (total(part) * total(part)),
+        definition=lambda row: (row.p * row.p).sum(axis=1),
+        saved=("lse", "sum_sq_probs"),
+        coefficients=lambda g, saved: {"prob": -2 * g * saved["sum_sq_probs"], "prob_sq": 2 * g},
+    ),
+    "max_logit": Statistic(
+        ("max",),
+        finalise=lambda part: present(part.max),
+        definition=lambda row: jnp.take_along_axis(row.z, row.argmax()[:, None], axis=1)[:, 0],
+        saved=("argmax",),
+        coefficients=lambda g, saved: {"argmax": g},
+    ),
+    "argmax": Statistic(
+        ("max", "argmax"),
+        finalise=lambda part: present(part.argmax),
+        definition=Row.argmax,
+    ),
+    # With y = log p + H, which is z less its mean: V = Σ p y², and `dV/dz_j = p_j·(y_j² + 2·y_j - V)`.
+    "varentropy": Statistic(
+        ("max", "sum_exp", "sum_exp_shifted", "sum_exp_deviation_sq"),
+        finalise=lambda part: present(part.sum_exp_deviation_sq) / total(part),
+        definition=lambda row: (row.p * jnp.square(row.log_p + row.entropy()[:, None])).sum(axis=1),
+        saved=("lse", "entropy", "varentropy"),
+        coefficients=lambda g, saved: {
+            "prob": g * (2 * saved["entropy"] - saved["varentropy"]),
+            "prob_log_prob": 2 * g,
+            "prob_deviation_sq": g,
+            "entropy": saved["entropy"],
+        },
+    ),
+}
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x [...]` with axes of 1 behind, so that it broadcasts with `like [..., *K]`."""
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def _log_prob(values: Values) -> jax.Array:
+    lse = spread(values["lse"], values["target_logit"])
+    return jnp.where(jnp.isneginf(lse), lse, values["target_logit"] - lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """A statistic that is a sum or difference of primitive ones; backends never see its name."""
+
+    parts: tuple[str, ...]
+    value: Callable[[Values], jax.Array]
+
+
+DERIVED: dict[str, Derived] = {
+    "log_prob": Derived(("target_logit", "lse"), _log_prob),
+    "expected_logit": Derived(("lse", "entropy"), lambda values: values["lse"] - values["entropy"]),
+}
