@@ -34,7 +34,7 @@ import pallas_ce
 from experiments.bench.machine import describe
 from experiments.bench.used import allocated_peak_bytes, used_bytes
 from experiments.command_line import command, positive, save_figure, write_record
-from torch_bridge.pipeline import HeadInLoss, PipelineFusedLoss
+from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
 REST_OF_STAGE = 2 * 10**9

@@ -16,40 +16,40 @@ from typing import TYPE_CHECKING, Any
 from torch_bridge import memory
 
 if TYPE_CHECKING:
-    from torch_bridge.exchange import to_jax as to_jax
-    from torch_bridge.exchange import to_torch as to_torch
-    from torch_bridge.functions import linear_cross_entropy as linear_cross_entropy
-    from torch_bridge.functions import linear_row_statistics as linear_row_statistics
-    from torch_bridge.huggingface import patch_causal_lm as patch_causal_lm
-    from torch_bridge.huggingface import unpatch_causal_lm as unpatch_causal_lm
-    from torch_bridge.log_probs import linear_log_probs as linear_log_probs
-    from torch_bridge.materialized_logits import cross_entropy as cross_entropy
+    from torch_bridge.api.cross_entropy import cross_entropy as cross_entropy
+    from torch_bridge.api.linear import linear_cross_entropy as linear_cross_entropy
+    from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
+    from torch_bridge.api.log_probs import linear_log_probs as linear_log_probs
+    from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+    from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
+    from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from torch_bridge.dlpack.exchange import to_jax as to_jax
+    from torch_bridge.dlpack.exchange import to_torch as to_torch
+    from torch_bridge.integrations.huggingface import patch_causal_lm as patch_causal_lm
+    from torch_bridge.integrations.huggingface import unpatch_causal_lm as unpatch_causal_lm
+    from torch_bridge.integrations.pipeline import PipelineFusedLoss as PipelineFusedLoss
+    from torch_bridge.integrations.pipeline import put_head_back as put_head_back
+    from torch_bridge.integrations.pipeline import returning as returning
+    from torch_bridge.integrations.pipeline import take_head as take_head
     from torch_bridge.memory import memory_usage as memory_usage
-    from torch_bridge.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-    from torch_bridge.pipeline import PipelineFusedLoss as PipelineFusedLoss
-    from torch_bridge.pipeline import put_head_back as put_head_back
-    from torch_bridge.pipeline import returning as returning
-    from torch_bridge.pipeline import take_head as take_head
-    from torch_bridge.selective import selective_log_softmax as selective_log_softmax
-    from torch_bridge.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 _HOMES = {
-    "LinearCrossEntropyLoss": "modules",
-    "PipelineFusedLoss": "pipeline",
-    "cross_entropy": "materialized_logits",
-    "linear_cross_entropy": "functions",
-    "linear_log_probs": "log_probs",
-    "linear_row_statistics": "functions",
+    "LinearCrossEntropyLoss": "api.modules",
+    "PipelineFusedLoss": "integrations.pipeline",
+    "cross_entropy": "api.cross_entropy",
+    "linear_cross_entropy": "api.linear",
+    "linear_log_probs": "api.log_probs",
+    "linear_row_statistics": "api.linear",
     "memory_usage": "memory",
-    "patch_causal_lm": "huggingface",
-    "put_head_back": "pipeline",
-    "returning": "pipeline",
-    "selective_log_softmax": "selective",
-    "take_head": "pipeline",
-    "to_jax": "exchange",
-    "to_torch": "exchange",
-    "unpatch_causal_lm": "huggingface",
-    "vocab_parallel_cross_entropy": "vocab_parallel",
+    "patch_causal_lm": "integrations.huggingface",
+    "put_head_back": "integrations.pipeline",
+    "returning": "integrations.pipeline",
+    "selective_log_softmax": "api.selective",
+    "take_head": "integrations.pipeline",
+    "to_jax": "dlpack.exchange",
+    "to_torch": "dlpack.exchange",
+    "unpatch_causal_lm": "integrations.huggingface",
+    "vocab_parallel_cross_entropy": "api.vocab_parallel",
 }
 
 __all__ = list(_HOMES)
@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
         raise ModuleNotFoundError(
             f"torch_bridge.{name} needs PyTorch: pip install 'pallas-ce[torch]'", name="torch"
         ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

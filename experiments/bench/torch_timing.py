@@ -82,7 +82,7 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
 
     Returns:
-        `{"n", "v", "h", "results", "left_out"}`: results as `timing.measure` has them, with peak memory
+        `{"n", "v", "h", "results", "left_out"}`: results as `bench.timing.measure` has them, with peak memory
         above the inputs; "left_out" says of every peer that has none why.
     """
     n, v, h = shape

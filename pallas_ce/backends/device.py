@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import config  # JAX has no public way to ask whether kernels are traced for Pallas' interpreter
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -37,6 +38,19 @@ def _device(array: Any) -> AbstractDevice | None:
     place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
     mesh = getattr(place, "mesh", None)
     return None if mesh is None else mesh.abstract_mesh.abstract_device
+
+
+def on_cpu(arrays: Any) -> bool:
+    """Whether all of `arrays`, a pytree, have values that lie on CPUs: what is done with them is done there."""
+    leaves = jax.tree.leaves(arrays)
+    known = all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    return bool(leaves) and known and all(device.platform == "cpu" for x in leaves for device in x.devices())
+
+
+def interpreted() -> bool:
+    """Whether kernels are traced for Pallas' interpreter, which runs those for a GPU on a CPU."""
+    names = ("pallas_tpu_interpret_mode_context_manager", "pallas_interpret_mode_context_manager")
+    return any(getattr(getattr(config, name, None), "value", None) is not None for name in names)
 
 
 @functools.cache

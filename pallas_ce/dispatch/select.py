@@ -77,7 +77,12 @@ def choose(implementation: str | None, refusal: Callable[[str], str | None], arr
         return _default(refused, arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    if implementation != "reference" and (reason := refused(implementation)):
+    with targets.known(arrays) as device:
+        reason = None if implementation == "reference" else refused(implementation)
+        elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
+    if implementation != "reference" and load(implementation).capabilities.cuda_only and elsewhere:
+        reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
+    if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
     return Chosen(implementation, "asked for by name")
 

@@ -124,6 +124,7 @@ def test_two_processes_train_as_one(train: Any, arguments: Any, start: Start, tm
     assert train("--resume", out=tmp_path / "two", mesh="").code == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_processes_stop_after_the_same_step(arguments: Any, start: Start, tmp_path: Path) -> None:
     options = arguments(out=tmp_path, mesh="tensor=2,data=2", steps=100_000)
@@ -183,6 +184,7 @@ def test_a_process_whose_peer_is_lost_says_so(start: Start, arguments: Any, tmp_
     assert third.returncode not in (0, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_that_loses_the_first_one_ends_too(start: Start, arguments: Any, tmp_path: Path) -> None:
     first, second = (start(i, *arguments(out=tmp_path, mesh="data=4", steps=100_000)) for i in range(2))

@@ -96,6 +96,7 @@ def test_other_gpus_are_refused_with_the_alternative(
         compute_capability = capability
         device_kind = "NVIDIA Test"
 
+    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
     monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     reason = BACKEND.refusal(SPEC)

@@ -21,9 +21,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from torch_bridge import calls, put_head_back, returning, take_head
+from torch_bridge import put_head_back, returning, take_head
+from torch_bridge.programs import calls
 
-DEVICE = torch.device(*(sys.argv[1:] or ["cpu"]))
 WIDTH, VOCABULARY, BATCH, TIME, MICROBATCHES = 16, 61, 8, 5, 4
 
 # The stages of each rank. A V has the last stage on the first one's rank, and two neighbours on the other.
@@ -68,17 +68,17 @@ class Stage(PipelineStage):
         return [x for x in operations if dist.get_backend() != "gloo" or x.group_peer != self.group_rank]
 
 
-def make_model(stages: int) -> list[nn.Module]:
+def make_model(stages: int, device: torch.device) -> list[nn.Module]:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
     layers[-1].add_module("lm_head", nn.Linear(WIDTH, VOCABULARY))
-    return [layer.to(DEVICE) for layer in layers]
+    return [layer.to(device) for layer in layers]
 
 
-def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
-    return x.to(DEVICE), target.to(DEVICE)
+    return x.to(device), target.to(device)
 
 
 def loss_of_logits(logits, target):
@@ -86,7 +86,7 @@ def loss_of_logits(logits, target):
 
 
 def want(stages: int, x, target):
-    model = nn.Sequential(*make_model(stages))
+    model = nn.Sequential(*make_model(stages, x.device))
     losses = [
         loss_of_logits(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
     ]
@@ -94,13 +94,13 @@ def want(stages: int, x, target):
     return model, torch.stack(losses).detach()
 
 
-def train(kind, rank: int) -> None:
+def train(kind, rank: int, device: torch.device) -> None:
     of_ranks, asked = SCHEDULES[kind]
     stages, mine = sum(map(len, of_ranks)), of_ranks[rank]
-    modules = make_model(stages)
-    x, target = make_batch()
+    modules = make_model(stages, device)
+    x, target = make_batch(device)
     loss_fn = take_head(modules[-1], "lm_head") if stages - 1 in mine else None
-    built = [Stage(modules[i], i, stages, DEVICE) for i in mine]
+    built = [Stage(modules[i], i, stages, device) for i in mine]
     arguments = {"n_microbatches": MICROBATCHES, "loss_fn": loss_fn or loss_of_logits}
     schedule = kind(built[0] if of_ranks is SINGLE else built, **arguments)
     model, losses = want(stages, x, target)
@@ -124,19 +124,19 @@ def train(kind, rank: int) -> None:
     dist.barrier()
 
 
-def evaluate(rank: int) -> None:
+def evaluate(rank: int, device: torch.device) -> None:
     """Logits without targets; the loss of hidden states within `returning`."""
-    modules = make_model(2)
-    x, target = make_batch()
-    logits = nn.Sequential(*make_model(2))(x)
+    modules = make_model(2, device)
+    x, target = make_batch(device)
+    logits = nn.Sequential(*make_model(2, device))(x)
     loss_fn = take_head(modules[-1], "lm_head")
     modules[rank].eval()
-    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, DEVICE), MICROBATCHES)
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, device), MICROBATCHES)
     out = schedule.eval(*([x] if rank == 0 else []))
     if rank == 1:
         torch.testing.assert_close(out, logits)
     with returning("hidden", modules[rank]):
-        schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, DEVICE), MICROBATCHES, loss_fn=loss_fn)
+        schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, device), MICROBATCHES, loss_fn=loss_fn)
         found: list[torch.Tensor] = []
         schedule.eval(*([x] if rank == 0 else []), **({"target": target, "losses": found} if rank == 1 else {}))
     if rank == 1:
@@ -146,12 +146,13 @@ def evaluate(rank: int) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = int(os.environ["RANK"])
     count_what_is_computed()
     for kind in SCHEDULES:
-        train(kind, rank)
-    evaluate(rank)
+        train(kind, rank, device)
+    evaluate(rank, device)
     dist.destroy_process_group()
     print(f"rank {rank} done")
 

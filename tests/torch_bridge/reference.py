@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_bridge import materialized_kernels
+from torch_bridge.materialized import kernels
 
 
 def logits(arrays: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
@@ -47,6 +47,6 @@ def loss(arrays: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> 
 
 
 def by_xla(logits, spec):
-    """For `materialized_kernels.serving`: what a GPU's kernels do, by XLA."""
+    """For `kernels.serving`: what a GPU's kernels do, by XLA."""
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
-    return materialized_kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None
+    return kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None

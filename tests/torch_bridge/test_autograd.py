@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torch_bridge import calls, linear_cross_entropy, linear_row_statistics, ops
+from torch_bridge import linear_cross_entropy, linear_row_statistics
+from torch_bridge.autograd import operator as ops
+from torch_bridge.programs import calls
 
 MODES = ["in_forward", "recompute"]
 WIDTH, VOCABULARY, TOKENS = 8, 50, 20

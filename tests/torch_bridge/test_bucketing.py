@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_bridge import linear_cross_entropy, linear_row_statistics
-from torch_bridge.bucketing import bucket, pad
+from torch_bridge.programs.bucketing import bucket, pad
 
 
 def test_a_bucket_holds_the_rows_and_from_2048_on_not_twice_as_many():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_bridge import linear_cross_entropy, linear_row_statistics
+from torch_bridge import cross_entropy, linear_cross_entropy, linear_row_statistics, selective_log_softmax
 
 MODES = ["in_forward", "recompute"]
 
@@ -63,6 +63,55 @@ def test_changing_token_counts_are_compiled_once(mode):
                 gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True
             ):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+MATERIALIZED = {
+    "mean": lambda logits, target: cross_entropy(logits, target),
+    "in place": lambda logits, target: cross_entropy(logits, target, inplace_backward=True),
+    "none": lambda logits, target: cross_entropy(logits, target, reduction="none").square().sum(),
+    "options": lambda logits, target: cross_entropy(
+        logits, target, reduction="sum", label_smoothing=0.1, z_loss=0.1, logit_softcap=3.0, vocab_size=30,
+        class_weights=torch.linspace(0, 2, 30), token_weights=torch.ones(len(target)) / 3,
+    ),
+    "normalizer": lambda logits, target: cross_entropy(logits, target, normalizer=target.sum()),
+    "selective": lambda logits, target: selective_log_softmax(logits, target).square().sum(),
+    "selective in place": lambda logits, target: selective_log_softmax(logits, target, inplace_backward=True).sum(),
+    "several": lambda logits, target: selective_log_softmax(logits, torch.stack([target, target // 2], 1)).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", MATERIALIZED)
+def test_losses_of_stored_logits_are_compiled_without_graph_breaks(name, dynamic):
+    def function(hidden, weight, target):
+        return MATERIALIZED[name](torch.tanh(hidden) @ weight.T, target)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (12, 7, 30):  # the second makes the rows dynamic where they are not from the start
+        for got, want in zip(gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
+@pytest.mark.parametrize("name", ["in place", "options", "selective in place"])
+def test_inductor_compiles_losses_of_stored_logits(name):
+    def function(hidden, weight, target):
+        return MATERIALIZED[name](torch.tanh(hidden) @ weight.T, target)
+
+    compiled = torch.compile(function, fullgraph=True)
+    for tokens in (12, 7):
+        for got, want in zip(gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("statistics", ["lse,target_logit,mean_logit", "lse,log_prob"])
+def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inplace):
+    logits, target = torch.randn(12, 40, requires_grad=True), problem()[2][:, None]
+    valid = torch.arange(12) % 4 != 0 if "mean_logit" in statistics else None
+    arguments = (logits, target, valid, None, statistics, 40, None, 1.0, inplace)
+    torch.library.opcheck(torch.ops.pallas_ce.materialized_row_statistics.default, arguments)
 
 
 @pytest.mark.parametrize("mode", MODES)

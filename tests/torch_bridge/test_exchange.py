@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge import programs, to_jax, to_torch
-from torch_bridge.exchange import check_one_device, share, words_to_int32
-from torch_bridge.functions import linear_cross_entropy
+from torch_bridge import to_jax, to_torch
+from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.dlpack.exchange import check_one_device, share, words_to_int32
+from torch_bridge.programs import program as programs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8]
 

@@ -9,7 +9,9 @@ import jax
 import pytest
 import torch
 
-from torch_bridge import exchange, linear_cross_entropy, linear_log_probs, linear_row_statistics, ops
+from torch_bridge import linear_cross_entropy, linear_log_probs, linear_row_statistics
+from torch_bridge.autograd import operator as ops
+from torch_bridge.dlpack import exchange
 
 ROWS, WIDTH, VOCABULARY = 256, 16, 32
 

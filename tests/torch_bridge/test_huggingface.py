@@ -175,7 +175,7 @@ def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_afte
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
-    from torch_bridge import huggingface
+    from torch_bridge.integrations import huggingface
 
     seen = []
 

@@ -12,12 +12,12 @@ from torch_bridge import (
     cross_entropy,
     linear_cross_entropy,
     linear_log_probs,
-    materialized_kernels,
     memory_usage,
     selective_log_softmax,
     to_jax,
     to_torch,
 )
+from torch_bridge.materialized import kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -156,9 +156,7 @@ def test_stored_logits_may_begin_anywhere():
 @pytest.mark.parametrize("inplace", [True, False])
 def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_gradient(inplace, monkeypatch):
     placed = []
-    monkeypatch.setattr(
-        materialized_kernels, "_into", lambda rows, found: placed.append(rows.data_ptr() == found.data_ptr())
-    )
+    monkeypatch.setattr(kernels, "_into", lambda rows, found: placed.append(rows.data_ptr() == found.data_ptr()))
     rows, size = 1100, 8192  # 1024 rows at once, and 76 that are left
     generator = torch.Generator("cuda").manual_seed(0)
     stored = torch.randn(rows, size, device="cuda", generator=generator).bfloat16().requires_grad_()

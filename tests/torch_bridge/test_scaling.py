@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from torch_bridge.scaling import scale_
+from torch_bridge.programs.scaling import scale_
 
 _INTERPRETED = """
 import torch
-from torch_bridge.scale_kernel import scale
+from torch_bridge.programs.scale_kernel import scale
 
 block = 16
 for size in (1, 15, 16, 17, 1000):

@@ -1,9 +1,16 @@
-"""Forward mode and the transforms of `torch.func` are refused by name: some would give zero, others fail obscurely."""
+"""Forward mode, the transforms of `torch.func` and second derivatives are refused by name.
+
+Some would give zero or wrong numbers, others fail obscurely.
+"""
+
+import contextlib
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
+from tests.torch_bridge import reference
 from torch_bridge import (
     cross_entropy,
     linear_cross_entropy,
@@ -12,6 +19,7 @@ from torch_bridge import (
     selective_log_softmax,
     vocab_parallel_cross_entropy,
 )
+from torch_bridge.materialized import chunks, kernels
 
 # PyTorch's own, where forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -75,6 +83,36 @@ def test_a_weight_that_trains_is_refused_inside_a_transform_of_something_else():
     weight = WEIGHT.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=f"linear_weight requires a gradient inside a transform.*{REFUSED}"):
         torch.func.grad(lambda x: x.sum() * linear_cross_entropy(HIDDEN, weight, TARGET))(HIDDEN)
+
+
+TWICE = {
+    "linear_cross_entropy": (linear_cross_entropy, (HIDDEN, WEIGHT, TARGET), ("token_weights", "z_loss", "normalizer")),
+    "cross_entropy": (cross_entropy, (WEIGHT[:4], TARGET[:4]), ("token_weights", "z_loss", "normalizer")),
+    "selective_log_softmax": (selective_log_softmax, (WEIGHT[:4], TARGET[:4]), ()),
+}
+
+
+@pytest.mark.parametrize("serving", [None, reference.by_xla])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_gradient_is_not_differentiated_again_whatever_it_is_of(name, serving):
+    function, (first, *others), options = TWICE[name]
+    values = {"token_weights": torch.rand(len(first)), "z_loss": torch.tensor(0.1), "normalizer": torch.tensor(3.0)}
+    inputs = {"first": first.clone()} | {option: values[option].clone() for option in options}
+
+    def loss(first, **given):
+        return function(first, *others, label_smoothing=0.1, **given).sum() if given else function(first, *others).sum()
+
+    by_kernels = mock.patch.object(kernels, "serving", serving) if serving else contextlib.nullcontext()
+    with by_kernels, mock.patch.object(chunks, "LEAST_ROWS", 4):
+        for of in inputs:
+            tensors = {key: x.detach().requires_grad_() for key, x in inputs.items()}
+            value = loss(**tensors)
+            (gradient,) = torch.autograd.grad(value, tensors[of], create_graph=True)
+            for again in tensors.values():
+                with pytest.raises(NotImplementedError, match=f"a gradient is differentiated again.*{REFUSED}"):
+                    torch.autograd.grad(gradient.square().sum(), again, retain_graph=True)
+            with pytest.raises(NotImplementedError, match=REFUSED):
+                torch.autograd.functional.hessian(lambda x, of=of: loss(**(inputs | {of: x})), inputs[of])
 
 
 def test_what_is_constant_in_a_transform_is_served():

@@ -33,11 +33,11 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
 
 
 def vectors(names: frozenset[str]) -> int:
-    """How many vectors by row the stash's kernel keeps, as `config.choose` counts them.
+    """How many vectors by row a kernel keeps for these statistics, as `config.choose` counts them; no targets' logits.
 
-    Deviations count twice: a piece's mean must be known first, and logits and exponentials are held until then.
+    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
     """
-    return len(names) + ("sum_exp_deviation_sq" in fields_of(names))
+    return len(names) + 2 * ("sum_exp_deviation_sq" in fields_of(names))
 
 
 def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:

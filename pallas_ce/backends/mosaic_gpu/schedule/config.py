@@ -258,10 +258,14 @@ def device_kind() -> str | None:
 
 
 def device_refusal() -> str | None:
-    """Why the GPU lowered for cannot run the kernels; None where it can, and where no GPU is known of."""
-    kind = device_kind()
-    capability = None if kind is None else targets.compute_capability(kind)
-    if kind is None or capability == _COMPUTE_CAPABILITY:
+    """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    if compiled_for is None and targets.interpreted():
+        return None
+    if (kind := device_kind()) is None:
+        return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
+    capability = targets.compute_capability(kind)
+    if capability == _COMPUTE_CAPABILITY:
         return None
     told = kind if capability is None else f"{kind}, of {capability}"
     return f"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is {told}; use 'xla'"

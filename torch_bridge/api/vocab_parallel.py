@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pallas_ce.api import checks as arguments
-from torch_bridge import checks, losses
-from torch_bridge.functions import Reduction, linear_row_statistics
+from pallas_ce import integration
+from torch_bridge.api import checks
+from torch_bridge.api.linear import Reduction, linear_row_statistics
+from torch_bridge.autograd import first_order
+from torch_bridge.materialized import losses
 
 
 def vocab_parallel_cross_entropy(
@@ -85,14 +87,15 @@ def vocab_parallel_cross_entropy(
             f"vocab_start={vocab_start} with {linear_weight.shape[0]} rows of the weight does not lie in "
             f"vocab_size={vocab_size}"
         )
-    checks.reverse_mode({"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias})
-    arguments.check_reduction(reduction, normalizer, "recompute")
-    leading, ignored = input.shape[:-1], arguments.ignored(ignore_index)
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias}
+    first_order.reverse_mode(tensors)
+    integration.check_reduction(reduction, normalizer, "recompute")
+    leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
     checks.labels(target, leading)
     checks.shape("token_weights", token_weights, leading)
-    arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    arguments.scalar("z_loss", z_loss)
-    arguments.normalizer(normalizer)
+    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    integration.check_scalar("z_loss", z_loss)
+    integration.check_normalizer(normalizer)
     target = target.long()  # narrower integers could not be compared with V
     counted = (target >= 0) & (target < vocab_size)
     if ignored is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.functions import linear_cross_entropy
+from torch_bridge.api.linear import linear_cross_entropy
 
 # Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
 # that a configuration may state. Others are compared with their own forward before they are patched.

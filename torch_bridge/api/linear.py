@@ -6,11 +6,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from pallas_ce import Metrics, RowStatistics
-from pallas_ce.api import checks as arguments
-from torch_bridge import checks, exchange
-from torch_bridge.operations import names_in_order
-from torch_bridge.ops import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
+from pallas_ce import Metrics, RowStatistics, integration
+from torch_bridge.api import checks
+from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
+from torch_bridge.dlpack import exchange
+from torch_bridge.programs.functions import names_in_order
 
 Reduction = Literal["mean", "sum", "none"]
 Backward = Literal["auto", "recompute", "in_forward"]
@@ -89,15 +89,17 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.weight.grad.shape
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
-    arguments.check_reduction(reduction, normalizer, backward)
+    integration.check_reduction(reduction, normalizer, backward)
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     target = checks.labels(target, leading)
     checks.shape("token_weights", token_weights, leading)
     checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
-        arguments.scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else arguments.scalar(name, number)
-    normalizer = arguments.normalizer(normalizer)
+        integration.check_scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else integration.check_scalar(
+            name, number
+        )
+    normalizer = integration.check_normalizer(normalizer)
     tensors = {
         "input": checks.by_row(input, leading),
         "linear_weight": linear_weight,
@@ -185,7 +187,7 @@ def linear_row_statistics(
         tensor([1.3863, 1.3863])
         >>> (-row.log_prob - 0.01 * row.entropy).mean().backward()
     """
-    names = arguments.check_statistics(statistics, target)
+    names = integration.check_statistics(statistics, target)
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
@@ -196,7 +198,7 @@ def linear_row_statistics(
     elif row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
     checks.shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
-    arguments.scalar("logit_scale", logit_scale)
+    integration.check_scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = {
         "input": checks.by_row(input, leading),

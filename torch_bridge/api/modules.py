@@ -5,7 +5,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.functions import linear_cross_entropy
+from torch_bridge.api.linear import linear_cross_entropy
 
 
 class LinearCrossEntropyLoss(nn.Module):

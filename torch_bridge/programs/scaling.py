@@ -20,7 +20,7 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
             for tensor in tensors:
                 tensor.mul_(number)
         return
-    from torch_bridge.scale_kernel import scale
+    from torch_bridge.programs.scale_kernel import scale
 
     with torch.cuda.device(factor.device):
         for tensor in tensors:

@@ -11,8 +11,9 @@ import jax
 import torch
 from torch import Tensor
 
-from torch_bridge import calls, graph
-from torch_bridge.programs import Program
+from torch_bridge.autograd import graph
+from torch_bridge.programs import calls
+from torch_bridge.programs.program import Program
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     """What a differentiable call needs beside its tensors.
 
     Attributes:
-        operation: the `torch_bridge.ops.Operation`.
+        operation: the `torch_bridge.autograd.operator.Operation`.
         program: what serves it.
         static: the operator's arguments behind the tensors.
     """

@@ -1,13 +1,12 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from pallas_ce.api import checks as arguments
-from torch_bridge import exchange
+from pallas_ce import integration
+from torch_bridge.dlpack import exchange
 
 _DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -51,6 +50,18 @@ def floating(name: str, tensor: Tensor) -> str:
     return _DTYPES[tensor.dtype]
 
 
+def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
+    """V of materialized logits `[..., V']`."""
+    if logits.ndim < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
+    columns = logits.shape[-1]
+    if vocab_size is None:
+        return columns
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+    return vocab_size
+
+
 def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """The tensor with one axis in place of its leading ones; itself where it has only one, for autograd's sake."""
     return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
@@ -83,7 +94,7 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
 def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tuple[float, Tensor | None]:
     """A number to compile in, and a tensor `[]` or `[N]` in the dtype of the sums: 1 or None stands for the other."""
     if not isinstance(value, Tensor):
-        if not isinstance(number := arguments.temperature(value, tuple(leading)), float):
+        if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
             raise TypeError(f"temperature is a {type(value).__name__}; it must be a number or a torch.Tensor")
         return number, None
     exchange.check_dense("temperature", value)
@@ -103,40 +114,6 @@ def scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Te
     if isinstance(value, Tensor):
         return value.to(_wide(dtype))
     return None if value is None or value == absent else torch.tensor(value, dtype=_wide(dtype))
-
-
-def reverse_mode(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raises NotImplementedError for a tensor that forward mode or a transform of `torch.func` follows.
-
-    Operators would take it for a constant there, or fail with what PyTorch says of them.
-    """
-    # Of transforms Dynamo can trace the level of forward mode alone; in others it refuses the operators.
-    tracing = torch.compiler.is_compiling()
-    in_transform = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
-    if not in_transform and forward_ad._current_level < 0:
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and (what := _LEVEL if tracing else _followed_by(tensor, in_transform)):
-            raise NotImplementedError(
-                f"{name} {what}; torch_bridge has first derivatives in reverse mode only, by backward() or "
-                "torch.autograd.grad: for others compute the loss of stored logits in plain PyTorch"
-            )
-
-
-_LEVEL = "is compiled inside forward-mode differentiation"
-
-
-def _followed_by(tensor: Tensor, in_transform: bool) -> str | None:
-    """What would be lost of the tensor, in words."""
-    if in_transform:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return "is inside a transform of torch.func (grad, jvp, vmap, ...)"
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return "requires a gradient inside a transform of torch.func (grad, jvp, vmap, ...)"
-    in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-    if in_forward_mode and forward_ad.unpack_dual(tensor).tangent is not None:
-        return "has a tangent of forward-mode differentiation"
-    return None
 
 
 def _wide(dtype: str) -> torch.dtype:

@@ -9,17 +9,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.utils.dlpack
 from jaxlib import _jax  # what JAX's own DLPack functions call
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from torch_bridge import streams
+from torch_bridge.dlpack import streams
 
 # XLA's CPU code assumes it; JAX copies without saying so where it does not hold. On a GPU the kernels ask for it.
 _CPU_ALIGNMENT = 64
 CUDA_ALIGNMENT = 256
+
+TO_TORCH = {
+    np.dtype(jnp.bfloat16): torch.bfloat16,
+    np.dtype(np.float16): torch.float16,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.int8): torch.int8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.bool): torch.bool,
+}
+TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
 
 _WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
 

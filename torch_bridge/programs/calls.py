@@ -7,8 +7,9 @@ import jax
 import torch
 from torch import Tensor
 
-from torch_bridge import bucketing, exchange, scaling, streams
-from torch_bridge.programs import Program, Shape
+from torch_bridge.dlpack import exchange, streams
+from torch_bridge.programs import bucketing, scaling
+from torch_bridge.programs.program import Program, Shape
 
 
 def forward(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:

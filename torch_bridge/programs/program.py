@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from torch_bridge.exchange import words_to_int32
+from torch_bridge.dlpack.exchange import words_to_int32
 
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
     @property
     def in_words(self) -> bool:
-        """Whether it is passed as 32-bit words (see `torch_bridge.exchange.share`)."""
+        """Whether it is passed as 32-bit words (see `torch_bridge.dlpack.exchange.share`)."""
         return self.dtype == np.int64
 
     def struct(self, rows: int) -> jax.ShapeDtypeStruct:

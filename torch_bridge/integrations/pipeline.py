@@ -48,7 +48,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from torch_bridge.modules import LinearCrossEntropyLoss
+from torch_bridge.api.modules import LinearCrossEntropyLoss
 
 Returns = Literal["hidden", "logits"]
 

@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_ce
-from pallas_ce.api import linear_cross_entropy as head_cross_entropy
-from pallas_ce.api import log_probs, row_statistics
-from pallas_ce.head import NeedsGrad
-from pallas_ce.modes.differentiation import Known
-from torch_bridge.programs import Arrays, Function, Outputs
+from pallas_ce.integration import Known, NeedsGrad, cross_entropy_steps, log_probs_steps, row_statistics_steps
+from torch_bridge.programs.program import Arrays, Function, Outputs
 
 # Rows for which "auto" chooses a backward mode. What a forward keeps must not depend on how many rows come: what
 # PyTorch has compiled for changing shapes would not fit.
@@ -62,8 +59,8 @@ class LogProbsOptions(NamedTuple):
     fixed_temperature: float
 
 
-def _read_loss(options: LossOptions, arrays: Arrays) -> head_cross_entropy.Problem:
-    return head_cross_entropy.read(
+def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Problem:
+    return cross_entropy_steps.read(
         arrays["input"],
         arrays["linear_weight"],
         arrays["target"],
@@ -81,17 +78,17 @@ def _read_loss(options: LossOptions, arrays: Arrays) -> head_cross_entropy.Probl
     )
 
 
-def _keep_loss(problem: head_cross_entropy.Problem, names: frozenset[str]) -> Known | None:
-    return head_cross_entropy.keep(problem.static, problem.arrays, problem.labels, problem.options, _wanted(names))
+def _keep_loss(problem: cross_entropy_steps.Problem, names: frozenset[str]) -> Known | None:
+    return cross_entropy_steps.keep(problem.static, problem.arrays, problem.labels, problem.options, _wanted(names))
 
 
-def _compute_loss(problem: head_cross_entropy.Problem, known: Any) -> Outputs:
+def _compute_loss(problem: cross_entropy_steps.Problem, known: Any) -> Outputs:
     """The loss; the five metrics where they are asked for."""
-    loss, metrics = head_cross_entropy.compute(*problem, known)
+    loss, metrics = cross_entropy_steps.compute(*problem, known)
     return (loss,), tuple(metrics or ())
 
 
-def _scaled_loss(problem: head_cross_entropy.Problem, known: Known | None) -> Arrays:
+def _scaled_loss(problem: cross_entropy_steps.Problem, known: Known | None) -> Arrays:
     """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one."""
     if known is None or problem.arrays.logit_scale is not None:
         return {}
@@ -99,8 +96,8 @@ def _scaled_loss(problem: head_cross_entropy.Problem, known: Known | None) -> Ar
     return {name: x for name, x in sums.items() if x is not None}
 
 
-def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics.Problem:
-    return row_statistics.read(
+def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Problem:
+    return row_statistics_steps.read(
         arrays["input"],
         arrays["linear_weight"],
         arrays.get("target"),
@@ -112,19 +109,19 @@ def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statisti
     )
 
 
-def _keep_statistics(problem: row_statistics.Problem, names: frozenset[str]) -> Known | None:
-    return row_statistics.keep(problem.static, problem.arrays, problem.labels, problem.row_mask, _wanted(names))
+def _keep_statistics(problem: row_statistics_steps.Problem, names: frozenset[str]) -> Known | None:
+    return row_statistics_steps.keep(problem.static, problem.arrays, problem.labels, problem.row_mask, _wanted(names))
 
 
-def _compute_statistics(problem: row_statistics.Problem, known: Any) -> Outputs:
-    found = row_statistics.compute(*problem, known)
+def _compute_statistics(problem: row_statistics_steps.Problem, known: Any) -> Outputs:
+    found = row_statistics_steps.compute(*problem, known)
     values = [getattr(found, name) for name in problem.static[2]]
     floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
     return floating, tuple(values[len(floating) :])
 
 
-def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs.Problem:
-    return log_probs.read(
+def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Problem:
+    return log_probs_steps.read(
         arrays["input"],
         arrays["linear_weight"],
         arrays["target"],
@@ -137,12 +134,12 @@ def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs.Probl
     )
 
 
-def _keep_log_probs(problem: log_probs.Problem, names: frozenset[str]) -> Known | None:
-    return log_probs.keep(*problem, _wanted(names))
+def _keep_log_probs(problem: log_probs_steps.Problem, names: frozenset[str]) -> Known | None:
+    return log_probs_steps.keep(*problem, _wanted(names))
 
 
-def _compute_log_probs(problem: log_probs.Problem, known: Any) -> Outputs:
-    *differentiable, hit = log_probs.compute(*problem, known)
+def _compute_log_probs(problem: log_probs_steps.Problem, known: Any) -> Outputs:
+    *differentiable, hit = log_probs_steps.compute(*problem, known)
     return tuple(x for x in differentiable if x is not None), () if hit is None else (hit,)
 
 

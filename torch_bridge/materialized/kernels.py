@@ -8,11 +8,16 @@ import jax
 from torch import Tensor
 
 import pallas_ce
-from pallas_ce.backends import device as targets
-from pallas_ce.head import LogitsSpec
-from pallas_ce.modes import materialized as given
-from pallas_ce.modes import materialized_blocks as materialized_blocks
-from torch_bridge import chunks, exchange, streams
+from pallas_ce.integration import (
+    LogitsSpec,
+    MaterializedSettings,
+    local_cuda,
+    materialized_refusal,
+    materialized_row_gradient,
+    materialized_row_statistics,
+)
+from torch_bridge.dlpack import exchange, streams
+from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
 
@@ -101,7 +106,7 @@ class Kernels(NamedTuple):
 
 def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
     """The kernels for rows of such logits where they are, on a GPU that JAX has too; None where there are none."""
-    if not logits.is_cuda or targets.local_cuda() is None or materialized_blocks.refusal("mosaic_gpu", spec):
+    if not logits.is_cuda or local_cuda() is None or materialized_refusal("mosaic_gpu", spec):
         return None
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
     return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
@@ -113,26 +118,26 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
     replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        chosen = given.Given(kernels.spec, implementation=kernels.implementation)
+        chosen = MaterializedSettings(kernels.spec, implementation=kernels.implementation)
         return function(chosen, what, dict(zip(inputs, arrays, strict=True)))
 
     return jax.jit(named, donate_argnums=0 if replaces else (), keep_unused=True)
 
 
-def _statistics(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
-    found = given.row_statistics(chosen, frozenset(names), arrays["rows"], arrays.get("u"), arrays["ids"], None)
+def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+    found = materialized_row_statistics(chosen, frozenset(names), arrays["rows"], arrays.get("u"), arrays["ids"], None)
     return tuple(found[name] for name in names)
 
 
-def _gradient(chosen: given.Given, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
     cotangents = {name: arrays[name] for name in names}
     rows, u, ids, valid, lse = (arrays.get(name) for name in ("rows", "u", "ids", "valid", "kept lse"))
     assert rows is not None
     assert lse is not None
-    return (given.row_gradient(chosen, rows, u, ids, valid, {"lse": lse}, cotangents),)
+    return (materialized_row_gradient(chosen, rows, u, ids, valid, {"lse": lse}, cotangents),)
 
 
-def _loss(chosen: given.Given, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
     spec, target = chosen.spec, arrays["target"]
     if target.size != arrays["rows"].shape[0]:
         target = exchange.words_to_int32(target)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge import checks
-from torch_bridge.programs import Layout, Signature
+from torch_bridge.autograd import first_order
+from torch_bridge.programs.program import Layout, Signature
 
 # The weight is the second tensor of every operation.
 _WEIGHT = 1
@@ -27,7 +27,7 @@ def asked(
     """Names of the inputs whose gradients this backward pass uses; `needed` is of the signature's inputs."""
     if all(x is None for x in cotangents):
         return ()
-    checks.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
+    first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
     return tuple(
         [
             name

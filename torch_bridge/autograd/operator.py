@@ -9,25 +9,15 @@ import typing
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bridge import bucketing, calls, checks, eager, graph, operations, programs
-from torch_bridge.programs import Function, Program, Shape, Signature
-
-_TO_TORCH = {
-    np.dtype(jnp.bfloat16): torch.bfloat16,
-    np.dtype(np.float16): torch.float16,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.int8): torch.int8,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.bool): torch.bool,
-}
-_TO_JAX = {ours: theirs for theirs, ours in _TO_TORCH.items()}
+from torch_bridge.autograd import eager, first_order, graph
+from torch_bridge.dlpack import exchange
+from torch_bridge.programs import bucketing, calls
+from torch_bridge.programs import functions as operations
+from torch_bridge.programs import program as programs
+from torch_bridge.programs.program import Function, Program, Shape, Signature
 
 # Of packed batches every token count is another way to call a program that is there already.
 _CALLS_KNOWN = 4096
@@ -67,7 +57,7 @@ class Operation:
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
         """The function's outputs; what PyTorch will differentiate is read off the tensors."""
-        checks.reverse_mode(tensors)
+        first_order.reverse_mode(tensors)
         differentiated = 0
         if torch.is_grad_enabled():
             for bit, name in enumerate(self.differentiable):
@@ -118,6 +108,7 @@ class Operation:
             schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",
         )
         backward.register_fake(self._backward_shapes)
+        backward.register_autograd(first_order.refuse)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
         """What a call is compiled for; both are the operator's arguments."""
@@ -129,7 +120,7 @@ class Operation:
                 if tensor.ndim:
                     sizes = (None if name in self.by_row else int(tensor.shape[0]), *sizes)
                 sizes = sizes[::-1] if axis and name == "linear_weight" else sizes
-                shapes.append((name, Shape(sizes, _TO_JAX[tensor.dtype], self.by_row.get(name, 0))))
+                shapes.append((name, Shape(sizes, exchange.TO_JAX[tensor.dtype], self.by_row.get(name, 0))))
         return Signature(self.function, self.options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
 
     def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
@@ -164,7 +155,7 @@ class Operation:
         hidden, layout = arguments[0], programs.layout(self.signature(*self._split(arguments)))
         return [
             hidden.new_empty(
-                [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=_TO_TORCH[shape.dtype]
+                [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=exchange.TO_TORCH[shape.dtype]
             )
             for shape in layout.outputs + layout.kept
         ]

@@ -4,10 +4,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from pallas_ce import LogProbs
-from pallas_ce.api import checks as arguments
-from torch_bridge import checks, exchange
-from torch_bridge.ops import LINEAR_LOG_PROBS
+from pallas_ce import LogProbs, integration
+from torch_bridge.api import checks
+from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
+from torch_bridge.dlpack import exchange
 
 
 def linear_log_probs(
@@ -80,7 +80,7 @@ def linear_log_probs(
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     labels = checks.labels(target, leading, several=True)
-    arguments.scalar("logit_scale", logit_scale)
+    integration.check_scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = {
         "input": checks.by_row(input, leading),
@@ -96,7 +96,7 @@ def linear_log_probs(
         "return_entropy": return_entropy,
         "return_sum_sq_probs": return_sum_sq_probs,
         "return_hit": return_hit,
-        "ignore_index": arguments.ignored(ignore_index),
+        "ignore_index": integration.read_ignore_index(ignore_index),
         "logit_softcap": logit_softcap,
         "vocab_size": vocab_size,
         "implementation": implementation,

@@ -1,0 +1,1 @@
+"""The public functions on tensors, and the module: they check the arguments and call what computes."""

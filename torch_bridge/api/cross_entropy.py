@@ -1,0 +1,131 @@
+"""`cross_entropy` of logits that are there already, with every option of `pallas_ce.cross_entropy`.
+
+Where the kernels serve all rows at once, one program makes the loss and its gradients. Otherwise the loss is written in
+PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pallas_ce import integration
+from torch_bridge.api import checks
+from torch_bridge.autograd import eager, first_order
+from torch_bridge.dlpack import exchange
+from torch_bridge.materialized import kernels, losses, one_program, rows
+from torch_bridge.materialized.chunks import check_inplace, wide
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = -100,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    normalizer: float | Tensor | None = None,
+    vocab_size: int | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors of any device.
+
+    `torch.nn.functional.cross_entropy(logits.float(), target, …)` without a float32 copy of narrower logits, and with
+    z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a few numbers a row, on a
+    Hopper GPU where V' is a multiple of 16; elsewhere a chunk of rows in float32, too.
+
+    Args:
+        logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
+        target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
+        label_smoothing: in [0, 1]; differentiable, as a tensor.
+        z_loss: factor β of `β·lse²`; likewise.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
+        ignore_index: tokens with this target have loss 0 and gradient 0.
+        class_weights: `[V]`, PyTorch's `weight`; a constant.
+        token_weights: `[...]`, differentiable.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
+        vocab_size: V; columns from there on are padding. Default V'.
+        inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
+            needed after this function, by anything: the values there are lost. What `torch.compile` compiles plans
+            its memory itself, and leaves them.
+
+    Returns:
+        Tensor: float32 (float64 for float64), `[]` or `[...]`; 0.0 when no token counts; differentiable once.
+
+    Raises:
+        ValueError: shapes or values that do not fit, `inplace_backward` on a leaf.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import cross_entropy
+        >>> logits = torch.zeros(2, 3, 4, requires_grad=True)
+        >>> target = torch.tensor([[0, 1, 2], [3, -100, -100]])
+        >>> loss = cross_entropy(logits, target)
+        >>> loss.backward()
+        >>> print(f"{loss.item():.4f}", logits.grad[1, 0])
+        1.3863 tensor([ 0.0625,  0.0625,  0.0625, -0.1875])
+
+    References:
+        See `pallas_ce.cross_entropy`.
+    """
+    integration.check_reduction(reduction, normalizer, "auto")
+    ignore_index = integration.read_ignore_index(ignore_index)
+    dtype = checks.floating("logits", logits)
+    size = checks.vocabulary(logits, vocab_size)
+    leading = logits.shape[:-1]
+    ids = checks.labels(target, leading)
+    checks.shape("token_weights", token_weights, leading)
+    checks.shape("class_weights", class_weights, (size,))
+    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    integration.check_scalar("z_loss", z_loss)
+    normalizer = integration.check_normalizer(normalizer)
+    check_inplace(logits, inplace_backward)
+    given = {
+        "target": ids,
+        "class_weights": class_weights,
+        "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
+        "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
+        "z_loss": checks.scalar(z_loss, 0.0, dtype),
+        "normalizer": checks.scalar(normalizer, None, dtype),
+    }
+    tensors = {name: x for name, x in given.items() if x is not None}
+    exchange.check_one_device(logits=logits, **tensors)
+    first_order.reverse_mode({"logits": logits, **tensors})
+    # Gradients in float16 may underflow before the upstream scalar is known.
+    if reduction != "none" and logits.dtype != torch.float16 and eager.serves((logits, *tensors.values())):
+        serving = kernels.serving(logits, rows.spec(logits, size, logit_softcap))
+        if serving and serving.serve_at_once(logits):
+            return one_program.cross_entropy(serving, reduction, ignore_index, logits, tensors, inplace_backward)
+    ids = ids.long()
+    valid = (ids >= 0) & (ids < size)
+    if ignore_index is not None:
+        valid &= ids != ignore_index
+    ids = ids.where(valid, 0)
+    classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
+    smoothing, z_factor, weights, divisor = (
+        first_order.differentiable_once(given[name])
+        for name in ("label_smoothing", "z_loss", "token_weights", "normalizer")
+    )
+    names = "lse,target_logit" if smoothing is None else "lse,target_logit,mean_logit"
+    mean_weights = None if classes is None or smoothing is None else classes / size
+    options = rows.Options(names, size, logit_softcap, inplace=inplace_backward)
+    found = rows.row_statistics(logits, ids[:, None], valid, mean_weights, options)
+    return losses.cross_entropy(
+        found["lse"],
+        found["target_logit"][:, 0],
+        found.get("mean_logit"),
+        valid,
+        label_smoothing=0.0 if smoothing is None else smoothing,
+        z_loss=0.0 if z_factor is None else z_factor,
+        token_weights=weights,
+        reduction=reduction,
+        normalizer=divisor,
+        class_weights=None if classes is None or not size else (classes[ids], classes.mean()),
+    ).reshape(leading if reduction == "none" else ())

@@ -1,0 +1,96 @@
+"""What the functions refuse to differentiate: forward mode, transforms of `torch.func`, and gradients of gradients.
+
+Each of these would give zeros, wrong numbers, or an error of PyTorch's that names no cause.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_ONLY = (
+    "torch_bridge has first derivatives in reverse mode only, by backward() or torch.autograd.grad: for others compute "
+    "the loss of stored logits in plain PyTorch"
+)
+
+
+def reverse_mode(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises NotImplementedError for a tensor that forward mode or a transform of `torch.func` follows.
+
+    Operators would take it for a constant there, or fail with what PyTorch says of them.
+    """
+    # Of transforms Dynamo can trace the level of forward mode alone; in others it refuses the operators.
+    tracing = torch.compiler.is_compiling()
+    in_transform = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
+    if not in_transform and forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and (what := _LEVEL if tracing else _followed_by(tensor, in_transform)):
+            raise NotImplementedError(f"{name} {what}; {_ONLY}")
+
+
+_LEVEL = "is compiled inside forward-mode differentiation"
+
+
+def _followed_by(tensor: Tensor, in_transform: bool) -> str | None:
+    """What would be lost of the tensor, in words."""
+    if in_transform:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "is inside a transform of torch.func (grad, jvp, vmap, ...)"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return "requires a gradient inside a transform of torch.func (grad, jvp, vmap, ...)"
+    in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    if in_forward_mode and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "has a tangent of forward-mode differentiation"
+    return None
+
+
+def refuse(*_: Any) -> NoReturn:
+    """The derivative of every gradient."""
+    raise NotImplementedError(f"a gradient is differentiated again; {_ONLY}")
+
+
+def final(gradients: Sequence[Tensor], of: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The gradients that a backward returns; where PyTorch makes a graph of it, differentiating them raises an error.
+
+    Args:
+        gradients: computed without a graph, which alone PyTorch would take for constants.
+        of: all that they depend on.
+    """
+    depends = [x for x in of if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
+    function: Any = _Final
+    return function.apply(len(depends), *depends, *gradients) if depends else gradients
+
+
+class _Final(torch.autograd.Function):
+    """`(n, *n tensors, *gradients) -> gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([gradient.detach() for gradient in tensors[count:]])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        refuse()
+
+
+def differentiable_once(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as an input of differentiable PyTorch operators whose result is differentiable once."""
+    # What is compiled cannot be differentiated twice in any case.
+    if tensor is None or torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    function: Any = _Once
+    return function.apply(tensor)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return final(gradients, (*gradients, *ctx.saved_tensors))[0]

@@ -1,0 +1,1 @@
+"""Tensors and arrays that share memory, and the order of the two frameworks' work on it."""

@@ -1,0 +1,267 @@
+"""Statistics of rows of materialized logits, and their gradient: `pallas_ce::materialized_row_statistics`.
+
+Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk on a Hopper GPU; elsewhere, and for a few
+rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
+p = softmax(z), and cotangents g by statistic, the gradient is, rounded once,
+
+    dz_v = p_v·(g_lse - Σ_k g_log_prob[k]) + Σ_k [v = i_k]·(g_target_logit[k] + g_log_prob[k]) + u_v·g_mean_logit.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+from pallas_ce.integration import LogitsSpec, read_logits_spec
+from torch_bridge.autograd import eager, first_order
+from torch_bridge.dlpack.exchange import TO_JAX
+from torch_bridge.materialized import kernels
+from torch_bridge.materialized.chunks import gradient_chunks, way, wide
+from torch_bridge.materialized.kernels import Kernels
+
+
+class Options(NamedTuple):
+    """Static options; the operator's arguments behind the tensors.
+
+    Attributes:
+        statistics: names joined by commas, "lse" first: `target_logit`, `log_prob`, `mean_logit`.
+        vocab_size: V; columns from there on are padding.
+        softcap: c of `c·tanh(x/c)`, or None.
+        temperature: what divides the logits.
+        inplace: write the gradient over the logits' memory, where autograd alone follows the call.
+    """
+
+    statistics: str
+    vocab_size: int
+    softcap: float | None = None
+    temperature: float = 1.0
+    inplace: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of the statistics."""
+        return self.statistics.split(",")
+
+
+_SCHEMA = "str statistics, SymInt vocab_size, float? softcap, float temperature, bool inplace"
+
+
+def row_statistics(
+    logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, options: Options
+) -> dict[str, Tensor]:
+    """Statistics by name, in the dtype of sums; differentiable in the logits, once.
+
+    A row of -inf throughout has an `lse` and `log_prob` of -inf, and gradient 0.
+
+    Args:
+        logits: `[..., V']`, N rows.
+        index: `[N, K]` int64 in `[0, V)`: whose `target_logit` and `log_prob`, which are `[N, K]`.
+        valid: `[N]` bool; the statistics and gradients of other rows are 0, whatever these hold. None: all are.
+        mean_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; None: 1/V each.
+        options: static ones.
+    """
+    first_order.reverse_mode({"logits": logits, "index": index})
+    arguments = (logits, index, valid, mean_weights, *options)
+    if not eager.serves((logits, index, valid, mean_weights)):
+        found = torch.ops.pallas_ce.materialized_row_statistics(*arguments)
+    elif torch.is_grad_enabled() and logits.requires_grad:
+        function: Any = _RowStatistics
+        found = function.apply(*arguments)
+    else:
+        found = _forward(*arguments)
+    return dict(zip(options.names, found, strict=False))
+
+
+def _forward(
+    logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, *static: Any
+) -> list[Tensor]:
+    """The statistics, and behind them which rows have no gradient."""
+    options, logits = Options(*static), logits.detach()
+    served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
+    found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
+    for part, rows in way(served)(logits):
+        if served and served.serve(rows):
+            if "log_prob" in found:
+                rows.gather(1, index[part])  # for its complaint about entries that there are not
+            values = served.statistics(tuple(found), rows, index[part, 0].int(), columns)
+        else:
+            values = _statistics(rows, index[part], mean_weights, options)
+        for kept, value in zip(found.values(), values, strict=True):
+            kept[part] = value.view(kept[part].shape)
+    without_gradient = found["lse"].isneginf()
+    if "log_prob" in found:
+        found["log_prob"].masked_fill_(without_gradient[:, None], -torch.inf)
+    if valid is not None:
+        without_gradient |= ~valid
+        for x in found.values():
+            x.masked_fill_(~valid.view(-1, *[1] * (x.ndim - 1)), 0.0)
+    return [*found.values(), without_gradient]
+
+
+def _backward(
+    logits: Tensor,
+    index: Tensor,
+    mean_weights: Tensor | None,
+    lse: Tensor,
+    without_gradient: Tensor,
+    cotangents: Sequence[Tensor | None],
+    *static: Any,
+) -> Tensor:
+    """The logits' gradient, in memory of its own or in theirs."""
+    options, logits = Options(*static), logits.detach()
+    served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
+    given = {name: x for name, x in zip(options.names, cotangents, strict=True) if x is not None}
+    gradient, filled = gradient_chunks(logits, options.inplace, way(served))
+    for part, rows, of_rows in filled:
+        by_name = {name: x[part] for name, x in given.items()}
+        if served and served.serve(rows):
+            if not options.inplace:
+                of_rows.copy_(rows)
+            by_name = {name: x.view(-1) for name, x in by_name.items()}
+            with_gradient = ~without_gradient[part]
+            served.replace_by_gradient(of_rows, index[part, 0].int(), lse[part], by_name, columns, with_gradient)
+            continue
+        found = _gradient(rows, index[part], mean_weights, by_name, options)
+        of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)
+        of_rows[:, options.vocab_size :] = 0.0
+    return gradient
+
+
+def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> list[Tensor]:
+    """Those of a chunk, by PyTorch."""
+    dtype, z = wide(rows.dtype), _logits(rows, options)
+    found: dict[str, Tensor] = {}
+    if "log_prob" in options.names:
+        # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
+        log_p = torch.log_softmax(z, 1, dtype=dtype)
+        largest = rows[:, : options.vocab_size].amax(1).to(dtype) / options.temperature
+        found["log_prob"] = log_p.gather(1, index)
+        found["lse"] = torch.where(largest.isneginf(), largest, largest - log_p.amax(1))
+    else:
+        z = z.to(dtype)
+        found["lse"] = z.logsumexp(1)
+        found["target_logit"] = z.gather(1, index)
+    if "mean_logit" in options.names:
+        u = mean_weights
+        found["mean_logit"] = z.mean(1) if u is None else torch.where(u == 0, 0.0, z).mv(u)
+    return [found[name] for name in options.names]
+
+
+def _gradient(
+    rows: Tensor, index: Tensor, mean_weights: Tensor | None, cotangents: dict[str, Tensor], options: Options
+) -> Tensor:
+    """That of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
+    dtype, z = wide(rows.dtype), _logits(rows, options)
+    cotangents = {name: x / options.temperature for name, x in cotangents.items()}
+    zeros = torch.zeros(index.shape, dtype=dtype, device=index.device)
+    for_log_prob = cotangents.get("log_prob", zeros)
+    for_lse = cotangents.get("lse", zeros.new_zeros(index.shape[0])) - for_log_prob.sum(1)
+    found = torch.softmax(z, 1, dtype=dtype).mul_(for_lse[:, None])
+    found.scatter_add_(1, index, cotangents.get("target_logit", zeros) + for_log_prob)
+    if (for_mean := cotangents.get("mean_logit")) is not None:
+        found.add_(for_mean[:, None] * (1.0 / options.vocab_size if mean_weights is None else mean_weights))
+    if options.softcap is not None:
+        found.mul_(1 - (z / options.softcap) ** 2)
+    return found
+
+
+def _logits(rows: Tensor, options: Options) -> Tensor:
+    """The rows' logits without padding; themselves where nothing is to be done, else in the dtype of sums.
+
+    A temperature divides their distances from the maxima, so that nothing large is rounded.
+    """
+    rows, dtype = rows[:, : options.vocab_size], wide(rows.dtype)
+    if options.temperature != 1.0:
+        largest = rows.amax(1, keepdim=True).to(dtype)
+        rows = (rows.to(dtype) - largest).div_(options.temperature)
+    return rows if options.softcap is None else (rows.to(dtype) / options.softcap).tanh_().mul_(options.softcap)
+
+
+def _kernels(logits: Tensor, index: Tensor, options: Options) -> Kernels | None:
+    served = spec(logits, options.vocab_size, options.softcap)
+    return kernels.serving(logits, served) if index.shape[1] == 1 and options.temperature == 1.0 else None
+
+
+def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> LogitsSpec:
+    """Static facts of the logits, checked."""
+    return read_logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
+
+
+def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
+    """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
+    if "mean_logit" not in options.names:
+        return None
+    padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
+    padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
+    return padded
+
+
+def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[str, Tensor]:
+    shapes = {name: index.shape if name in ("target_logit", "log_prob") else index.shape[:1] for name in options.names}
+    return {name: logits.new_empty(shape, dtype=wide(logits.dtype)) for name, shape in shapes.items()}
+
+
+def _forward_shapes(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:
+    statistics = _empty_statistics(logits, index, Options(*static))
+    return [*statistics.values(), logits.new_empty(index.shape[:1], dtype=torch.bool)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    logits, index, _, mean_weights, *ctx.static = inputs
+    ctx.save_for_backward(logits, index, mean_weights, output[0], output[-1])
+    ctx.mark_non_differentiable(output[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """By the operator, which does not overwrite the logits: a graph that is compiled plans all memory itself."""
+    gradient, given = None, list(cotangents[:-1])
+    if any(x is not None for x in given):
+        operator = torch.ops.pallas_ce.materialized_row_statistics_backward
+        gradient = operator(*ctx.saved_tensors, given, *ctx.static)
+    return gradient, *[None] * (3 + len(Options._fields))
+
+
+class _RowStatistics(torch.autograd.Function):
+    """`(logits, index, valid, mean_weights, *options) -> (*statistics, rows without gradient)`, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        found = _forward(*inputs)
+        _save(ctx, inputs, found)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = list(cotangents[:-1])
+        if not any(x is not None for x in given):
+            return (None,) * (4 + len(Options._fields))
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = _backward(*saved, given, *ctx.static)
+        return first_order.final([gradient], (*given, saved[0]))[0], *[None] * (3 + len(Options._fields))
+
+
+def _backward_in_own_memory(*arguments: Any) -> Tensor:
+    return _backward(*arguments[:-1], False)
+
+
+_forward_operator = torch.library.custom_op(
+    "pallas_ce::materialized_row_statistics",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_SCHEMA}) -> Tensor[]",
+)
+_forward_operator.register_fake(_forward_shapes)
+_forward_operator.register_autograd(_differentiate, setup_context=_save)
+_backward_operator = torch.library.custom_op(
+    "pallas_ce::materialized_row_statistics_backward",
+    _backward_in_own_memory,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor lse, Tensor without_gradient, "
+    f"Tensor?[] cotangents, {_SCHEMA}) -> Tensor",
+)
+_backward_operator.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
+_backward_operator.register_autograd(first_order.refuse)
