@@ -7,6 +7,7 @@ NEWEST := .venv-newest
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 WITHOUT_TORCH := pallas_ce flax_modules tests --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
 PY = $(VENV)/bin/python
+ON_NEWEST = $(NEWEST)/bin/python -m pytest -n $(WORKERS) --hypothesis-profile=quick
 export PYTHON
 
 # Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
@@ -16,7 +17,7 @@ export JAX_PLATFORMS
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test setup format lint typecheck pytest wheel test-newest test-extras test-gpu clean
+.PHONY: help train test test-all setup format lint typecheck pytest wheel test-newest test-nightly test-extras test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -24,7 +25,9 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: lint typecheck pytest wheel test-newest  ## run every quality gate
+test: lint typecheck pytest wheel test-newest  ## run every quality gate (20 minutes on two processors)
+
+test-all: test test-nightly  ## run the gates and everything that they leave out (an hour)
 
 setup: $(VENV)/.dev  ## make the development environment
 
@@ -32,9 +35,10 @@ format: $(VENV)/.dev  ## format the code and apply the linter's safe fixes
 	@$(PY) -m ruff check --fix-only --quiet .
 	@$(PY) -m ruff format .
 
-lint: $(VENV)/.dev  ## check format and lint
+lint: $(VENV)/.dev  ## check format, lint and layers
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
+	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 typecheck: $(VENV)/.dev  ## check types
 	@$(PY) -m mypy
@@ -45,9 +49,14 @@ pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" t
 wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 	@$(PY) tools/check_wheel.py dist
 
-test-newest: $(NEWEST)/.dev  ## run the tests, except the slow ones, on the newest jax
+test-newest: $(NEWEST)/.dev  ## run the tests that are quick, with few drawn examples, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu and not slow" --hypothesis-profile=quick $(WITHOUT_TORCH) $(ARGS)
+	@$(ON_NEWEST) -m "not gpu and not slow and not nightly" $(WITHOUT_TORCH) $(ARGS)
+
+# On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
+test-nightly: $(VENV)/.dev $(NEWEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(ON_NEWEST) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist

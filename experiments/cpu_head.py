@@ -5,7 +5,7 @@ writes them, with the machine and versions, to `experiments/results/cpu_head.jso
 """
 
 import argparse
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.machine import describe
+from experiments.bench.timing import in_turn, temporary_mib
 from experiments.command_line import command, positive, write_record
 from pallas_ce import linear_cross_entropy
 
@@ -48,18 +49,15 @@ def measure(tokens: int, width: int, vocabulary: int, repeats: int) -> dict[str,
         name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden, weight, labels).compile()
         for name, loss in contenders().items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(repeats + 1):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(hidden, weight, labels))
-            if repeat:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+
+    def milliseconds(program: Any) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(hidden, weight, labels))
+        return 1e3 * (time.perf_counter() - start)
+
+    found = in_turn({name: functools.partial(milliseconds, program) for name, program in programs.items()}, repeats)
     return {
-        name: {
-            "seconds": statistics.median(seconds[name]),
-            "temporary_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        }
+        name: {"seconds": 1e-3 * found[name]["ms"], "temporary_mib": temporary_mib(program)}
         for name, program in programs.items()
     }
 

@@ -15,10 +15,10 @@ the machine and versions; `--resume` goes on where a budget of time ended.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.bench.machine import describe
 from experiments.bench.results import FOLDER
 from experiments.bench.scaling import file_name
+from experiments.bench.timing import in_turn
 from experiments.command_line import positive, write_atomically
 from pallas_ce import linear_cross_entropy
 
@@ -146,31 +147,25 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
             jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
             # One after the other: XLA chooses among cuBLAS's products by timing them.
             programs[name, loss_name] = jitted.lower(*data[name]).compile()
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
     losses: dict[tuple[str, str], float] = {}
-    for repeat in range(rounds + 1):
-        for key in list(programs)[:: 1 - 2 * (repeat % 2)]:
-            start = time.perf_counter()
-            for _ in range(iterations if repeat else 1):
-                result = programs[key](*data[key[0]])
-            jax.block_until_ready(result)
-            if repeat:  # The first round warms up.
-                seconds[key].append((time.perf_counter() - start) / iterations)
-            losses[key] = float(jnp.mean(result[0]))
-            del result
+
+    def milliseconds(key: tuple[str, str]) -> float:
+        start = time.perf_counter()
+        for _ in range(iterations):
+            result = programs[key](*data[key[0]])
+        jax.block_until_ready(result)
+        taken = 1e3 * (time.perf_counter() - start) / iterations
+        losses[key] = float(jnp.mean(result[0]))
+        return taken
+
+    timed = in_turn({key: functools.partial(milliseconds, key) for key in programs}, rounds)
     records = []
     for name in LAYOUTS:
         found = {loss: losses[name, loss] for loss in losses_of}
         if not all(math.isclose(loss, found["canonical"], rel_tol=2**-8) for loss in found.values()):
             raise RuntimeError(f"{name} on {gpus} GPUs: the losses differ: {found}")
         results = {
-            loss: {
-                "ms": 1e3 * statistics.median(seconds[name, loss]),
-                "samples": [1e3 * sample for sample in seconds[name, loss]],
-                "loss": found[loss],
-                **_memory(programs[name, loss]),
-            }
-            for loss in losses_of
+            loss: {**timed[name, loss], "loss": found[loss], **_memory(programs[name, loss])} for loss in losses_of
         }
         records.append({"layout": name, "gpus": gpus, "results": results})
     return with_ratios(records)

@@ -24,7 +24,7 @@ from experiments.lm.config import (
     refuse_changes,
 )
 from experiments.lm.errors import RunError, Stopped, UsageError
-from experiments.lm.run.processes import by_first, join, quiet_unless_first, read_group
+from experiments.lm.run.processes import by_first, joined, read_group
 
 _PACKAGES = ("jax", "flax", "optax", "tokenizers", "tqdm", "orbax.checkpoint", "matplotlib")
 
@@ -117,23 +117,8 @@ def run(arguments: argparse.Namespace) -> None:
     group = read_group(arguments.coordinator, arguments.num_processes, arguments.process_id, os.environ)
     overrides = _overrides(arguments)
     _check_packages()
-    if group is None:
+    with joined(group):
         _train(arguments, overrides)
-        return
-    membership = join(group)
-    try:
-        with quiet_unless_first(group):
-            _train(arguments, overrides)
-    except Stopped:  # All processes stop after the same step.
-        membership.leave()
-        raise
-    except (UsageError, RunError) as error:
-        membership.break_off(error.exit_code, expected=True)
-        raise
-    except BaseException as error:
-        membership.break_off(1, expected=not isinstance(error, Exception))
-        raise
-    membership.leave()
 
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:

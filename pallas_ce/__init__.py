@@ -44,6 +44,8 @@ from pallas_ce.parallel.mesh_axes import MeshAxes as MeshAxes
 from pallas_ce.statistics.cross_entropy import Metrics as Metrics
 from pallas_ce.statistics.row import RowStatistics as RowStatistics
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "ClassSample",
     "Explanation",

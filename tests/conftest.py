@@ -2,10 +2,10 @@
 
 import os
 
-# Before JAX starts. The tests compile thousands of small programs and run each once. Optimising costs more than
-# it gains; XLA's older emitters, all kernels of a program in one LLVM module, compile three times as fast as its newer
-# ones, a module each. Memory assignment, which some tests read, does not depend on it. `make test-newest` compiles as
-# users do. And a test process of several is faster on processors of its own, without threads that wait for each other.
+# Before JAX starts. The tests compile thousands of small programs and run each once. LLVM's optimisation costs more
+# than it gains; and XLA's older emitters, with all kernels of a program in one LLVM module, compile three times as fast
+# as its newer ones. Memory assignment, which some tests read, depends on neither. `make test-nightly` takes the newer.
+# And a test process of several is faster on processors of its own, without threads that wait for each other's turn.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_backend_optimization_level" not in flags:
@@ -30,7 +30,7 @@ from tests import memory_maps
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=8, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=60)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=40)
 hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
 hypothesis.settings.load_profile("default")
 

@@ -184,21 +184,16 @@ def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
     n, v, h = shape
     tensors = torch_timing.inputs(shape, setting.device)
     arrays = as_arrays(*tensors)
-    runs = {
+    runs: dict[str, Callable[[], Any]] = {
         caller: functools.partial(made(caller, setting, True), *(arrays if caller == "native" else tensors))
         for caller in callers(setting)
     }
     for run in runs.values():
         synchronize(run())
-    samples: dict[Caller, list[float]] = {caller: [] for caller in runs}
-    for number in range(rounds + 1):
-        for caller, run in list(runs.items())[:: 1 - 2 * (number % 2)]:
-            sample = timing.per_launch(run, synchronize)
-            if number:  # pools grow in the first round
-                samples[caller].append(sample)
-    medians = {caller: statistics.median(taken) for caller, taken in samples.items()}
-    found = {caller: {"ms": medians[caller], "samples": taken} for caller, taken in samples.items()}
-    return {"n": n, "v": v, "h": h, "results": found, "ratio": medians["bridge"] / medians["native"]}
+    # Pools grow in the first round.
+    timed = {name: functools.partial(timing.per_launch, run, synchronize) for name, run in runs.items()}
+    found = timing.in_turn(timed, rounds)
+    return {"n": n, "v": v, "h": h, "results": found, "ratio": found["bridge"]["ms"] / found["native"]["ms"]}
 
 
 def memory(shape: Shape, setting: Setting) -> dict[str, Any]:

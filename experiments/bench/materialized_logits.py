@@ -1,14 +1,13 @@
 """The loss of logits that the caller holds, beside a copy of them: what bandwidth it reaches."""
 
 import functools
-import statistics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.bench.programs import Program, checked
-from experiments.bench.timing import Clock
+from experiments.bench.timing import Clock, in_turn, temporary_mib
 from pallas_ce import cross_entropy
 
 # The yardstick is the faster of these; each reads the array once and writes it once.
@@ -81,18 +80,13 @@ def measure(shape: tuple[int, int, int], contenders: dict[str, Program], rounds:
     ready = {n: _InPlace(program, logits) if _donates(n) else program for n, program in compiled.items()}
     for program in ready.values():
         jax.block_until_ready(program(logits, labels))
-    samples: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(rounds):
-        for name, program in ready.items():
-            samples[name].append(clock(program, (logits, labels)))
-    ms = {name: statistics.median(times) for name, times in samples.items()}
-    copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * ms[name]) for name in COPIES)
-    found: dict[str, dict[str, Any]] = {}
-    for name in ready:
-        memory = compiled[name].memory_analysis().temp_size_in_bytes / 2**20
-        found[name] = {"ms": ms[name], "samples": samples[name], "temporary_mib": memory}
+    timed = {name: functools.partial(clock, program, (logits, labels)) for name, program in ready.items()}
+    found = in_turn(timed, rounds)
+    copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * found[name]["ms"]) for name in COPIES)
+    for name, result in found.items():
+        result["temporary_mib"] = temporary_mib(compiled[name])
         if name in contenders:
             passes = _FORWARD_PASSES if name.startswith("forward") else _PASSES
-            reached = passes * logits.nbytes / (1e-3 * ms[name])
-            found[name] |= {"bytes_per_second": reached, "share": reached / copied}
+            reached = passes * logits.nbytes / (1e-3 * result["ms"])
+            result |= {"bytes_per_second": reached, "share": reached / copied}
     return {"n": n, "v": v, "copy_bytes_per_second": copied, "results": found}

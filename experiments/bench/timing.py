@@ -8,11 +8,12 @@ that has rested.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -85,6 +86,11 @@ def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
 CLOCKS: dict[str, Clock] = {"launches": back_to_back, "profiler": kernels_only}
 
 
+def temporary_mib(program: Any) -> float:
+    """What a compiled program needs beside inputs and outputs, as the compiler planned it."""
+    return float(program.memory_analysis().temp_size_in_bytes / 2**20)
+
+
 def compile_all(
     programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]], most: int | None = None
 ) -> dict[str, Any]:
@@ -102,6 +108,33 @@ def _compiled_at_once(logits_bytes: int) -> int | None:
     return None if bound is None else max(1, bound // (_LOGITS_OF_A_COMPILATION * logits_bytes))
 
 
+def in_turn[Name](runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, dict[str, Any]]:
+    """Times each program so often: of each its median `ms` and all `samples`.
+
+    Rounds go through all programs, in either direction in turn, so that each meets the clocks that the others meet. A
+    first round, not counted, warms up.
+
+    Args:
+        runs: by name, what runs a program and returns how long a launch took.
+        rounds: how often.
+    """
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 - 2 * (number % 2)]:
+            sample = runs[name]()
+            if number:
+                samples[name].append(sample)
+    return {name: {"ms": statistics.median(taken), "samples": taken} for name, taken in samples.items()}
+
+
+def with_ratios(found: dict[str, dict[str, Any]]) -> None:
+    """Adds each program's `ratio` to the bare product where its name begins with "forward", else to all three."""
+    three = sum(found[name]["ms"] for name in THREE)
+    for name, result in found.items():
+        if name not in THREE:
+            result["ratio"] = result["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
+
+
 def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
     """The bare products and `extra` programs at one shape.
 
@@ -117,24 +150,10 @@ def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int,
     ready = compile_all(programs, arguments, _compiled_at_once(logits.nbytes))
     for name, program in ready.items():  # a first launch of each sets up what later ones find
         jax.block_until_ready(program(*arguments[name]))
-    samples: dict[str, list[float]] = {name: [] for name in programs}
-    for number in range(rounds + 1):
-        for name in list(ready)[:: 1 - 2 * (number % 2)]:
-            sample = clock(ready[name], arguments[name])
-            if number:
-                samples[name].append(sample)
-    found: dict[str, dict[str, Any]] = {
-        name: {
-            "ms": statistics.median(samples[name]),
-            "samples": samples[name],
-            "temporary_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        }
-        for name, program in ready.items()
-    }
-    three = sum(found[name]["ms"] for name in THREE)
-    for name in extra:
-        floor = found[BARE]["ms"] if name.startswith("forward") else three
-        found[name]["ratio"] = found[name]["ms"] / floor
+    found = in_turn({name: functools.partial(clock, ready[name], arguments[name]) for name in ready}, rounds)
+    for name, program in ready.items():
+        found[name]["temporary_mib"] = temporary_mib(program)
+    with_ratios(found)
     return {"n": n, "v": v, "h": h, "results": found}
 
 

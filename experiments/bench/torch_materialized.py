@@ -1,7 +1,6 @@
 """Losses of stored logits in PyTorch, forward and backward, beside a copy of the logits: what bandwidth they reach."""
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 import torch_bridge
 from experiments.bench import timing
+from experiments.bench.torch_timing import peak_mib
 
 # Passes over the logits that a loss and its gradient take at least, and a copy.
 _PASSES, _COPY_PASSES = 3, 2
@@ -49,21 +49,18 @@ def measure(shape: tuple[int, int, int], device: str, rounds: int) -> dict[str, 
 
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
     runs |= {name: functools.partial(differentiated, loss) for name, loss in contenders().items()}
-    found: dict[str, dict[str, Any]] = {name: {"ms": 0.0, "samples": []} for name in runs}
-    for name, run in runs.items():
-        if name != COPY and device == "cuda":
+    peaks = {name: peak_mib(run) for name, run in runs.items() if name != COPY and device == "cuda"}
+
+    def wait(_: Any) -> None:
+        if device == "cuda":
             torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            found[name]["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    for number in range(rounds + 1):
-        for name, run in list(runs.items())[:: 1 - 2 * (number % 2)]:
-            sample = timing.per_launch(run, lambda _: torch.cuda.synchronize() if device == "cuda" else None)
-            if number:
-                found[name]["samples"].append(sample)
+
+    found = timing.in_turn(
+        {name: functools.partial(timing.per_launch, run, wait) for name, run in runs.items()}, rounds
+    )
     for name, result in found.items():
-        result["ms"] = statistics.median(result["samples"])
+        if name in peaks:
+            result["peak_mib"] = peaks[name]
         if name != COPY:
             result["share"] = _PASSES * found[COPY]["ms"] / (_COPY_PASSES * result["ms"])
     return {"n": n, "v": v, "results": found}

@@ -1,12 +1,13 @@
 """Timing of peers in PyTorch by the device's own events, beside the bare products, after a check against float32."""
 
-import statistics
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
+from experiments.bench import timing
 from experiments.bench.peers import Loss, Peer
-from experiments.bench.programs import BARE
+from experiments.bench.programs import BARE, THREE
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -68,7 +69,6 @@ def wrong(loss: Loss, given: tuple[Any, Any, Any], want: Exact) -> tuple[dict[st
 
 def device_ms(run: Any) -> float:
     """Milliseconds of one of several launches, back to back."""
-    run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(_LAUNCHES):
@@ -82,7 +82,7 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
 
     Returns:
-        `{"n", "v", "h", "results", "left_out"}`: results as `timing.measure` has them, with peak memory
+        `{"n", "v", "h", "results", "left_out"}`: results as `bench.timing.measure` has them, with peak memory
         above the inputs; "left_out" says of every peer that has none why.
     """
     n, v, h = shape
@@ -114,17 +114,11 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
         "for_hidden": lambda: logits @ free,
         "for_weight": lambda: logits.T @ bare,
     }
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(device_ms(run))
-    found: dict[str, dict[str, Any]] = {}
+    found = timing.in_turn({name: functools.partial(device_ms, run) for name, run in runs.items()}, rounds)
+    timing.with_ratios(found)
     for name, run in runs.items():
-        found[name] = {"ms": statistics.median(samples[name]), "samples": samples[name], "peak_mib": _peak_mib(run)}
-    three = sum(found[name]["ms"] for name in (BARE, "for_hidden", "for_weight"))
-    for name in found:
-        if name not in (BARE, "for_hidden", "for_weight"):
-            found[name]["ratio"] = found[name]["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
+        found[name]["peak_mib"] = peak_mib(run)
+        if name not in THREE:
             found[name]["errors"] = errors[name.removeprefix("forward ")]
     return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
@@ -134,7 +128,7 @@ def _evaluated(loss: Loss, given: tuple[Any, Any, Any]) -> Any:
         return loss(*given)
 
 
-def _peak_mib(run: Any) -> float:
+def peak_mib(run: Any) -> float:
     """Peak memory of one launch above what is there before it, results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

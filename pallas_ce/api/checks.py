@@ -13,6 +13,11 @@ from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.row import STATISTICS, needs_labels
 
+# What a call takes as an array: one of JAX or NumPy, a number, or nested lists of these at run time. Signatures print
+# the name of such an alias; of JAX's own they print every member.
+type ArrayLike = jax.typing.ArrayLike
+type DTypeLike = jax.typing.DTypeLike
+
 # Between these all that is made of float32 logits of ±1e4 stays finite, values and gradients: a logit over T is then at
 # most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow; and
 # neither 1/T nor a soft cap over T underflows.
@@ -202,7 +207,7 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
             )
         if not many:
             return float(value)
-    values = array("temperature", value)
+    values: Any = value if isinstance(value, jax.ShapeDtypeStruct) else array("temperature", value)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"temperature has dtype {values.dtype}; it must be a floating dtype")
     if values.shape not in ((), leading):

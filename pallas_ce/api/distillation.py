@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.temperature import Temperature
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
@@ -26,31 +27,31 @@ from pallas_ce.statistics.reductions import reduce_rows
 
 
 def linear_distillation(
-    hidden: Any,
-    weight: Any,
-    teacher_hidden: Any,
-    teacher_weight: Any,
-    labels: Any | None = None,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    teacher_hidden: ArrayLike,
+    teacher_weight: ArrayLike,
+    labels: ArrayLike | None = None,
     *,
     divergence: Name = "forward_kl",
     beta: float = 0.5,
-    temperature: Any = 1.0,
-    row_mask: Any | None = None,
+    temperature: ArrayLike = 1.0,
+    row_mask: ArrayLike | None = None,
     ignore_index: int | None = -100,
-    token_weights: Any | None = None,
+    token_weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    normalizer: Any | None = None,
-    bias: Any | None = None,
+    normalizer: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    dtype: Any | None = None,
-    teacher_bias: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
+    teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
     teacher_logit_softcap: float | None = None,
-    teacher_logit_scale: Any = 1.0,
-    teacher_dtype: Any | None = None,
+    teacher_logit_scale: ArrayLike = 1.0,
+    teacher_dtype: DTypeLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
     scratch_bytes: int | None = None,
 ) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch import settings
@@ -34,7 +35,7 @@ class Explanation:
         rows: rows of a block; None for "reference".
         columns: vocabulary columns of a tile; None for "reference".
         scratch_bytes: memory of blocks and tiles at their largest.
-        accumulator_bytes: float32 sums that valid beside the gradients while these are made, or from the forward to the
+        accumulator_bytes: float32 sums that live beside the gradients while these are made, or from the forward to the
             backward.
         gradient_bytes: the gradients returned.
         peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
@@ -82,16 +83,18 @@ class Explanation:
 
 
 def explain(
-    hidden: Any,
-    weight: Any,
+    hidden: ArrayLike | jax.ShapeDtypeStruct,
+    weight: ArrayLike | jax.ShapeDtypeStruct,
+    labels: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
-    bias: Any | None = None,
+    bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
+    logit_scale: ArrayLike = 1.0,
+    temperature: ArrayLike | jax.ShapeDtypeStruct = 1.0,
     reduction: Reduction = "mean",
-    dtype: Any | None = None,
+    dtype: DTypeLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
@@ -106,11 +109,14 @@ def explain(
         hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
             computed.
         weight: `[V', H]` or `[H, V']`, likewise.
+        labels: `[...]` or `[..., K]` integers, likewise, or None: K of them for each row are not served by every
+            implementation.
         bias: `[V']`, likewise, or None.
         vocab_axis: as in `linear_cross_entropy`, like all that follow.
         vocab_size: V, where the weight is padded.
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
+        temperature: as in `linear_row_statistics`; an array only by its shape and dtype, as above.
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
         dtype: compute dtype.
         backward: "auto", "recompute" or "in_forward".
@@ -142,6 +148,13 @@ def explain(
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    leading = hidden.shape[:-1]
+    if labels is not None:
+        labels = _described("labels", labels)
+        arguments.check_labels(labels, leading, several=True)
+    temperature = arguments.temperature(temperature, leading)
+    by_row = None if isinstance(temperature, float) else temperature
+    rows = inputs.batch_spec(leading, labels, by_row)
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
@@ -151,13 +164,14 @@ def explain(
         bias="bias" in differentiate and bias is not None,
         logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
     )
-    tokens = inputs.tokens(hidden.shape[:-1])
+    tokens = inputs.tokens(leading)
     part = share(*given, spec)
     choice = settings.choose(
         spec,
         tokens,
         given,
         scalar_loss=reduction != "none",
+        rows=rows,
         backward=backward,
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
@@ -195,7 +209,8 @@ def explain(
     sum_bytes = 0
     if mode == "in_forward":
         sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards()) if part is None else 0
-    options = sum([bias is not None, not arguments.is_known(logit_scale, 1.0), logit_softcap is not None])
+    scaled = not arguments.is_known(logit_scale, 1.0) or (isinstance(temperature, float) and temperature != 1.0)
+    options = sum([bias is not None, scaled, logit_softcap is not None])
     with targets.known(given):
         plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
         describe = backend.describe or (lambda *_: Description())
@@ -207,7 +222,8 @@ def explain(
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
     if plan.rows >= tokens:
         accumulators -= sum_bytes
-    by_row = 16 * tokens * spec.accumulator.itemsize  # statistics, coefficients, order: a few numbers each
+    # Statistics, coefficients, order: a few numbers each; and for each further target.
+    row_bytes = (16 + 8 * (rows.targets or 0)) * tokens * spec.accumulator.itemsize
     return Explanation(
         choice.settings.implementation,
         choice.implementation_reason,
@@ -219,7 +235,7 @@ def explain(
         scratch,
         accumulators,
         gradients,
-        scratch + accumulators + gradients + by_row,
+        scratch + accumulators + gradients + row_bytes,
         logits,
         described[-1].weight_copy_bytes,
         tuple(launch for of_pass in described for launch in of_pass.launches),
@@ -238,7 +254,7 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
 def _accumulator_bytes(
     spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype
 ) -> int:
-    """DESIGN.md §3: in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
+    """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
     elements = spec.weight_rows * needs_grad.bias_sum

@@ -77,10 +77,10 @@ def _with_temperature(
     return arrays._replace(logit_scale=scale), spec
 
 
-def batch_spec(arrays: HeadArrays, labels: jax.Array | None) -> BatchSpec:
-    """The static facts of the rows."""
-    several = labels is not None and labels.ndim > len(arrays.leading)
-    return BatchSpec(labels.shape[-1] if labels is not None and several else None, arrays.temperature is not None)
+def batch_spec(leading: tuple[int, ...], labels: Any | None, temperature: Any | None) -> BatchSpec:
+    """The static facts of rows, from labels and temperatures or anything with their shape; None where absent."""
+    several = labels is not None and labels.ndim > len(leading)
+    return BatchSpec(labels.shape[-1] if labels is not None and several else None, temperature is not None)
 
 
 def read_labels(

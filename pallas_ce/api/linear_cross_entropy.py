@@ -8,6 +8,7 @@ import jax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch import settings
@@ -22,23 +23,23 @@ from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
 
 
 def linear_cross_entropy(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    bias: Any | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
-    token_weights: Any | None = None,
-    class_weights: Any | None = None,
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
+    token_weights: ArrayLike | None = None,
+    class_weights: ArrayLike | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
+    logit_scale: ArrayLike = 1.0,
     reduction: Reduction = "mean",
-    normalizer: Any | None = None,
-    dtype: Any | None = None,
+    normalizer: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,

@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
@@ -28,24 +29,24 @@ RowLoss = Callable[..., jax.Array]
 
 def linear_loss(
     row_loss: RowLoss,
-    hidden: Any,
-    weight: Any,
-    labels: Any | None,
-    *row_inputs: Any,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike | None,
+    *row_inputs: ArrayLike,
     reduction: Reduction = "mean",
     backward: Backward = "auto",
     ignore_index: int | None = -100,
-    row_mask: Any | None = None,
-    token_weights: Any | None = None,
-    normalizer: Any | None = None,
-    logit_weights: Any | None = None,
-    bias: Any | None = None,
+    row_mask: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
+    normalizer: ArrayLike | None = None,
+    logit_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
-    dtype: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    temperature: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -141,7 +142,7 @@ def linear_loss(
         inputs.tokens(leading),
         arrays,
         scalar_loss=reduction != "none",
-        rows=inputs.batch_spec(arrays, labels),
+        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
         backward=backward,
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),

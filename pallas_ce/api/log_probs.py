@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
@@ -38,21 +39,21 @@ class LogProbs(NamedTuple):
 
 
 def linear_log_probs(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    temperature: Any = 1.0,
+    temperature: ArrayLike = 1.0,
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
-    bias: Any | None = None,
+    bias: ArrayLike | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
+    logit_scale: ArrayLike = 1.0,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
-    dtype: Any | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -197,7 +198,7 @@ def read(
         inputs.tokens(arrays.leading),
         arrays,
         scalar_loss=False,
-        rows=inputs.batch_spec(arrays, labels),
+        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
         shards=shards_of(mesh_axes, arrays, labels),

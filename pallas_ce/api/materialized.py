@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
@@ -23,17 +24,17 @@ _DEFAULT_CHUNK = 4096
 
 
 def cross_entropy(
-    logits: Any,
-    labels: Any,
+    logits: ArrayLike,
+    labels: ArrayLike,
     *,
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     logit_softcap: float | None = None,
     ignore_index: int | None = -100,
-    class_weights: Any | None = None,
-    token_weights: Any | None = None,
+    class_weights: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    normalizer: Any | None = None,
+    normalizer: ArrayLike | None = None,
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
     validate_labels: bool = False,
@@ -121,7 +122,7 @@ def cross_entropy(
     )
 
 
-def chunked_cross_entropy(logits: Any, labels: Any, chunk_size: int = 0, **options: Any) -> Any:
+def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
     """`cross_entropy`, with a bound on the number of rows that are worked on at a time.
 
     The loss and its gradient are those of `cross_entropy`, which takes as many rows at a time as suit the cache; code
@@ -153,8 +154,8 @@ def chunked_cross_entropy(logits: Any, labels: Any, chunk_size: int = 0, **optio
 
 
 def mean_squared_lse(
-    logits: Any,
-    labels: Any,
+    logits: ArrayLike,
+    labels: ArrayLike,
     *,
     ignore_index: int | None = -100,
     logit_softcap: float | None = None,

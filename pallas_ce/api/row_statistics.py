@@ -8,6 +8,7 @@ import jax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
@@ -21,20 +22,20 @@ from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_n
 
 
 def linear_row_statistics(
-    hidden: Any,
-    weight: Any,
-    labels: Any | None = None,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike | None = None,
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
-    row_mask: Any | None = None,
-    logit_weights: Any | None = None,
-    bias: Any | None = None,
+    row_mask: ArrayLike | None = None,
+    logit_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
-    dtype: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    temperature: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -171,7 +172,7 @@ def read(
         inputs.tokens(leading),
         arrays,
         scalar_loss=False,
-        rows=inputs.batch_spec(arrays, labels),
+        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
         shards=shards_of(mesh_axes, arrays, (labels, mask)),

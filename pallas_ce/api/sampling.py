@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.temperature import Temperature
 from pallas_ce.api.top_k import check_k, linear_top_k
 from pallas_ce.backends.protocol import Plan
@@ -36,19 +37,19 @@ class Samples(NamedTuple):
 
 
 def linear_sample(
-    key: Any,
-    hidden: Any,
-    weight: Any,
+    key: ArrayLike,
+    hidden: ArrayLike,
+    weight: ArrayLike,
     *,
-    temperature: Any = 1.0,
+    temperature: ArrayLike = 1.0,
     top_k: int | None = None,
-    row_mask: Any | None = None,
-    bias: Any | None = None,
+    row_mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    dtype: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
     scratch_bytes: int | None = None,
 ) -> Samples:
     r"""Samples each row of `softmax(logits / temperature)`, without storing logits.

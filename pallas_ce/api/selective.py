@@ -1,20 +1,23 @@
 """`selective_log_softmax`: log-probabilities of a few entries of each row of logits."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.modes import materialized as mode
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 
 
-def selective_log_softmax(logits: Any, index: Any, *, implementation: Implementation | None = None) -> jax.Array:
+def selective_log_softmax(
+    logits: ArrayLike, index: ArrayLike, *, implementation: Implementation | None = None
+) -> jax.Array:
     r"""`log_softmax(logits)` in float32, at `index` only: `z_i - lse` for each row z, `lse = log Σ_v exp z_v`.
 
     It equals the log-softmax of the logits in float32 followed by a gather, also for bfloat16 logits, but takes no
@@ -51,7 +54,7 @@ def selective_log_softmax(logits: Any, index: Any, *, implementation: Implementa
     """
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, None, None)
-    index = arguments.array("index", index) if not hasattr(index, "dtype") else index
+    index = index if isinstance(index, np.ndarray) else arguments.array("index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
     leading = logits.shape[:-1]

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.temperature import Temperature
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
@@ -41,18 +42,18 @@ class TopK(NamedTuple):
 
 
 def linear_top_k(
-    hidden: Any,
-    weight: Any,
+    hidden: ArrayLike,
+    weight: ArrayLike,
     k: int,
     *,
-    temperature: Any = 1.0,
-    row_mask: Any | None = None,
-    bias: Any | None = None,
+    temperature: ArrayLike = 1.0,
+    row_mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    dtype: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
 ) -> TopK:

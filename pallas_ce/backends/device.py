@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import config  # JAX has no public way to ask whether kernels are traced for Pallas' interpreter
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -39,6 +40,19 @@ def _device(array: Any) -> AbstractDevice | None:
     return None if mesh is None else mesh.abstract_mesh.abstract_device
 
 
+def on_cpu(arrays: Any) -> bool:
+    """Whether all of `arrays`, a pytree, have values that lie on CPUs: what is done with them is done there."""
+    leaves = jax.tree.leaves(arrays)
+    known = all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    return bool(leaves) and known and all(device.platform == "cpu" for x in leaves for device in x.devices())
+
+
+def interpreted() -> bool:
+    """Whether kernels are traced for Pallas' interpreter, which runs those for a GPU on a CPU."""
+    names = ("pallas_tpu_interpret_mode_context_manager", "pallas_interpret_mode_context_manager")
+    return any(getattr(getattr(config, name, None), "value", None) is not None for name in names)
+
+
 @functools.cache
 def local_cuda() -> str | None:
     """The model of the process's first CUDA device, None without one."""
@@ -46,3 +60,19 @@ def local_cuda() -> str | None:
         return next((str(device.device_kind) for device in jax.local_devices(backend="cuda")), None)
     except RuntimeError:
         return None
+
+
+# For programs that are compiled for a GPU which is not there to be asked.
+_MODELS = {"9.0": ("H100", "H200", "H800", "H20", "GH200")}
+
+
+def compute_capability(kind: str) -> str | None:
+    """That of a CUDA device of this model, as "9.0"; None for what is no CUDA device, or not known."""
+    try:
+        local = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        local = []
+    for device in local:
+        if device.device_kind == kind:
+            return str(device.compute_capability)
+    return next((capability for capability, names in _MODELS.items() if any(name in kind for name in names)), None)

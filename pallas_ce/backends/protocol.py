@@ -72,10 +72,12 @@ class Capabilities:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         narrow_stash: whether `stash` takes less than half of the wide logits' bytes: then one large block of rows needs
             less memory than several and a wide sum for the weight.
+        cuda_only: whether it runs on CUDA devices alone.
     """
 
     checked_regions: bool = True
     narrow_stash: bool = False
+    cuda_only: bool = False
 
 
 class Launch(NamedTuple):

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
 
-# What None chooses from: the first where it can serve the call, on the GPUs it is for.
-_ON_HOPPER, _EVERYWHERE = "mosaic_gpu", "xla"
+# What None chooses from, by the compute capability of the CUDA device lowered for: the first that serves the call.
+DEFAULTS: dict[str, tuple[str, ...]] = {"9.0": ("mosaic_gpu",)}
+
+# What serves every other device, and every call that those refuse.
+_EVERYWHERE = "xla"
 
 
 def load(name: str) -> Backend:
@@ -74,18 +77,29 @@ def choose(implementation: str | None, refusal: Callable[[str], str | None], arr
         return _default(refused, arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    if implementation != "reference" and (reason := refused(implementation)):
+    with targets.known(arrays) as device:
+        reason = None if implementation == "reference" else refused(implementation)
+        elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
+    if implementation != "reference" and load(implementation).capabilities.cuda_only and elsewhere:
+        reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
+    if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
     return Chosen(implementation, "asked for by name")
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
     with targets.known(arrays) as device:
-        if device is None and targets.local_cuda() is None:
+        kind = targets.local_cuda() if device is None else device.device_kind
+        if kind is None:
             return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
-        if reason := refusal(_ON_HOPPER):
-            return Chosen(_EVERYWHERE, f"{_ON_HOPPER} cannot serve this call: {reason}")
-    if device is not None:
-        return Chosen(_ON_HOPPER, f"the call is for {device.device_kind}", Default(_EVERYWHERE, certain=True))
-    reason = f"this process has {targets.local_cuda()}; programs for other platforms take {_EVERYWHERE}"
-    return Chosen(_ON_HOPPER, reason, Default(_EVERYWHERE, certain=False))
+        refusals: dict[str, str] = {}
+        for name in DEFAULTS.get(targets.compute_capability(kind) or "", ()):
+            if reason := refusal(name):
+                refusals[name] = reason
+            elif device is not None:
+                return Chosen(name, f"the call is for {kind}", Default(_EVERYWHERE, certain=True))
+            else:
+                reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
+                return Chosen(name, reason, Default(_EVERYWHERE, certain=False))
+    told = "; ".join(f"{name} cannot serve this call: {reason}" for name, reason in refusals.items())
+    return Chosen(_EVERYWHERE, told or f"no kernels of this library are for {kind}")

@@ -8,19 +8,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.reductions import reduce_rows
 
 
 def linear_chain_crf(
-    emissions: Any,
-    tags: Any,
-    transitions: Any,
+    emissions: ArrayLike,
+    tags: ArrayLike,
+    transitions: ArrayLike,
     *,
-    mask: Any | None = None,
+    mask: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    normalizer: Any | None = None,
+    normalizer: ArrayLike | None = None,
 ) -> jax.Array:
     r"""Negative log-likelihood of a linear-chain conditional random field over K candidate tags for each position.
 

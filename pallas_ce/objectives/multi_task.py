@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.statistics.cross_entropy import Metrics
 
@@ -24,9 +25,9 @@ class Task:
             Only `reduction="mean"` and "sum".
     """
 
-    weight: Any
-    labels: Any
-    task_weight: Any = 1.0
+    weight: ArrayLike
+    labels: ArrayLike
+    task_weight: ArrayLike = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -44,7 +45,9 @@ class MultiTaskLoss(NamedTuple):
     metrics: dict[str, Metrics]
 
 
-def multi_task_cross_entropy(hidden: Any, tasks: Mapping[str, Task], *, dtype: Any | None = None) -> MultiTaskLoss:
+def multi_task_cross_entropy(
+    hidden: ArrayLike, tasks: Mapping[str, Task], *, dtype: DTypeLike | None = None
+) -> MultiTaskLoss:
     r"""`Σ_k task_weight_k · cross_entropy_k` of several heads with vocabularies of their own over one hidden state.
 
     Each head is streamed as in `linear_cross_entropy`, with its own labels, normaliser and options; nothing of the size

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
+from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import HeadSpec
@@ -22,23 +23,23 @@ from pallas_ce.statistics.reductions import reduce_rows
 
 
 def sampled_softmax_cross_entropy(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    key: Any,
+    key: ArrayLike,
     num_samples: int,
     sampler: Name | ClassSampler = "log_uniform",
     log_expected_correction: bool = True,
     ignore_index: int | None = -100,
-    token_weights: Any | None = None,
+    token_weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    normalizer: Any | None = None,
-    bias: Any | None = None,
+    normalizer: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
-    logit_scale: Any = 1.0,
-    dtype: Any | None = None,
+    logit_scale: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
 ) -> jax.Array:

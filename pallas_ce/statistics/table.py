@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.statistics.logits import LogitsTile, Row, present
 
@@ -88,6 +89,10 @@ class Coefficients(NamedTuple):
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "Coefficients":
         """`function` of each coefficient; the entropy stays what it is."""
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
+
+
+# Keeps what is divided by a weight finite where it is 0.
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ def _run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_number_of_gpus_is_measured_within_the_budget_or_on_resuming(tmp_path: Path) -> None:
     out = tmp_path / "out"

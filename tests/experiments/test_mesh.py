@@ -56,7 +56,7 @@ def test_a_run_goes_on_only_where_its_arrays_keep_their_shapes() -> None:
 
 
 _CPUS = {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
     "JAX_PLATFORMS": "cpu",
 }
 
@@ -75,6 +75,7 @@ def test_every_mesh_gives_the_losses_of_one_device() -> None:
     assert _run("curves").count("passed") == 7
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_begun_on_one_mesh_goes_on_on_another(text: Path, tmp_path: Path) -> None:
     (tmp_path / "text").symlink_to(text)

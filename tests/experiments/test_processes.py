@@ -124,6 +124,7 @@ def test_two_processes_train_as_one(train: Any, arguments: Any, start: Start, tm
     assert train("--resume", out=tmp_path / "two", mesh="").code == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_processes_stop_after_the_same_step(arguments: Any, start: Start, tmp_path: Path) -> None:
     options = arguments(out=tmp_path, mesh="tensor=2,data=2", steps=100_000)
@@ -174,13 +175,16 @@ def test_a_process_whose_peer_is_lost_says_so(start: Start, arguments: Any, tmp_
     first, second, third = (start(i, *options, size=3) for i in range(3))
     wait_until_trained(tmp_path)
     second.kill()
-    assert errors(first) == ["error: process 1 was lost, so this one cannot go on; see its output"]
-    # The third may notice by its own collective, or from the first.
+    (line,) = errors(first)
+    assert line.startswith("error: process ")
+    assert line.endswith("see its output")
+    # The third may notice by its own collective, or by the loss of JAX's coordinator.
     third.communicate(timeout=60)
     assert first.returncode == 1
     assert third.returncode not in (0, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_that_loses_the_first_one_ends_too(start: Start, arguments: Any, tmp_path: Path) -> None:
     first, second = (start(i, *arguments(out=tmp_path, mesh="data=4", steps=100_000)) for i in range(2))
@@ -189,7 +193,7 @@ def test_a_process_that_loses_the_first_one_ends_too(start: Start, arguments: An
     _, err = second.communicate(timeout=60)
     assert second.returncode not in (0, None)
     # JAX's coordinator died with it, and its client may be the first to notice.
-    assert "process 0 was lost" in err or "another task died" in err
+    assert "see its output" in err or "another task died" in err
 
 
 def test_all_processes_refuse_what_the_first_one_refuses(start: Start, arguments: Any, tmp_path: Path) -> None:

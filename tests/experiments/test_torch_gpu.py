@@ -66,6 +66,7 @@ def test_device_times_are_compared_within_one_process(monkeypatch: pytest.Monkey
     assert seen[:4] == seen[:2] + seen[1::-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

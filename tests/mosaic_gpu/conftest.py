@@ -16,6 +16,7 @@ from jax._src import callback as jax_callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 import pallas_ce.backends.mosaic_gpu
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head, HeadSpec
@@ -94,6 +95,12 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
     yield interpreter
     said = "".join(capfd.readouterr())
     assert RACE not in said, said[:2000]
+
+
+@pytest.fixture
+def local_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is taken to have an H100, for which no table is shipped; nothing can be run with it."""
+    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
 
 
 @pytest.fixture

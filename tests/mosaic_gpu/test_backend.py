@@ -11,6 +11,7 @@ import pytest
 
 import pallas_ce.backends.mosaic_gpu
 from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss, linear_row_statistics
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.mosaic_gpu.schedule import plans
@@ -364,6 +365,9 @@ def test_a_number_as_temperature_is_folded_into_cap_and_scale(interpreted: Calla
     check(interpreted, loss, arrays(40, 64, 208), "recompute", TOLERANCE[jnp.bfloat16])
 
 
-def test_without_interpreter_and_without_gpu_nothing_falls_back() -> None:
-    with pytest.raises(ValueError, match="interpret"):
-        linear_cross_entropy(**arrays(8, 64, 64), labels=labels_of(8, 64), implementation="mosaic_gpu")
+def test_without_interpreter_and_without_gpu_nothing_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {**arrays(8, 64, 64), "labels": labels_of(8, 64), "implementation": "mosaic_gpu"}
+    for local, why in ((None, "this process has no CUDA device"), ("NVIDIA H200", "the arrays lie on a CPU")):
+        monkeypatch.setattr(targets, "local_cuda", lambda local=local: local)
+        with pytest.raises(ValueError, match=f"'mosaic_gpu' cannot serve this call: .* Hopper GPUs, and {why}; use 'x"):
+            linear_cross_entropy(**given)

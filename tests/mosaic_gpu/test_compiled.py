@@ -12,7 +12,7 @@ import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.mosaic_gpu.gemm import gemm
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, partials, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -92,14 +92,18 @@ def assert_clean(report: Any) -> None:
         ("dlogits", 8192, 4096, 0, LOSS, ()),
         ("dlogits", 8192, 4096, 1, LOSS, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, ()),
-        ("forward", 8192, 131072, 0, VARENTROPY, ()),
-        ("stash", 2048, 131072, 0, VARENTROPY, ()),
+        ("forward", 8192, 131072, 0, frozenset({"varentropy"}), ()),
+        ("forward", 8192, 131072, 0, VARENTROPY | {"entropy", "mean_logit"}, ("bias",)),
+        ("stash", 2048, 131072, 0, VARENTROPY | {"entropy"}, ()),  # which its derivative reads
+        ("stash", 2048, 131072, 1, VARENTROPY | {"entropy", "target_logit"}, ("bias",)),
         ("dlogits", 8192, 4096, 0, VARENTROPY, ("bias",)),
         ("dlogits", 8192, 4096, 0, EVERY, OPTIONS),
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = len(names) if kernel != "dlogits" else sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
+    vectors = partials.vectors(names)
+    if kernel == "dlogits":
+        vectors = sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
     compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.

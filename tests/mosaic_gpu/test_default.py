@@ -107,7 +107,7 @@ def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> N
     """float32 operands of products are XLA's, float32 logits that are given are not."""
     mesh = h200.h200_mesh()
     arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in structs(dtype)]
-    served = dtype == jnp.bfloat16 or "given" in name
+    served = dtype == jnp.bfloat16 or "stored" in name
     assert (kernels(jax.jit(anew(CALLS[name])).lower(*arguments)) >= 1) == served
     assert not left_to_lowering(CALLS[name], *arguments)
 
@@ -267,7 +267,11 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
         "scratch_bytes=200000 is less than the": explain(hidden, weight, scratch_bytes=200_000, backward="in_forward"),
     }
     with ambient("NVIDIA A100-SXM4-80GB"):
-        words["its kernels are for Hopper GPUs, and this one is NVIDIA A100"] = explain(hidden, weight)
+        told = explain(hidden, weight)
+        assert told.implementation == "xla"
+        assert told.implementation_reason == "no kernels of this library are for NVIDIA A100-SXM4-80GB"
+        with pytest.raises(ValueError, match="its kernels are for Hopper GPUs, of compute"):
+            explain(hidden, weight, implementation="mosaic_gpu")
     for reason, told in words.items():
         assert told.implementation == "xla"
         assert told.launches == ()

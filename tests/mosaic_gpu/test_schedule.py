@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import BACKEND
 from pallas_ce.backends.mosaic_gpu.kernels import operands
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, busiest, choose_windows, schedule
@@ -95,7 +96,9 @@ def test_other_gpus_are_refused_with_the_alternative(
         compute_capability = capability
         device_kind = "NVIDIA Test"
 
+    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
     reason = BACKEND.refusal(SPEC)
     assert (reason is not None) == refused
     if reason is not None:

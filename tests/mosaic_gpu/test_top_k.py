@@ -133,15 +133,16 @@ def test_blocks_are_as_large_as_scratch_allows(tokens: int, scratch: int | None)
         assert plan.rows >= min(tokens, 256)  # few rows are not cut, however little memory they would take
 
 
+@pytest.mark.usefixtures("local_h100")
 def test_what_it_cannot_serve_is_named() -> None:
     hidden, weight = jnp.ones((2, 16)), jnp.ones((64, 16))
     with pytest.raises(ValueError, match=r"implementation='mosaic_gpu' cannot serve this call: .*float32"):
         linear_top_k(hidden, weight, 3, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match=r"implementation='reference' has no top-k: use 'xla'"):
         linear_top_k(hidden, weight, 3, implementation="reference")
-    narrow = [x.astype(jnp.bfloat16) for x in (hidden, weight)]
+    narrow = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (hidden, weight)]
     with pytest.raises(ValueError, match=r"scratch_bytes=50 cannot hold one row of logits"):
-        linear_top_k(*narrow, 3, implementation="mosaic_gpu", scratch_bytes=50)
+        jax.eval_shape(lambda *x: linear_top_k(*x, 3, implementation="mosaic_gpu", scratch_bytes=50), *narrow)
 
 
 @pytest.mark.nightly(keep=1)

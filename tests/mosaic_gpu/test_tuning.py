@@ -105,6 +105,7 @@ def test_shipped_tables_are_in_order(path: Path) -> None:
     tables.load(path, device)
 
 
+@pytest.mark.usefixtures("local_h100")
 def test_explain_says_where_tiles_come_from(tmp_path: Path) -> None:
     save(tmp_path / "shipped/nvidia_h200.json")
     told = explain(

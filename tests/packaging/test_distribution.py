@@ -7,6 +7,8 @@ from importlib import metadata, resources
 
 import pytest
 
+import pallas_ce
+
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
 EXTRAS = {"cuda12", "cuda13", "triton", "torch", "huggingface", "experiments", "dev"}
 
@@ -25,6 +27,10 @@ def test_the_oldest_supported_versions_are_declared():
     requirements = metadata.requires("pallas-ce")
     assert "jax>=0.11.1" in requirements
     assert any(line.startswith("jax-triton>=0.3.1") for line in requirements)
+
+
+def test_the_package_knows_its_version():
+    assert pallas_ce.__version__ == metadata.version("pallas-ce")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -253,7 +253,7 @@ def others() -> Iterator[str]:
     on = mesh()
     layout = LAYOUTS[3]
     hidden, weight, bias, scale, labels, _ = placed(layout, on, False)
-    names = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax")
+    names = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax", "varentropy")
 
     def statistics(hidden: Any, weight: Any, **options: Any) -> Any:
         found = linear_row_statistics(

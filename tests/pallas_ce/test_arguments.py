@@ -1,5 +1,6 @@
 """Every error a caller can make: it names the argument, its value, and what would work."""
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_ce
 from pallas_ce import (
     cross_entropy,
     explain,
@@ -418,3 +420,13 @@ def test_values_and_gradients_stay_finite_at_the_ends_of_the_temperatures_range(
 def test_temperatures_outside_their_range_are_refused_with_its_bounds(name: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"temperature=\S+ must be a finite number .*1e-05, at most 1e\+30\)"):
         TEMPERED[name](LARGE["hidden"], LARGE["weight"], wrong)
+
+
+# What is not an array: options by name, a configuration, a function.
+NO_ARRAYS = {"options", "config", "sampler"}
+
+
+@pytest.mark.parametrize("name", [name for name in pallas_ce.__all__ if inspect.isfunction(getattr(pallas_ce, name))])
+def test_signatures_say_what_is_an_array(name: str) -> None:
+    for parameter in inspect.signature(getattr(pallas_ce, name)).parameters.values():
+        assert "Any" not in str(parameter.annotation) or parameter.name in NO_ARRAYS, parameter

@@ -79,7 +79,6 @@ def _weighted(s: RowStatistics, weights: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
-@hypothesis.settings(max_examples=6)  # each compiles a loss of its own
 @hypothesis.given(p=statistics_problems(), data=st.data())
 def test_a_summed_loss_of_any_statistics_matches_the_oracle(
     p: Problem, data: Any, implementation: str, backward: Any

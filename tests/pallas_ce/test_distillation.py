@@ -43,7 +43,6 @@ def _definition(arrays: dict[str, Any], divergence: str, beta: float, temperatur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@hypothesis.settings(max_examples=8)  # each compiles two programs of its own
 @hypothesis.given(data=st.data())
 def test_value_and_gradients_match_the_definition_in_float64(data: Any, implementation: Any) -> None:
     n, h, v = (data.draw(st.integers(1, top)) for top in (20, 9, 90))

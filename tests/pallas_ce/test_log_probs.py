@@ -28,7 +28,6 @@ def _log_probs(p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@hypothesis.settings(max_examples=6)
 @hypothesis.given(p=statistics_problems(), ignore_index=st.sampled_from([-100, 0, None]))
 def test_everything_returned_has_its_own_upstream_weights(p: Problem, ignore_index: Any, implementation: str) -> None:
     n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])

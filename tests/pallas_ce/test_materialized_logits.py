@@ -53,7 +53,6 @@ def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem) -> None:
     assert_close(_ours(p), want, 1e-5, floor=float32_floor(want[0]))
 
 
-@hypothesis.settings(max_examples=6)
 @hypothesis.given(p=materialized_logits(), chunk=st.integers(1, 45))
 def test_any_chunk_gives_the_same_result(p: Problem, chunk: int) -> None:
     want = _oracle(p)
@@ -61,7 +60,6 @@ def test_any_chunk_gives_the_same_result(p: Problem, chunk: int) -> None:
     assert_close(got, want, 1e-5, floor=float32_floor(want[0]))
 
 
-@hypothesis.settings(max_examples=7)
 @hypothesis.given(p=materialized_logits())
 def test_losses_by_row_take_a_cotangent_each_and_sum_to_the_total(p: Problem) -> None:
     p.options = {k: v for k, v in p.options.items() if k != "normalizer"} | {"reduction": "none"}
@@ -74,7 +72,6 @@ def test_losses_by_row_take_a_cotangent_each_and_sum_to_the_total(p: Problem) ->
     assert_close(_ours(p)[0], np.asarray(values, np.float64).sum(), 1e-5, floor=floor)
 
 
-@hypothesis.settings(max_examples=5)
 @hypothesis.given(p=problems())
 def test_it_is_the_loss_of_a_head_on_that_heads_logits(p: Problem) -> None:
     """Value, metrics and dlogits, on logits rounded nowhere: those of a float64 head."""

@@ -60,7 +60,6 @@ def _oracle(heads: list[Problem], shares: Any) -> tuple[Any, ...]:
     return total, d_hidden, d_heads, losses
 
 
-@hypothesis.settings(max_examples=5)  # each compiles up to three heads
 @hypothesis.given(heads=_several(), wide=st.booleans())
 def test_total_losses_metrics_and_gradients(heads: list[Problem], wide: bool) -> None:
     shares = (0.3, 1.0, -0.5)[: len(heads)]

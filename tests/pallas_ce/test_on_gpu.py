@@ -197,7 +197,7 @@ def test_adversarial_logits(backward: str) -> None:
 def test_statistics_with_their_gradients() -> None:
     p = make(3, 700, 128, 3001)
     arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.arrays.items()}
-    names = ("log_prob", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "argmax")
+    names = ("log_prob", "mean_logit", "entropy", "sum_sq_probs", "varentropy", "max_logit", "argmax")
 
     def run(arrays: dict[str, jax.Array], implementation: Any) -> Any:
         found = linear_row_statistics(

@@ -64,7 +64,6 @@ def _problems(draw: Any) -> Problem:
 
 
 @pytest.mark.parametrize("sampler", ["log_uniform", "uniform", _evens])
-@hypothesis.settings(max_examples=4)  # each compiles a program of its own
 @hypothesis.given(p=_problems(), data=st.data())
 def test_loss_and_gradients_match_the_definition(sampler: Any, p: Problem, data: Any) -> None:
     n, v = p.labels.size, p.options.get("vocab_size", p.arrays["weight"].shape[0])

@@ -42,7 +42,6 @@ def _drawn(logits: np.ndarray, added: np.ndarray, temperature: Any, top_k: int |
     return ids, np.where(np.isneginf(z[rows, ids]), -np.inf, log_p), lead
 
 
-@hypothesis.settings(max_examples=8)
 @hypothesis.given(data=st.data())
 def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
     """Noise of key, row and column alone: neither the budget nor the mask nor `top_k` changes it."""

@@ -1,15 +1,15 @@
-"""Several processes, on one host or many, as one training: how they meet, part, and notice that one is lost.
+"""Several processes, on one host or many, as one training: how they meet, and how they end.
 
-Every process runs the same command and holds the devices of its host. JAX's runtime ends a process whose peer is
-missing by a stack trace, and a collective whose peer died may wait for minutes. So the processes meet over a connection
-of their own first, each with the first one, and keep it: a peer that does not come, or is lost, is one sentence. (JAX's
-coordinator lives in the first process, and whoever loses that one may hear of it from JAX first.)
+Every process runs the same command and holds the devices of its host; `jax.distributed` lets them compute together. It
+would end a process whose peers do not come, start differently or are lost by an abort and a stack trace that Python
+cannot catch, so each process opens a connection to the first one beforehand and keeps it. Where nothing closes the
+connection, as when a host loses its power, JAX's heartbeat ends the others.
 """
 
 import atexit
 import contextlib
 import dataclasses
-import math
+import json
 import os
 import socket
 import sys
@@ -17,15 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from experiments.lm.errors import UsageError
+from experiments.lm.errors import RunError, Stopped, UsageError
 
 WAIT_SECONDS = 30
 _LOST_SECONDS = 30
-_NOTICE_SECONDS = 1
 _ANSWER_SECONDS = 5
-_LONGEST_GREETING = 100
-# The last word on a connection.
-_ENDED_WELL, _FAILED = b".", b"!"
+_NOTICE_SECONDS = 1
+_ENDED_WELL = b"."
+_LONGEST_LINE = 1000
 # Where a launcher tells a process how many there are and which one it is: SLURM, Open MPI, MPICH and Intel MPI.
 _LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
@@ -76,74 +75,49 @@ def read_group(
     return Group(host, int(port), size, index)
 
 
-class Membership:
-    """This process's connections to the others; `leave` ends them."""
+@contextlib.contextmanager
+def joined(group: Group | None) -> Iterator[None]:
+    """Within the block the processes compute together; only the first one prints. None: this one is alone.
 
-    def __init__(self, peers: dict[int, socket.socket]) -> None:
-        self._peers = peers
-        self._leaving = threading.Event()
-        for peer, connection in peers.items():
-            threading.Thread(target=self._watch, args=(peer, connection), daemon=True).start()
-
-    def _watch(self, peer: int, connection: socket.socket) -> None:
-        try:
-            word = connection.recv(1)
-        except OSError:
-            word = b""
-        # A peer that failed has said why, and this process may be about to say the same. One that is lost says nothing,
-        # and the sooner that is said here the better: JAX would abort at length.
-        grace = _NOTICE_SECONDS if word == _FAILED else 0
-        if word == _ENDED_WELL or self._leaving.wait(grace):
-            return
-        what = "failed" if word == _FAILED else "was lost"
-        # The main thread may be inside a collective that will never end, and cannot be asked. It may also have
-        # redirected what is printed, or left a line unfinished.
-        print(f"\nerror: process {peer} {what}, so this one cannot go on; see its output", file=sys.__stderr__)
-        self._end(_FAILED)
-        if len(self._peers) > 1:
-            time.sleep(2 * _NOTICE_SECONDS)  # JAX's coordinator is here, and would take the others along at length.
-        _exit_now(1)
-
-    def leave(self) -> None:
-        """Ends the membership where all processes have come to the end."""
-        self._end(_ENDED_WELL)
-
-    def break_off(self, exit_code: int, expected: bool) -> None:
-        """Ends it where this process has failed; the others notice and end, too.
-
-        Args:
-            exit_code: what the process ends with.
-            expected: whether the reason is known. Otherwise it may be a collective that failed because a peer is lost,
-                which is noticed in a moment and is the better thing to say.
-        """
-        if not expected:
-            time.sleep(4 * _NOTICE_SECONDS)
-        self._end(_FAILED)
-        # JAX's own way out, which would run next, waits for the others.
-        atexit.register(_exit_now, exit_code)
-
-    def _end(self, word: bytes) -> None:
-        self._leaving.set()
-        for connection in self._peers.values():
-            with contextlib.suppress(OSError):
-                connection.sendall(word)
-                connection.shutdown(socket.SHUT_WR)
-
-
-def _exit_now(exit_code: int) -> None:
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            stream.flush()
-    os._exit(exit_code)
-
-
-def join(group: Group) -> Membership:
-    """Meets the other processes and starts JAX's distributed runtime with them; before JAX itself starts.
+    Entered before JAX starts. Where the block fails in one process, the others end, too.
 
     Raises:
         UsageError: if they do not meet within `WAIT_SECONDS`, or disagree on how many they are.
     """
-    membership = Membership(_meet_as_first(group) if group.index == 0 else _meet_first(group))
+    if group is None:
+        yield
+        return
+    peers = _meet_as_first(group) if group.index == 0 else _meet_first(group)
+    for peer, connection in peers.items():
+        threading.Thread(target=_watch, args=(peer, connection), daemon=True).start()
+    _start_jax(group)
+    try:
+        with contextlib.ExitStack() as stack:
+            if group.index:  # It would be the same words again.
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+    except Stopped:  # All processes stop after the same step.
+        _end_well(peers)
+        raise
+    except (UsageError, RunError) as error:
+        atexit.register(_exit_now, error.exit_code)
+        raise
+    except Exception as error:
+        atexit.register(_exit_now, RunError.exit_code)
+        why = f"{type(error).__name__}: {str(error).partition('\n')[0][:200]}"
+        raise RunError(
+            f"process {group.index} cannot go on ({why}); where another failed or was lost, see its output"
+        ) from error
+    except BaseException:
+        atexit.register(_exit_now, 130)
+        raise
+    else:
+        _end_well(peers)
+
+
+def _start_jax(group: Group) -> None:
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # It would take SIGTERM, which asks this program to stop.
@@ -155,7 +129,31 @@ def join(group: Group) -> Membership:
         heartbeat_timeout_seconds=_LOST_SECONDS,
         shutdown_timeout_seconds=_LOST_SECONDS,
     )
-    return membership
+
+
+def _end_well(peers: dict[int, socket.socket]) -> None:
+    for connection in peers.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(_ENDED_WELL)
+
+
+def _watch(peer: int, connection: socket.socket) -> None:
+    """Ends this process soon after a peer that has not ended well, unless it ends by itself for the same reason."""
+    with contextlib.suppress(OSError):
+        if connection.recv(1) == _ENDED_WELL:
+            return
+    time.sleep(_NOTICE_SECONDS)
+    # The main thread may be inside a collective that will never end, and may have redirected what is printed.
+    print(f"\nerror: process {peer} failed or was lost, so this one cannot go on; see its output", file=sys.__stderr__)
+    _exit_now(1)
+
+
+def _exit_now(exit_code: int) -> None:
+    """Ends the process before JAX's own way out, which waits for the others."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _meet_as_first(group: Group) -> dict[int, socket.socket]:
@@ -174,53 +172,50 @@ def _meet_as_first(group: Group) -> dict[int, socket.socket]:
                     f"--process-id in 0..{group.size - 1}, with --coordinator {group.host}:{group.port}"
                 ) from None
             try:
-                connection.settimeout(_ANSWER_SECONDS)
-                with connection.makefile() as lines:
-                    size, index = (int(word) for word in lines.readline(_LONGEST_GREETING).split())
+                size, index = (int(word) for word in _line(connection, _ANSWER_SECONDS).split())
             except (OSError, ValueError):
                 connection.close()  # Not one of us.
                 continue
-            wrong = None
+            wrong = ""
             if size != group.size:
                 wrong = f"process {index} was started with --num-processes {size}, process 0 with {group.size}"
             elif index in peers or index == 0:
                 wrong = f"two processes were started with --process-id {index}"
             if wrong:
-                _tell(connection, wrong)
+                connection.sendall(f"{wrong}\n".encode())
                 raise UsageError(wrong)
             peers[index] = connection
     for connection in peers.values():
-        _tell(connection, "")
-        _keep(connection)
+        connection.sendall(b"\n")
     return peers
 
 
 def _meet_first(group: Group) -> dict[int, socket.socket]:
     deadline = time.monotonic() + WAIT_SECONDS
     where = f"{group.host}:{group.port + 1}"
-    answer = ""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise UsageError(
-                f"process 0 did not answer at {where} within {WAIT_SECONDS} s, or its other processes did not come; "
-                "check --coordinator, and that the port and the next one are open"
-            )
+    while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((group.host, group.port + 1), timeout=left)
-            connection.settimeout(math.ceil(left) + 1)  # Process 0 may have started later, and waits as long.
             connection.sendall(f"{group.size} {group.index}\n".encode())
-            with connection.makefile() as lines:
-                answer = lines.readline()
+            answer = _line(connection, left + 1)  # Process 0 may have started later, and waits as long.
         except OSError:
             time.sleep(0.2)
             continue
         if answer == "\n":
-            _keep(connection)
             return {0: connection}
-        if answer:
-            raise UsageError(answer.strip())
-        raise UsageError(f"process 0 at {where} ended before the run began; see its output")
+        raise UsageError(answer.strip() or f"process 0 at {where} ended before the run began; see its output")
+    raise UsageError(
+        f"process 0 did not answer at {where} within {WAIT_SECONDS} s, or its other processes did not come; "
+        "check --coordinator, and that the port and the next one are open"
+    )
+
+
+def _line(connection: socket.socket, seconds: float) -> str:
+    connection.settimeout(seconds)
+    with connection.makefile() as lines:
+        line = lines.readline(_LONGEST_LINE)
+    connection.settimeout(None)
+    return line
 
 
 def _listen(port: int) -> socket.socket:
@@ -231,19 +226,6 @@ def _listen(port: int) -> socket.socket:
             f"port {port} cannot be used here ({os.strerror(error.errno or 0)}); --coordinator needs a port that is "
             "free, and the next one, too"
         ) from None
-
-
-def _tell(connection: socket.socket, text: str) -> None:
-    connection.sendall(f"{text}\n".encode())
-
-
-def _keep(connection: socket.socket) -> None:
-    """Makes the system notice within half a minute when the other host is gone without a word."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def is_first() -> bool:
@@ -260,20 +242,24 @@ def by_first(function: Callable[[], str]) -> str:
         UsageError: in all processes, if the function raised it.
     """
     import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
         return function()
-    text, failed = "", False
+    told = ["", ""]
     if is_first():
         try:
-            text = function()
+            told = [function(), ""]
         except UsageError as error:
-            text, failed = str(error), True
-    told = _from_first([int(failed), *text.encode()])
-    text = bytes(told[1:]).decode()
-    if told[0]:
-        raise UsageError(text)
-    return text
+            told = ["", str(error)]
+    mine = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    size = largest(mine.size)
+    padded = np.pad(mine, (0, size - mine.size), constant_values=ord(" "))
+    text, refusal = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    if refusal:
+        raise UsageError(refusal)
+    return str(text)
 
 
 def largest(value: int) -> int:
@@ -285,23 +271,3 @@ def largest(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(np.max(multihost_utils.process_allgather(np.int32(value))))
-
-
-def _from_first(numbers: list[int]) -> list[int]:
-    """Small numbers that the first process holds, of any count."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
-    mine = np.resize(np.array(numbers, np.int32), count)
-    return [int(number) for number in multihost_utils.broadcast_one_to_all(mine)]
-
-
-@contextlib.contextmanager
-def quiet_unless_first(group: Group | None) -> Iterator[None]:
-    """Nothing that the other processes print within the block is seen: it would be the same words again."""
-    if group is None or group.index == 0:
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends.mosaic_gpu import products, recomputation
-from pallas_ce.backends.mosaic_gpu.kernels import entries, forward_kernel, materialized_kernel, operands, product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import (
+    entries,
+    forward_kernel,
+    materialized_kernel,
+    operands,
+    partials,
+    product_kernel,
+)
 from pallas_ce.backends.mosaic_gpu.schedule import plans
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
     PARTIALS_BYTES,
@@ -49,7 +56,7 @@ class MosaicGpuBackend(Backend):
 
     name = "mosaic_gpu"
     # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, narrow_stash=True)
+    capabilities = Capabilities(checked_regions=False, narrow_stash=True, cuda_only=True)
     materialized = materialized_kernel
     config: Config | None = None
 
@@ -71,7 +78,7 @@ class MosaicGpuBackend(Backend):
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
         if padded_share and operands.covered(spec) != spec.vocab_size:
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {spec.weight_rows}"
-        return device_refusal()
+        return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
@@ -106,7 +113,7 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
         # The target's logit is no affair of the kernel's.
-        config = self._config("forward", head, batch.hidden.shape[0], len(names - {"target_logit"}))
+        config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names - {"target_logit"}))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
         if (rest := operands.tail(head)) is not None:
             partial = merge(partial, products.tail_logits_and_partial(head, rest, batch.hidden, names)[1])
@@ -134,8 +141,8 @@ class MosaicGpuBackend(Backend):
         """See `products.make`."""
         head = operands.padded_head(head)
         rows = batch.hidden.shape[0]
-        config = self._config("stash", head, rows, len(names))
-        fallback = self._config("forward", head, rows, len(names), rare=True)
+        config = self._config("stash", head, rows, partials.vectors(names))
+        fallback = self._config("forward", head, rows, partials.vectors(names), rare=True)
         return products.make(head, batch, names, config, fallback, block)
 
     def stash_products(

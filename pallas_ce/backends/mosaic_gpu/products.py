@@ -1,12 +1,15 @@
 """The in-forward mode's second half: gradient products of one block from its stash.
 
-Two ways, chosen when compiling. *Scaled*: only A, D and F appear, and no soft cap. E itself is the products' operand,
-the row factors `s` are applied to small operands and results, and the target's and the argmax's entries of E are
-replaced by their exact dlogits divided by s: no pass over `[rows, V]` is made. *Formed*: one elementwise pass turns E
-into dlogits, with `z = e + log E`; exact entries are put in afterwards, and `s = 1`.
+There are two ways, one of which is chosen when compiling (E is the stash, A to G the terms of the gradient's formula):
 
-A third is chosen when running, for the whole block: where some row's reference was too far from its lse for 16 bits, or
-a replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
+* *Scaled*, where only A, D and F appear and there is no soft cap. E itself is the products' operand, and the row
+  factors `s` are applied to small operands and results. The target's and the argmax's entries of E are replaced by
+  their exact dlogits divided by s. So no pass over `[rows, V]` is made.
+* *Formed*, for all others. One elementwise pass turns E into dlogits, with `z = e + log E`. Exact entries are put in
+  afterwards, and `s = 1`.
+
+A third way is chosen when running, for the whole block. If some row's reference was too far from its lse for 16 bits,
+or a replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,9 @@
 """The recompute mode's work on one tile of the vocabulary: dlogits by a kernel, and their products.
 
-*In place*: kernels read the tile's part of the weight where it lies, add to hidden's sum, and write the tile's part of
-the weight's gradient where it belongs; nothing of size `[columns, H]` is copied. *By slices*, for heads whose arrays
-the product kernels cannot read or write where they are: a slice of the weight for the kernel, and XLA's products.
+*In place*, kernels read the tile's part of the weight where it lies, add to hidden's sum, and write the tile's part of
+the weight's gradient where it belongs. Nothing of size `[columns, H]` is copied. *By slices* serves heads whose arrays
+the product kernels cannot read or write where they are: the kernel gets a slice of the weight, and XLA makes the
+products.
 """
 
 import dataclasses

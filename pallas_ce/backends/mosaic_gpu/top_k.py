@@ -1,7 +1,7 @@
 """The k largest logits of each row on Hopper: a kernel stores the logits of a block of rows, a selection reads few.
 
-Bytes by row, with V entries: 4·V written by the kernel while it multiplies, V/8 of maxima read and sorted in a
-tournament (`streaming.selection`), 128·k of logits read again.
+For each row of V entries the kernel writes 4·V bytes of logits while it multiplies. A tournament
+(`streaming.selection`) reads and sorts V/8 bytes of maxima, and 128·k bytes of logits are read again.
 """
 
 import bisect

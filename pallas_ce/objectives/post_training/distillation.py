@@ -1,13 +1,14 @@
 """Distillation from the log-probabilities of a teacher's K most likely tokens, where the student's are read by id."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training.sequences import (
     Aggregation,
     aggregate,
@@ -22,16 +23,16 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 def top_k_distillation_loss(
-    log_probs: Any,
-    teacher_log_probs: Any,
-    mask: Any | None = None,
+    log_probs: ArrayLike,
+    teacher_log_probs: ArrayLike,
+    mask: ArrayLike | None = None,
     *,
     divergence: Divergence = "forward_kl",
     beta: float = 0.5,
     tail: bool = True,
     aggregation: Aggregation = "token_mean",
     length: float | None = None,
-    normalizer: Any | None = None,
+    normalizer: ArrayLike | None = None,
 ) -> jax.Array:
     r"""The divergence of a student p from a teacher q, on the teacher's K most likely tokens.
 

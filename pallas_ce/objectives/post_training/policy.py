@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training.sequences import (
     Aggregation,
     aggregate,
@@ -44,23 +45,23 @@ class PolicyMetrics(NamedTuple):
 
 
 def policy_loss(
-    log_probs: Any,
-    advantages: Any,
-    mask: Any | None = None,
+    log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike | None = None,
     *,
-    old_log_probs: Any | None = None,
-    ref_log_probs: Any | None = None,
-    entropy: Any | None = None,
+    old_log_probs: ArrayLike | None = None,
+    ref_log_probs: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
     clip_low: float = 0.2,
     clip_high: float | None = None,
     ratio_limit: float | None = None,
     level: Level = "token",
-    kl_coefficient: Any = 0.0,
+    kl_coefficient: ArrayLike = 0.0,
     kl_estimator: Estimator = "k3",
-    entropy_coefficient: Any = 0.0,
+    entropy_coefficient: ArrayLike = 0.0,
     aggregation: Aggregation = "token_mean",
     length: float | None = None,
-    normalizer: Any | None = None,
+    normalizer: ArrayLike | None = None,
     return_metrics: bool = False,
 ) -> Any:
     r"""The clipped policy-gradient loss of sampled tokens, with KL penalty and entropy bonus.
@@ -195,7 +196,7 @@ def _limit(log_ratio: jax.Array) -> jax.Array:
     return jnp.clip(log_ratio, -most, most)
 
 
-def kl_estimate(log_probs: Any, ref_log_probs: Any, estimator: Estimator = "k3") -> jax.Array:
+def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estimator = "k3") -> jax.Array:
     r"""Estimates KL(π ‖ π_ref) from one token sampled from π, for each entry.
 
     With `d = log π_ref - log π`:
@@ -234,7 +235,7 @@ def kl_estimate(log_probs: Any, ref_log_probs: Any, estimator: Estimator = "k3")
 
 
 def group_advantages(
-    rewards: Any, group_size: int, *, scale: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4
+    rewards: ArrayLike, group_size: int, *, scale: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4
 ) -> jax.Array:
     r"""Advantages relative to the other answers to the same prompt.
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training.sequences import (
     choice,
     constants,
@@ -34,7 +35,7 @@ class PreferenceMetrics(NamedTuple):
     accuracy: jax.Array
 
 
-def sequence_log_probs(log_probs: Any, mask: Any | None = None, *, average: bool = False) -> jax.Array:
+def sequence_log_probs(log_probs: ArrayLike, mask: ArrayLike | None = None, *, average: bool = False) -> jax.Array:
     r"""The log-probability of each sequence: `Σ_t m_t·log p_t`, or with `average` that over `Σ_t m_t`.
 
     Args:
@@ -64,11 +65,11 @@ def sequence_log_probs(log_probs: Any, mask: Any | None = None, *, average: bool
 
 
 def dpo_loss(
-    chosen: Any,
-    rejected: Any,
-    ref_chosen: Any,
-    ref_rejected: Any,
-    mask: Any | None = None,
+    chosen: ArrayLike,
+    rejected: ArrayLike,
+    ref_chosen: ArrayLike,
+    ref_rejected: ArrayLike,
+    mask: ArrayLike | None = None,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,

@@ -1,13 +1,13 @@
 """The matrix product that all kernels share: left·right, tile by tile, handed to an epilogue while in registers.
 
-One persistent thread block a processor: two compute warpgroups, and one that only issues TMA loads. Loads run ahead
-through a ring of `stages` slots in shared memory, across the borders of tiles and windows: the next tile's operands
-arrive while an epilogue runs. A slot's `full` barrier is completed by the loads, its `empty` barrier by the compute
-warpgroups (of both thread blocks, where a cluster shares a load). In ping-pong warpgroups have `full` barriers of
-their own, since one that does not wait for every completion of a barrier loses count of them.
+A persistent thread block runs on each multiprocessor. It has two compute warpgroups, and one that only issues TMA
+loads. Loads run ahead through a ring of `stages` slots in shared memory, also across the borders of tiles and windows,
+so the next tile's operands arrive while an epilogue runs. The loads complete a slot's `full` barrier, the compute
+warpgroups its `empty` barrier (those of both thread blocks, where a cluster shares a load). In ping-pong each warpgroup
+has `full` barriers of its own, since one that does not wait for every completion of a barrier loses count of them.
 
-What happens to a finished tile is up to the `Epilogue`. It works on one warpgroup's `[rows, columns]` part,
-may carry values from tile to tile of a window, and never sees the pipeline.
+The `Epilogue` decides what happens to a finished tile. It works on one warpgroup's `[rows, columns]` part, may carry
+values from tile to tile of a window, and never sees the pipeline.
 """
 
 import functools

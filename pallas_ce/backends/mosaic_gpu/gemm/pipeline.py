@@ -1,8 +1,8 @@
 """What the warpgroups of a kernel do: one loads ahead through a ring in shared memory, two multiply what it loads.
 
 A ring is a dictionary of slots and barriers, made in `gemm`. The product of a tile goes to the kernel's `Epilogue`
-while in registers. The warpgroups multiply two halves of a tile together, or work in ping-pong: then one is
-in its epilogue while the other multiplies, and the tensor cores never rest.
+while in registers. The warpgroups either multiply the two halves of a tile together, or work in ping-pong:
+one is in its epilogue while the other multiplies, so that the tensor cores never rest.
 """
 
 from collections.abc import Hashable

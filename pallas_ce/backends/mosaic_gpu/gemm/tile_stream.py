@@ -1,9 +1,9 @@
 """Tiles of a matrix that lies in memory, one after the other at the rate of memory, handed to an epilogue.
 
-The loop of `gemm` without a product: a warpgroup that only issues TMA loads fills a ring of slots with tiles, two
-others hand them, as float32 in the layout of a wgmma accumulator, to an `Epilogue`. So an item of work, a statistic and
-the gradient's formula mean the same here as there. An epilogue may write the matrix itself: a tile is read once, before
-anything is written in its place.
+This is the loop of `gemm` without a product. One warpgroup only issues TMA loads and fills a ring of slots with tiles.
+Two others hand the tiles to an `Epilogue`, as float32 in the layout of a wgmma accumulator, so an item of work, a
+statistic and the gradient's formula mean the same as there. An epilogue may overwrite the matrix: each tile is read
+once, before anything is written in its place.
 """
 
 import functools

@@ -4,8 +4,9 @@
 
 times 1 - (z_j/c)² under a soft cap.
 
-Terms that are absent cost nothing; each term that is present adds one vector by row to what a warpgroup carries. Those
-of single entries are here for materialized logits, whose kernels memory bounds; a head's are XLA's (`entries`).
+Terms that are absent cost nothing. Each term that is present adds one vector by row to what a warpgroup carries. The
+terms of single entries, D and F, are made here only for materialized logits, whose kernels wait for memory anyway.
+Those of a head are left to XLA (`entries`).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The logits of a block of rows in float32, with the largest of each group of columns and each row's log-sum-exp.
 
-What must look at single logits more than once, as a selection does, finds where to look by the groups' maxima: a
-thirty-second of the numbers. A tile's logits leave its registers while its exponentials are summed.
+A selection has to look at single logits more than once. The groups' maxima, a thirty-second of the numbers, tell it
+where. A tile's logits leave the registers while its exponentials are summed.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
     Attributes:
         logits: `[rows, groups · GROUP]` float32, N rows and undefined ones; -inf in columns that are not covered.
-        maxima: `[groups, padded rows]` float32, likewise.
+        maxima: `[groups, padded rows]` float32, each group's largest logit; undefined behind N rows.
         partial: of the covered columns, tempered; `max` and `sum_exp`, `[N]`.
     """
 

@@ -179,4 +179,4 @@ def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
         )
     if spec.columns * spec.dtype.itemsize == layouts.BLOCK_BYTES:  # see `operands.stored_shape`
         return f"its kernels cannot write rows of exactly {layouts.BLOCK_BYTES} bytes; use 'xla'"
-    return device_refusal()
+    return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known

@@ -1,10 +1,13 @@
 """From a head and a block of rows to what a kernel takes: aligned matrices and padded vectors.
 
-TMA wants rows of 16-byte multiples; the tiled layout of wgmma asks for a little more: a matrix's rows in eights, its
-row length in sixteens (32 bytes). Hidden states are padded where need be, which costs little. The weight is not:
+TMA reads rows whose length is a multiple of 16 bytes. The tiled layout of wgmma needs a little more: the number of a
+matrix's rows must be a multiple of 8, their length one of 16 elements (32 bytes). Hidden states are padded where need
+be, which costs little. The weight is not padded:
 
-* `[V, H]`: a kernel works on the first `⌊V/8⌋·8` entries, a view; the up to seven others, the *tail*, are left to XLA.
-* Where H (or V of a `[H, V]` weight) is not a multiple of 16 no view can help: one padded copy (`weight_copied`).
+* Of a `[V, H]` weight a kernel works on the first `⌊V/8⌋·8` entries, a view. The other entries, at most seven, are the
+  *tail* and are left to XLA.
+* Where H, or V of a `[H, V]` weight, is no multiple of 16, a view does not help and a padded copy is made
+  (`weight_copied`).
 """
 
 import dataclasses

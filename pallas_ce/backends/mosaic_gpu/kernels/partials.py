@@ -32,6 +32,14 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field in needed)
 
 
+def vectors(names: frozenset[str]) -> int:
+    """How many vectors by row a kernel keeps for these statistics, as `config.choose` counts them; no targets' logits.
+
+    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
+    """
+    return len(names) + 2 * ("sum_exp_deviation_sq" in fields_of(names))
+
+
 def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:
     """An array `[slots, padded rows]` for each field, so that reading one needs no slice."""
     return {_OUTPUT + field: jax.ShapeDtypeStruct((slots, padded_rows), jnp.float32) for field in fields}

@@ -1,11 +1,11 @@
 """The gradient products, from a stored `[n, V]` of exponentials or dlogits: for hidden states and for the weight.
 
-*For hidden*, `stored·weight [n, H]`: few tiles, each a sum over the whole vocabulary. So that they fill the chip, the
-vocabulary is cut into windows, whose partial products are left to XLA to add up: in a fixed order, unlike atomics.
+*For hidden*, `stored·weight [n, H]` has few tiles, each a sum over the whole vocabulary. To fill the chip, the
+vocabulary is cut into windows. XLA adds up their partial products in a fixed order, which atomics would not keep.
 
-*For the weight*, `storedᵀ·rows [V, H]`: many tiles, each a sum over the n rows of the block. The sum over blocks is
-kept in float32 in memory: the first block stores its tiles, the others have the copy engine add them where they lie,
-which takes neither registers nor waiting. Every number is added to once in a launch, so that results do not vary.
+*For the weight*, `storedᵀ·rows [V, H]` has many tiles, each a sum over the n rows of the block. The sum over blocks is
+kept in float32 in memory. The first block stores its tiles; for the others the copy engine adds them where they lie,
+which takes neither registers nor waiting. Every number is added to once in a launch, so results do not vary.
 
 Rows that do not count cost nothing: a launch is told on the device how many there are.
 """

@@ -28,7 +28,7 @@ _RESERVED_BYTES = 3072
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
 
-_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+_COMPUTE_CAPABILITY = "9.0"
 
 _MOST_WINDOWS = 256
 
@@ -258,20 +258,17 @@ def device_kind() -> str | None:
 
 
 def device_refusal() -> str | None:
-    """Why the GPU lowered for cannot run the kernels; None where it can, and where no GPU is known of."""
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        suits = any(name in device.device_kind for name in _HOPPER_NAMES)
-        return None if suits else f"its kernels are for Hopper GPUs, and this one is {device.device_kind}; use 'xla'"
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
+    """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    if compiled_for is None and targets.interpreted():
         return None
-    if device.compute_capability == "9.0":
+    if (kind := device_kind()) is None:
+        return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
+    capability = targets.compute_capability(kind)
+    if capability == _COMPUTE_CAPABILITY:
         return None
-    return (
-        f"its kernels are for Hopper GPUs, of compute capability 9.0, and {device.device_kind} has "
-        f"{device.compute_capability}; use 'xla'"
-    )
+    told = kind if capability is None else f"{kind}, of {capability}"
+    return f"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is {told}; use 'xla'"
 
 
 def schedule(

@@ -90,7 +90,7 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan:
-    """Likewise, on so many sms; a hundredth of a second's work, which a call outside of `jit` would repeat."""
+    """`recompute` for a GPU with so many SMs; cached, for a call outside of `jit` would repeat these 10 ms of work."""
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):

@@ -1,1 +1,1 @@
-"""Measured tile shapes: tables, their choice, and the command that measures."""
+"""Measured tile shapes: tables, their choice, and what measures them for `pallas_ce.tune`."""

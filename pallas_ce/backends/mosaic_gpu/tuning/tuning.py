@@ -2,7 +2,7 @@
 
 Tables are read when a program is traced; nothing is measured then. The user's is the file that the environment variable
 `PALLAS_CE_TUNING` names, or else `pallas_ce/<GPU model>.json` in `$XDG_CACHE_HOME` (`~/.cache`), where
-`python -m pallas_ce.backends.mosaic_gpu.tune` leaves it. One that cannot be used is named in a warning and left out.
+`python -m pallas_ce.tune` leaves it. One that cannot be used is named in a warning and left out.
 """
 
 import functools

@@ -1,0 +1,43 @@
+"""What `help` and `inspect.signature` show of the heads: names, types and defaults, the same for Linen and NNX."""
+
+import inspect
+
+import pytest
+from flax import nnx
+
+from flax_modules import linen
+from flax_modules import nnx as on_nnx
+
+OF_ONE_FRAMEWORK = {"parent", "name", "kernel_metadata", "bias_metadata", "rngs", "projection_metadata"}
+
+
+@pytest.mark.parametrize("head", ["LossHead", "MultiTokenLossHead"])
+def test_constructors_show_their_parameters(head):
+    shown = [inspect.signature(getattr(package, head)).parameters for package in (linen, on_nnx)]
+    assert "self" not in shown[1]
+    ours, theirs = ({n: p.default for n, p in found.items() if n not in OF_ONE_FRAMEWORK} for found in shown)
+    assert list(ours) == list(theirs)
+    assert len(ours) >= 6
+    assert {n: d for n, d in ours.items() if not callable(d)} == {n: d for n, d in theirs.items() if not callable(d)}
+
+
+def test_a_module_of_ones_own_on_top_shows_its_own_parameters():
+    class Head(on_nnx.LossHead):
+        def __init__(self, width: int, rngs: nnx.Rngs):
+            super().__init__(width, 10, rngs=rngs)
+
+    assert list(inspect.signature(Head).parameters) == ["width", "rngs"]
+    assert "labels" in inspect.signature(Head(4, nnx.Rngs(0))).parameters
+
+
+@pytest.mark.parametrize("package", [linen, on_nnx])
+@pytest.mark.parametrize("head", ["LossHead", "MultiTokenLossHead"])
+def test_arrays_are_shown_as_arrays(package, head):
+    for name, parameter in inspect.signature(getattr(package, head).__call__).parameters.items():
+        assert name == "self" or "Any" not in str(parameter.annotation), parameter
+
+
+@pytest.mark.parametrize("package", [linen, on_nnx])
+def test_every_option_is_described(package):
+    for name in inspect.signature(package.LossHead).parameters.keys() - {"parent", "name"}:
+        assert f"        {name}: " in package.LossHead.__doc__

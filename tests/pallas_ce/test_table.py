@@ -1,0 +1,108 @@
+"""The table of row statistics: a new one is an entry; nothing else lists it; every row is served accurately."""
+
+import functools
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ce
+from pallas_ce import RowStatistics, linear_row_statistics
+from pallas_ce.statistics.row import finalise, merge, partial_of_tile
+from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, TERMS, Coefficients, Partial
+
+NAMES = frozenset({"varentropy"})
+FLAT = np.random.default_rng(0).normal(size=4096) * 0.01
+
+
+def test_every_public_statistic_has_one_entry_and_every_entry_is_read() -> None:
+    assert set(RowStatistics._fields) == {*PRIMITIVES, *DERIVED}
+    assert not PRIMITIVES.keys() & DERIVED.keys()
+    assert {field for entry in PRIMITIVES.values() for field in entry.fields} == {*FIELDS} == {*Partial._fields}
+    assert {*TERMS} | {"target", "logit_weights", "argmax", "entropy"} == {*Coefficients._fields}
+    assert RowStatistics.__doc__ is not None
+    for name in RowStatistics._fields:
+        assert f"\n        {name}: " in RowStatistics.__doc__
+
+
+@pytest.mark.parametrize(
+    ("word", "places"),
+    [
+        ("varentropy", {"statistics/table.py"}),
+        ("sum_exp_deviation_sq", {"statistics/table.py", "kernels/epilogues.py", "kernels/partials.py"}),
+        ("prob_deviation_sq", {"statistics/table.py", "kernels/dlogits_kernel.py"}),
+    ],
+)
+def test_a_statistic_is_named_in_its_entry_and_what_it_adds_in_the_kernels_translation(
+    word: str, places: set[str]
+) -> None:
+    root = pathlib.Path(pallas_ce.__file__).parent
+    files = [path for folder in (root, root.parent / "torch_bridge", root.parent / "flax_modules")
+             for path in folder.rglob("*.py")]  # fmt: skip
+    assert {"/".join(path.parts[-2:]) for path in files if word in path.read_text("utf-8")} == places
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        FLAT,
+        FLAT * 100,
+        FLAT * 3000,
+        np.round(FLAT * 2**14) / 2**10 + 5000,
+        *(np.where(np.arange(4096) == 777, high, FLAT) for high in (2.0, 8.0, 20.0)),
+        np.where(np.arange(4096) % 2, FLAT, -np.inf),
+    ],
+    ids=["flat", "normal", "peaked", "offset", "outlier 2", "outlier 8", "outlier 20", "columns of -inf"],
+)
+def test_varentropy_is_accurate_however_little_of_the_row_the_maximum_holds(row: np.ndarray) -> None:
+    """Measured from the maximum instead of the mean, the outlier of 2 alone would cost three digits."""
+    z = row.astype(np.float32)[None]
+    wide = z.astype(np.float64) - z.max()
+    p = np.exp(wide) / np.exp(wide).sum()
+    finite = np.where(p > 0, wide, 0)
+    want = (p * (finite - (p * finite).sum()) ** 2).sum()
+    columns = jnp.arange(4096, dtype=jnp.int32)
+
+    @jax.jit
+    def part(z: jax.Array, columns: jax.Array) -> Partial:
+        return partial_of_tile(z, columns, None, None, None, NAMES)
+
+    parts = (part(z[:, i : i + 512], columns[i : i + 512]) for i in range(0, 4096, 512))
+    got = finalise(functools.reduce(merge, parts), NAMES)["varentropy"]
+    np.testing.assert_allclose(got[0], want, rtol=1e-5)
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(scale=st.sampled_from([0.0, 0.1, 1.0, 8.0]), masked=st.booleans(), seed=st.integers(0, 99))
+def test_varentropys_gradient_is_that_of_its_definition_in_float64(scale: float, masked: bool, seed: int) -> None:
+    """With bias of -inf in some columns, a row temperature and rows that do not count."""
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        hidden, weight = jnp.asarray(rng.normal(size=(7, 8)) * scale), jnp.asarray(rng.normal(size=(33, 8)))
+        bias = jnp.where(jnp.arange(33) % 5 == 0, -jnp.inf, 0.3)
+        mask = jnp.asarray(rng.random(7) < 0.6) if masked else jnp.ones(7, bool)
+        temperature, upstream = jnp.asarray(rng.uniform(0.5, 2, 7)), jnp.asarray(rng.normal(size=7))
+
+        def ours(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+            found = linear_row_statistics(
+                hidden, weight, statistics=("varentropy",), bias=bias, temperature=temperature, row_mask=mask,
+                implementation="xla", scratch_bytes=4096,
+            )  # fmt: skip
+            assert found.varentropy is not None
+            return jnp.sum(upstream * found.varentropy)
+
+        def definition(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+            z = (hidden @ weight.T / temperature[:, None])[:, jnp.arange(33) % 5 != 0]
+            log_p = jax.nn.log_softmax(z)
+            p = jnp.exp(log_p)
+            values = (p * log_p**2).sum(1) - (p * log_p).sum(1) ** 2
+            return jnp.sum(jnp.where(mask, upstream * values, 0))
+
+        got = jax.value_and_grad(ours, (0, 1))(hidden, weight)
+        want = jax.value_and_grad(definition, (0, 1))(hidden, weight)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
