@@ -48,6 +48,7 @@ def test_usage_is_shown_and_unknown_without_a_gpu():
 
 def test_everything_promised_is_there_and_nothing_else():
     assert all(callable(getattr(torch_bridge, name)) for name in torch_bridge.__all__)
+    assert set(torch_bridge.__all__) < set(dir(torch_bridge))
     with pytest.raises(AttributeError, match="no attribute 'linear'"):
         _ = torch_bridge.linear
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from pallas_ce import LogProbs, integration
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
-from torch_bridge.dlpack import exchange
 
 
 def linear_log_probs(
@@ -90,7 +89,6 @@ def linear_log_probs(
         "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "temperature": temperatures,
     }
-    exchange.check_one_device(**tensors)
     options = {
         "dtype": dtype,
         "return_entropy": return_entropy,

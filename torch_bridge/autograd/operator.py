@@ -57,6 +57,7 @@ class Operation:
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
         """The function's outputs; what PyTorch will differentiate is read off the tensors."""
+        exchange.check_one_device(**tensors)
         first_order.reverse_mode(tensors)
         differentiated = 0
         if torch.is_grad_enabled():

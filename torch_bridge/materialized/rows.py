@@ -215,12 +215,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """By the operator, which does not overwrite the logits: a graph that is compiled plans all memory itself."""
+def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any = None) -> tuple[Tensor | None, ...]:
+    """The gradients of all arguments; by the operator, unless `compute` is given."""
     gradient, given = None, list(cotangents[:-1])
     if any(x is not None for x in given):
-        operator = torch.ops.pallas_ce.materialized_row_statistics_backward
-        gradient = operator(*ctx.saved_tensors, given, *ctx.static)
+        compute = compute or torch.ops.pallas_ce.materialized_row_statistics_backward
+        gradient = compute(*ctx.saved_tensors, given, *ctx.static)
     return gradient, *[None] * (3 + len(Options._fields))
 
 
@@ -235,16 +235,18 @@ class _RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = list(cotangents[:-1])
-        if not any(x is not None for x in given):
-            return (None,) * (4 + len(Options._fields))
-        saved = ctx.saved_tensors
-        with torch.no_grad():
-            gradient = _backward(*saved, given, *ctx.static)
-        return first_order.final([gradient], (*given, saved[0]))[0], *[None] * (3 + len(Options._fields))
+        return _differentiate(ctx, cotangents, _final_backward)
+
+
+def _final_backward(logits: Tensor, *arguments: Any) -> Tensor:
+    with torch.no_grad():
+        gradient = _backward(logits, *arguments)
+    cotangents = arguments[-len(Options._fields) - 1]
+    return first_order.final([gradient], (logits, *cotangents))[0]
 
 
 def _backward_in_own_memory(*arguments: Any) -> Tensor:
+    """An operator that may be compiled does not overwrite the logits: a compiled graph plans all memory itself."""
     return _backward(*arguments[:-1], False)
 
 
