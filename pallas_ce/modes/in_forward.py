@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Accumulators, Plan, Residual
+from pallas_ce.backends.protocol import Accumulators, Residual
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, NeedsGrad
 from pallas_ce.modes.differentiation import (
@@ -207,16 +207,15 @@ def _local_statistics_and_sums(
     kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
-    rows_that_count = Rows.counted(rows.mask)
-    # Where every row counts each is written once, and nothing need be there before; the first block replaces the sums.
+    blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
+    # Where every row counts each is written once, and nothing need be there before.
     blank = lax.empty if rows.mask is None else jnp.zeros
     hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
         hidden_sum,
-        _accumulators(head, needs_grad, plan, sum_dtype),
+        _accumulators(head, needs_grad, sum_dtype, replaced=blocks.all_visited and plan.vocab_size == spec.weight_rows),
     )
-    blocks = rows_that_count.blocks(tokens, plan.rows, skipped=plan.skips_rows)
     found, hidden_sum, sums = blocks.for_each(body, init)
     of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, HeadSums(*sums))
     hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
@@ -226,13 +225,12 @@ def _local_statistics_and_sums(
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def _accumulators(head: Head, needs_grad: NeedsGrad, plan: Plan, weight_dtype: np.dtype) -> Accumulators:
-    """What the first block replaces: undefined, but for padding that no block works on."""
-    spec = head.spec
-    blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
+def _accumulators(head: Head, needs_grad: NeedsGrad, weight_dtype: np.dtype, *, replaced: bool) -> Accumulators:
+    """What the sums start from: undefined where all of the weight's is replaced, by a first block that is visited."""
+    blank = lax.empty if replaced else jnp.zeros
     return Accumulators(
         blank(head.weight.shape, weight_dtype) if needs_grad.weight else None,
-        jnp.zeros(spec.weight_rows, spec.accumulator) if needs_grad.bias_sum else None,
+        jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
     )
 
 

@@ -163,19 +163,24 @@ class RowBlocks:
     tiles: Tiles
     skipped: bool
 
+    @property
+    def all_visited(self) -> bool:
+        """Whether every block is visited, whatever the rows that count."""
+        return self.skipped or self.rows.filled is None or self.tiles.count == 1
+
     def for_each[Carry](
         self, body: Callable[["RowBlock", Carry], Carry], init: Carry, *, unrolled: bool = False
     ) -> Carry:
-        """`init` carried through `body(block, carry)` over all blocks, or those that hold a row; the first one always.
+        """`init` carried through `body(block, carry)` over all blocks, or those that hold a row.
 
         `unrolled` puts a known number of blocks one after the other, if they are `Tiles.few`.
         """
         if self.tiles.count == 1:
             return body(self.block(0), init)
-        if self.skipped or self.rows.filled is None:
-            trips: jax.Array | int = self.tiles.count
-        else:
-            trips = jnp.maximum(1, -(-self.rows.filled // self.tiles.size))
+        trips: jax.Array | int = self.tiles.count
+        if not self.all_visited:
+            assert self.rows.filled is not None
+            trips = -(-self.rows.filled // self.tiles.size)
         if unrolled and isinstance(trips, int) and self.tiles.few:
             for i in range(trips):
                 # Behind the block before, whose memory it is to use.
@@ -191,7 +196,7 @@ class RowBlocks:
             return RowBlock(index, tile, None, tile.valid, None)
         assert self.rows.filled is not None
         assert self.rows.valid is not None
-        if self.skipped or self.tiles.count == 1:
+        if self.all_visited:
             # What holds a row comes first, so the last block need not start early: it runs over, and repeats a row.
             places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
             ids, valid = (
@@ -203,8 +208,7 @@ class RowBlocks:
             return RowBlock(index, tile, ids, valid & (places < self.tiles.total), filled, only)
         valid = tile.take(self.rows.valid)
         valid = valid if tile.valid is None else valid & tile.valid
-        filled = jnp.where(self.rows.filled > 0, tile.size, 0)
-        return RowBlock(index, tile, tile.take(self.rows.order), valid, filled)
+        return RowBlock(index, tile, tile.take(self.rows.order), valid, None)
 
 
 @dataclasses.dataclass(frozen=True)

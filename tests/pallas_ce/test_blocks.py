@@ -79,8 +79,8 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
     np.testing.assert_array_equal(copy, x * counts)
-    filled = n if n - counts.sum() <= n // 16 else counts.sum()
-    assert int(trips) == -(-(n if skipped else max(1, filled)) // size)
+    all_visited = skipped or size == n or n - counts.sum() <= n // 16
+    assert int(trips) == -(-(n if all_visited else counts.sum()) // size)
 
 
 @hypothesis.given(mask=masks())
