@@ -1,6 +1,7 @@
 """What the command lines of experiments share."""
 
 import argparse
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -27,12 +28,20 @@ def command(name: str, words: Sequence[str]) -> str:
     return " ".join([f"python -m experiments.{name}", *(word for word in kept if not word.startswith("--out="))])
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Writes a figure of matplotlib's in one step; returns the path."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(path, buffer.getvalue())
+    return path
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments.bench.machine import describe
-from experiments.command_line import command, positive, read_record, write_record
+from experiments.command_line import command, positive, read_record, save_figure, write_record
 from experiments.lm.config import TrainConfig
 from experiments.lm.model.transformer import LanguageModel
 from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, linear_sample, policy_loss
@@ -262,7 +261,6 @@ def measure_memory(vocabularies: list[int]) -> dict[str, Any]:
 def plot(record: dict[str, Any], path: Path) -> None:
     """Draws what a result file holds."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.plot(record["training"]["reward"], color="tab:blue")
     left.axhline(1 / record["config"]["prompts"], color="grey", linestyle=":", label="chance")
@@ -275,7 +273,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    save_figure(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> None:

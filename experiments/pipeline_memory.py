@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import pallas_ce
 from experiments.bench.machine import describe
 from experiments.bench.used import allocated_peak_bytes, used_bytes
-from experiments.command_line import command, positive, write_record
+from experiments.command_line import command, positive, save_figure, write_record
 from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
@@ -173,13 +173,11 @@ def compare(found: dict[str, int]) -> dict[str, dict[str, float]]:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Draws the recorded peaks as bars: measured ones where there are, else those by accounting."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     how = "measured" if "measured" in record else "counted"
     found = record[how]
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     heads = [row["head_bytes"] / 1e9 for row in found.values()]
     axes.barh(list(found), [REST_OF_STAGE / 1e9] * len(found), color="lightgrey", label="rest of the stage")
@@ -193,7 +191,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.set_xlim(0, 1.15 * max(row["stage_bytes"] for row in found.values()) / 1e9)
     axes.set_xlabel(f"peak memory of the last stage{'' if how == 'measured' else ' by accounting'} (GB)")
     axes.legend(loc="lower right")
-    figure.savefig(path, format="png", dpi=120)
+    save_figure(figure, path)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.command_line import command, positive, read_record, write_record
+from experiments.command_line import command, positive, read_record, save_figure, write_record
 from torch_bridge.selective import selective_log_softmax
 
 RESULTS = Path(__file__).parent / "results"
@@ -186,7 +185,6 @@ def plot(record: dict[str, Any], path: Path) -> None:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     figure = Figure(figsize=(5 * len(dtypes), 4 * len(passes)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(passes), len(dtypes), squeeze=False, sharex=True)
     for panel_row, pass_name in zip(panels, passes, strict=True):
         for panel, dtype in zip(panel_row, dtypes, strict=True):
@@ -201,7 +199,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
             panel.grid(alpha=0.3)
     panels[0][0].legend(fontsize="small")
     figure.suptitle(f"Peak memory beside the logits: {record['batch']} × {record['tokens']} tokens, {record['device']}")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _describe(device: str) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class HeadCalls(HeadOptions):
             ValueError: the last axis of `hidden` is not `features`.
         """
         arrays, spec = read_head(hidden, **self._options(logit_scale), logit_weights=None)
-        rows, head = flatten_head(arrays, spec)
+        rows, head, _ = flatten_head(arrays, spec)
         # Padding is cut from the result and not from the weight, which would be copied for it.
         values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
         return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)

@@ -1,12 +1,11 @@
 """Result files as markdown tables and plots; every number in them comes from a file."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 from experiments.bench import ladder, summary
 from experiments.bench.results import read
-from experiments.command_line import write_atomically
+from experiments.command_line import save_figure, write_atomically
 
 SECTIONS = ("grid", "heads", "options", "windows", "compile")
 LOSSES = ("log_probs", "top_k", "given")
@@ -121,7 +120,7 @@ def _plot_ratios(document: dict[str, Any], path: Path) -> Path:
     axes.set(ylabel="time / bare product, or / three products", title=document["machine"].get("device", ""))
     axes.tick_params(axis="x", rotation=60)
     axes.legend()
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _plot_windows(document: dict[str, Any], path: Path) -> Path:
@@ -137,16 +136,7 @@ def _plot_windows(document: dict[str, Any], path: Path) -> Path:
     title = f"N {point['n']}, V {point['v']}, {document['machine'].get('device', '')}"
     axes.set(xlabel="windows of the vocabulary", ylabel="ms", xscale="log", title=title)
     axes.legend()
-    return saved(figure, path)
-
-
-def saved(figure: Any, path: Path) -> Path:
-    """Writes a figure, whole or not at all; returns the path."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(buffer.getvalue())
-    return path
+    return save_figure(figure, path)
 
 
 def write(folder: Path) -> list[Path]:

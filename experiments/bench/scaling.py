@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.bench.report import saved, table
-from experiments.command_line import write_atomically
+from experiments.bench.report import table
+from experiments.command_line import save_figure, write_atomically
 
 Record = dict[str, Any]
 
@@ -104,7 +104,7 @@ def plot(documents: list[dict[str, Any]], path: Path) -> Path:
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set(title=layout, xlabel="GPUs", xticks=counts, ylabel="of linear scaling")
         axes.legend()
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def write(folder: Path) -> list[Path]:

@@ -71,6 +71,7 @@ class LossHead(HeadCalls, nn.Module):
             ValueError: `vocab_size` exceeds its rows.
 
         Example:
+            >>> import jax, jax.numpy as jnp
             >>> import flax.linen as nn
             >>> class Model(nn.Module):
             ...     def setup(self):

@@ -101,6 +101,7 @@ class LossHead(HeadCalls, nnx.Module):
             ValueError: the embedding is not a matrix, or `vocab_size` exceeds its rows.
 
         Example:
+            >>> import jax, jax.numpy as jnp
             >>> from flax import nnx
             >>> from flax_modules.nnx import LossHead
             >>> class Model(nnx.Module):

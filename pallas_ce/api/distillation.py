@@ -11,7 +11,6 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.temperature import Temperature
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.head import HeadSpec
@@ -132,6 +131,7 @@ def linear_distillation(
     student, spec = inputs.read_head(
         hidden, weight, bias, logit_scale, None,
         vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
+        temperature=temperature, folds=False,
     )  # fmt: skip
     try:
         teacher, teacher_spec = inputs.read_head(
@@ -153,7 +153,6 @@ def linear_distillation(
             f"weight has {spec.weight_rows} vocabulary entries and teacher_weight {teacher_spec.weight_rows}; "
             "pass vocab_size, the entries that both have"
         )
-    temperatures = Temperature.read(temperature, leading)
     if labels is not None:
         labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
     normalizer = arguments.normalizer(normalizer)
@@ -166,7 +165,7 @@ def linear_distillation(
         inputs.read_row_mask(row_mask, leading),
         inputs.read_by_row("token_weights", token_weights, leading),
     )
-    shards = shards_of(None, student, (teacher, temperatures, by_row, normalizer)) or Shards()
+    shards = shards_of(None, student, (teacher, by_row, normalizer)) or Shards()
     static = _Static(
         pair.Call(_divergence(divergence, beta), streams, shards),
         _streamed(implementation),
@@ -181,7 +180,6 @@ def linear_distillation(
         student.hidden,
         student,
         teacher,
-        temperatures,
         *by_row,
         normalizer,
     )
@@ -223,17 +221,14 @@ def _linear_distillation(
     static: _Static,
     student: inputs.HeadArrays,
     teacher: inputs.HeadArrays,
-    temperature: Temperature,
     labels: jax.Array | None,
     row_mask: jax.Array | None,
     token_weights: jax.Array | None,
     normalizer: Any | None,
 ) -> jax.Array:
     spec, leading = static.spec, student.hidden.shape[:-1]
-    hidden, head = inputs.flatten(student, spec)
-    constant = pair.Teacher(
-        *lax.stop_gradient(inputs.flatten(teacher, static.teacher_spec)), temperature.by_row(leading, spec)
-    )
+    hidden, head, temperature = inputs.flatten(student, spec)
+    constant = pair.Teacher(*lax.stop_gradient(inputs.flatten(teacher, static.teacher_spec)[:2]), temperature)
     mask = None if row_mask is None else row_mask.reshape(-1)
     if labels is not None:
         ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)

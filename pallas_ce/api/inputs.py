@@ -17,8 +17,8 @@ from pallas_ce.statistics import labels as label_rule
 class HeadArrays(NamedTuple):
     """The head's arrays as the caller gave them, None where absent.
 
-    `logit_scale` is None where it is the number 1, and divided by `temperature` where that is a number, which leaves
-    None there.
+    `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
+    another number that the head has been divided by.
     """
 
     hidden: jax.Array
@@ -46,9 +46,15 @@ def read_head(
     logit_softcap: float | None,
     dtype: Any | None,
     temperature: Any = 1.0,
+    folds: bool = True,
+    zero: bool = False,
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[HeadArrays, HeadSpec]:
-    """Checked arrays and static facts."""
+    """Checked arrays and static facts.
+
+    `folds`: whether a number as temperature goes into the head; not where the logits are needed without it. `zero`:
+    whether it may be 0.
+    """
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
     bias = None if bias is None else arguments.array("bias", bias)
     mesh_axes = arguments.mesh_axes(mesh_axes)
@@ -59,15 +65,14 @@ def read_head(
     if logit_weights is not None:
         logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
     arrays = HeadArrays(hidden, weight, bias, scale, logit_weights)
-    return _with_temperature(arrays, spec, arguments.temperature(temperature, arrays.leading))
+    temperature = arguments.temperature(temperature, arrays.leading, zero)
+    if isinstance(temperature, float) and (folds or temperature == 1.0):
+        return _folded(arrays, spec, temperature)
+    return arrays._replace(temperature=jnp.asarray(temperature)), spec
 
 
-def _with_temperature(
-    arrays: HeadArrays, spec: HeadSpec, temperature: float | jax.Array
-) -> tuple[HeadArrays, HeadSpec]:
+def _folded(arrays: HeadArrays, spec: HeadSpec, temperature: float) -> tuple[HeadArrays, HeadSpec]:
     """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
-    if not isinstance(temperature, float):
-        return arrays._replace(temperature=temperature), spec
     if temperature == 1.0:
         return arrays, spec
     if spec.softcap is not None:
@@ -131,13 +136,19 @@ def batch_and_head(arrays: HeadArrays, spec: HeadSpec, ids: jax.Array | None = N
         None if u is None else jax.lax.stop_gradient(u.astype(wide)),
         spec,
     )
-    inverse = None
-    if arrays.temperature is not None:
-        inverse = 1.0 / jax.lax.stop_gradient(jnp.broadcast_to(arrays.temperature.astype(wide), arrays.leading))
-    return Batch(arrays.hidden, ids, inverse), head
+    temperature = by_row(arrays.temperature, arrays.leading, spec)
+    return Batch(arrays.hidden, ids, None if temperature is None else 1.0 / temperature), head
 
 
-def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head]:
-    """`hidden [N, H]` and the head, inside jit."""
-    batch, head = batch_and_head(arrays, spec)
-    return batch.hidden.reshape(-1, spec.hidden_size), head
+def by_row(temperature: jax.Array | None, leading: tuple[int, ...], spec: HeadSpec) -> jax.Array | None:
+    """Temperatures `[...]` in the accumulator dtype, a constant; inside jit."""
+    if temperature is None:
+        return None
+    return jax.lax.stop_gradient(jnp.broadcast_to(temperature.astype(spec.accumulator), leading))
+
+
+def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head, jax.Array | None]:
+    """`hidden [N, H]`, the head and temperatures `[N]`, inside jit."""
+    head = batch_and_head(arrays, spec)[1]
+    temperature = by_row(arrays.temperature, arrays.leading, spec)
+    return arrays.hidden.reshape(-1, spec.hidden_size), head, None if temperature is None else temperature.reshape(-1)

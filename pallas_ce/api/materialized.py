@@ -103,23 +103,7 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(
-        logits,
-        labels,
-        None,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_softcap=logit_softcap,
-        ignore_index=ignore_index,
-        class_weights=class_weights,
-        token_weights=token_weights,
-        reduction=reduction,
-        normalizer=normalizer,
-        vocab_size=vocab_size,
-        implementation=implementation,
-        validate_labels=validate_labels,
-        return_metrics=return_metrics,
-    )
+    return _checked(**locals(), chunk=None)  # all arguments by their names
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
@@ -150,7 +134,7 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
     """
     if unknown := sorted(set(options) - set(inspect.signature(cross_entropy).parameters)):
         raise TypeError(f"chunked_cross_entropy() got an unexpected keyword argument {unknown[0]!r}")
-    return _checked(logits, labels, arguments.chunk("chunk_size", chunk_size, _DEFAULT_CHUNK), **options)
+    return _checked(logits, labels, chunk=arguments.chunk("chunk_size", chunk_size, _DEFAULT_CHUNK), **options)
 
 
 def mean_squared_lse(
@@ -206,8 +190,8 @@ def _mean_squared_lse(given: mode.Given, ignore_index: int | None, logits: jax.A
 def _checked(
     logits: Any,
     labels: Any,
-    chunk: int | None,
     *,
+    chunk: int | None,
     label_smoothing: Any = 0.0,
     z_loss: Any = 0.0,
     logit_softcap: float | None = None,

@@ -11,7 +11,6 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.temperature import Temperature
 from pallas_ce.api.top_k import check_k, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, HeadSpec, tempered
@@ -106,21 +105,22 @@ def linear_sample(
         "logit_softcap": logit_softcap,
         "dtype": dtype,
     }
-    arrays, spec = inputs.read_head(hidden, weight, bias, logit_scale, None, **options)
+    arrays, spec = inputs.read_head(
+        hidden, weight, bias, logit_scale, None, **options, temperature=temperature, folds=False, zero=True
+    )
     leading, key = arrays.hidden.shape[:-1], arguments.key(key)
-    temperatures = Temperature.read(temperature, leading, zero=True)
     mask = inputs.read_row_mask(row_mask, leading)
     if top_k is not None:
         k = check_k("top_k", top_k, spec.vocab_size)
         options |= {"bias": bias, "logit_scale": logit_scale, "row_mask": mask, "scratch_bytes": scratch_bytes}
         best = linear_top_k(hidden, weight, k, **options)
         function = functools.partial(_sample_of_best, spec)
-        return in_automatic_region(function, True, arrays.hidden, key, best.logits, best.ids, temperatures, mask)
+        return in_automatic_region(function, True, arrays.hidden, key, best.logits, best.ids, arrays.temperature, mask)
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 6)
     streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
     function = functools.partial(_linear_sample, _Static(spec, streams))
-    return in_automatic_region(function, True, arrays.hidden, key, arrays, temperatures, mask)
+    return in_automatic_region(function, True, arrays.hidden, key, arrays, mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,18 +189,16 @@ def _block(by_row: tuple[jax.Array, jax.Array, jax.Array | None], head: Head, pl
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_sample(
-    static: _Static, key: Any, arrays: inputs.HeadArrays, temperature: Temperature, row_mask: jax.Array | None
-) -> Samples:
+def _linear_sample(static: _Static, key: Any, arrays: inputs.HeadArrays, row_mask: jax.Array | None) -> Samples:
     spec, leading = static.spec, arrays.hidden.shape[:-1]
-    hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
+    hidden, head, temperature = lax.stop_gradient(inputs.flatten(arrays, spec))
     mask = None if row_mask is None else row_mask.reshape(-1)
 
     def empty(rows: int) -> Samples:
         return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, spec.accumulator))
 
     with jax.named_scope("pallas_ce.sample"):
-        by_row = (hidden, noise.row_keys(key, hidden.shape[0]), temperature.by_row(leading, spec))
+        by_row = (hidden, noise.row_keys(key, hidden.shape[0]), temperature)
         found = over_rows_that_count(_block, static.streams, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(leading), found)
 
@@ -211,13 +209,14 @@ def _sample_of_best(
     key: Any,
     logits: jax.Array,
     ids: jax.Array,
-    temperature: Temperature,
+    temperature: jax.Array | None,
     row_mask: jax.Array | None,
 ) -> Samples:
     """A sample among `logits [..., k]` of the columns `ids`, with the noise that the whole row would have had there."""
     leading, k = logits.shape[:-1], logits.shape[-1]
     logits, ids = logits.reshape(-1, k), ids.reshape(-1, k)
-    temperatures = temperature.by_row(leading, spec)
+    by_row = inputs.by_row(temperature, leading, spec)
+    temperatures = None if by_row is None else by_row.reshape(-1)
     keys = noise.row_keys(key, logits.shape[0])
     partial = partial_of_tile(tempered(logits, _divisor(temperatures)), jnp.arange(k), None, None, None, _LSE)
     found = _samples(_draw(keys, logits, ids, None, temperatures), partial, temperatures)

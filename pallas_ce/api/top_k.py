@@ -11,7 +11,6 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.temperature import Temperature
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Head, HeadSpec, tempered
@@ -104,16 +103,16 @@ def linear_top_k(
     arrays, spec = inputs.read_head(
         hidden, weight, bias, logit_scale, None,
         vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
+        temperature=temperature, folds=False,
     )  # fmt: skip
     leading = arrays.hidden.shape[:-1]
     k = check_k("k", k, spec.vocab_size)
     finders = _finders(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes), arrays)
     for finder in finders:
         finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
-    temperatures = Temperature.read(temperature, leading)
     function = functools.partial(_linear_top_k, (k, spec, finders))
     mask = inputs.read_row_mask(row_mask, leading)
-    return in_automatic_region(function, True, arrays.hidden, arrays, temperatures, mask)
+    return in_automatic_region(function, True, arrays.hidden, arrays, mask)
 
 
 def check_k(name: str, k: Any, vocab_size: int) -> int:
@@ -157,12 +156,11 @@ def _holds_a_row(finder: TopKFinder) -> bool:
 def _linear_top_k(
     static: tuple[int, HeadSpec, tuple[TopKFinder, ...]],
     arrays: inputs.HeadArrays,
-    temperature: Temperature,
     row_mask: jax.Array | None,
 ) -> TopK:
     k, spec, finders = static
     leading = arrays.hidden.shape[:-1]
-    hidden, head = lax.stop_gradient(inputs.flatten(arrays, spec))
+    hidden, head, temperature = lax.stop_gradient(inputs.flatten(arrays, spec))
     mask = None if row_mask is None else row_mask.reshape(-1)
 
     def empty(rows: int) -> TopK:
@@ -173,7 +171,7 @@ def _linear_top_k(
         return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = by_platform(finders, search, (hidden, temperature.by_row(leading, spec)), head, mask)
+        found = by_platform(finders, search, (hidden, temperature), head, mask)
     return jax.tree.map(lambda x: x.reshape(*leading, k), found)
 
 

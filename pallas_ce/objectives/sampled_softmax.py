@@ -156,7 +156,7 @@ def _sampled_softmax(
     normalizer: Any | None,
 ) -> jax.Array:
     spec, leading, count = static.spec, arrays.hidden.shape[:-1], static.num_samples
-    hidden, head = inputs.flatten(arrays, spec)
+    hidden, head, _ = inputs.flatten(arrays, spec)
     ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
     hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients

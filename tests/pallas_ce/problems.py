@@ -7,7 +7,10 @@ import hypothesis.strategies as st
 import numpy as np
 
 # Each way of computing a differentiated loss: (implementation, backward mode).
-WAYS = [("reference", "auto"), ("xla", "recompute"), ("xla", "in_forward")]
+WAYS = [
+    ("reference", "auto"),
+    *((backend, mode) for backend in ("xla", "toy") for mode in ("recompute", "in_forward")),
+]
 STREAMED = WAYS[1:]
 
 # What the statistics' functions take and the oracle's logits too.

@@ -5,8 +5,6 @@ Every byte has an entry, so any text can be encoded; one special entry ends a do
 
 import hashlib
 import itertools
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from experiments.command_line import write_atomically
 from experiments.lm.data.corpus import Document, digest
 from experiments.lm.errors import UsageError
 
@@ -41,7 +40,10 @@ def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Pa
     if cached is not None:
         return cached, True
     tokenizer = _train((document.text for document in documents), vocab_size)
-    _write_atomically(path, tokenizer.to_str())
+    try:
+        write_atomically(path, tokenizer.to_str())
+    except OSError as error:
+        raise UsageError(f"the cache folder {cache_dir} cannot be written: {error.strerror}") from None
     return tokenizer, False
 
 
@@ -106,13 +108,3 @@ def _read_cached(path: Path, vocab_size: int) -> Tokenizer | None:
     if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(END_OF_TEXT) is None:
         return None
     return _with_plain_special_tokens(tokenizer)
-
-
-def _write_atomically(path: Path, content: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UsageError(f"the cache folder {path.parent} cannot be written: {error.strerror}") from None

@@ -5,7 +5,6 @@ does not notice an array whose bytes have changed, so checksums of its files are
 """
 
 import json
-import os
 import shutil
 import zlib
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from experiments.command_line import write_atomically
 from experiments.lm.errors import RunError, UsageError
 from experiments.lm.run.memory import as_text
 from experiments.lm.run.processes import is_first
@@ -122,9 +122,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 def _write_checksums(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     checksums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
-    unfinished = folder / f"{_CHECKSUMS}.tmp"
-    unfinished.write_text(json.dumps(checksums, indent=0), encoding="utf-8")
-    os.replace(unfinished, folder / _CHECKSUMS)
+    write_atomically(folder / _CHECKSUMS, json.dumps(checksums, indent=0))
 
 
 def _damage(folder: Path) -> str | None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from experiments.command_line import write_atomically
+
 Record = dict[str, Any]
 
 
@@ -50,10 +52,8 @@ class MetricsLog:
 
     def _rewrite(self, path: Path, stays: Callable[[Record], bool]) -> None:
         lines = [json.dumps(record) + "\n" for record in read_records(path) if stays(record)]
-        replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(lines), encoding="utf-8")
         self._file.close()
-        os.replace(replacement, path)
+        write_atomically(path, "".join(lines))
         self._file = path.open("a", encoding="utf-8")
 
 

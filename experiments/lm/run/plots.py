@@ -1,12 +1,11 @@
 """The run's pictures, drawn from its recorded metrics."""
 
-import os
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.command_line import save_figure
 from experiments.lm.run.metrics import Record, curve, differences
 
 
@@ -21,10 +20,10 @@ def write_plots(records: list[Record], unigram_entropy: float, folder: Path) -> 
     Returns:
         The files written.
     """
-    written = [_save(_loss_figure(records, unigram_entropy), folder / "loss.png")]
+    written = [save_figure(_loss_figure(records, unigram_entropy), folder / "loss.png")]
     by_step = differences(records)
     if by_step:
-        written.append(_save(_difference_figure(by_step), folder / "difference.png"))
+        written.append(save_figure(_difference_figure(by_step), folder / "difference.png"))
     return written
 
 
@@ -58,16 +57,8 @@ def _difference_figure(by_step: dict[int, float]) -> Figure:
 
 def _axes(ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)
     return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    unfinished = path.with_suffix(".tmp")
-    figure.savefig(unfinished, format="png", dpi=120)
-    os.replace(unfinished, path)
-    return path

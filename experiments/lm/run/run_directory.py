@@ -18,7 +18,7 @@ from experiments.lm.errors import UsageError
 
 DEFAULT = Path("runs/train_lm")
 _CONFIG = "config.toml"
-_OURS = (_CONFIG, "metrics.jsonl", "metrics.tmp", "loss.png", "loss.tmp", "difference.png", "difference.tmp")
+_OURS = (_CONFIG, "metrics.jsonl", "loss.png", "difference.png")
 
 
 def metrics_path(run: Path) -> Path:

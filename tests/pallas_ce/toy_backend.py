@@ -1,0 +1,148 @@
+"""A complete backend in the plainest arithmetic: all logits of a block of rows at once, in NumPy's operations.
+
+It shares no computation with the other backends, so that it shows what `Backend` asks for, and that its seven functions
+are all that a backend needs: the contract's tests take it like any other, as implementation "toy".
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.protocol import Accumulators, Backend, Mode, Plan, Residual
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.statistics.row import Partial
+from pallas_ce.statistics.table import Coefficients
+from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.tiles import Tiles
+
+
+class ToyBackend(Backend):
+    name = "toy"
+
+    def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
+        """It serves everything."""
+
+    def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
+        return spec.accumulator.itemsize * spec.vocab_size
+
+    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
+        rows = min(tokens, scratch_bytes // self.minimum_scratch(spec, mode))
+        return Plan(rows, -(-spec.vocab_size // 2), rows * self.minimum_scratch(spec, mode), spec.vocab_size)
+
+    def statistics(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
+    ) -> Partial:
+        return partial(head, batch, logits(head, batch))
+
+    def recompute(
+        self, head: Head, batch: Batch, residual: Residual, coefficients: Coefficients, needs_grad: NeedsGrad,
+        plan: Plan, block: RowBlock,
+    ) -> TileStep:  # fmt: skip
+        whole = gradient(head, batch, logits(head, batch), residual, coefficients)
+        axis, tiles = head.spec.vocab_axis, Tiles(plan.vocab_size, plan.columns)
+
+        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+            tile = tiles.tile(index)
+            part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
+            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis))
+            added = None if weight_sum is None else weight_sum.add(for_weight, axis)
+            return block.add(hidden_sum, for_hidden), added, part.sum(axis=0) if needs_grad.bias_sum else None
+
+        return step
+
+    def stash(
+        self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
+    ) -> tuple[Partial, jax.Array]:
+        z = logits(head, batch)
+        return partial(head, batch, z), z
+
+    def stash_products(
+        self, head: Head, batch: Batch, residual: Residual, coefficients: Coefficients, factor: jax.Array, stash: Any,
+        accumulators: Accumulators, adds: jax.Array | bool, needs_grad: NeedsGrad, plan: Plan, block: RowBlock,
+    ) -> tuple[jax.Array | None, Accumulators]:  # fmt: skip
+        dz = gradient(head, batch, stash, residual, coefficients)
+        axis, v, padding = head.spec.vocab_axis, head.spec.vocab_size, head.spec.weight_rows - head.spec.vocab_size
+        for_hidden, for_weight = products(head, batch, dz, jax.lax.slice_in_dim(head.weight, 0, v, axis=axis))
+        widths = [(0, padding), (0, 0)] if axis == 0 else [(0, 0), (0, padding)]
+        shares = jnp.pad(factor * for_weight, widths), jnp.pad(factor * dz.sum(axis=0), (0, padding))
+
+        def total(before: jax.Array | None, share: jax.Array) -> jax.Array | None:
+            return None if before is None else (jnp.where(adds, before, 0) + share).astype(before.dtype)
+
+        return for_hidden, Accumulators(*map(total, accumulators, shares))
+
+
+def weight_by_vocabulary(head: Head, weight: jax.Array) -> jax.Array:
+    return (weight if head.spec.vocab_axis == 0 else weight.T).astype(head.spec.dtype)
+
+
+def dot(head: Head, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    wide, operands = head.spec.accumulator, (a.astype(head.spec.dtype), b.astype(head.spec.dtype))
+    return jnp.einsum(subscripts, *operands, precision="highest", preferred_element_type=wide)
+
+
+def logits(head: Head, batch: Batch) -> jax.Array:
+    """`[n, V]`, -inf in columns that do not exist."""
+    v = head.spec.vocab_size
+    z = dot(head, "nh,vh->nv", batch.hidden, weight_by_vocabulary(head, head.weight)[:v])
+    z = z if head.bias is None else z + head.bias[None, :v].astype(z.dtype)
+    z = z if head.logit_scale is None else z * head.logit_scale
+    z = z if head.spec.softcap is None else head.spec.softcap * jnp.tanh(z / head.spec.softcap)
+    z = z if batch.inverse_temperature is None else z * batch.inverse_temperature[:, None]
+    return z if head.valid_columns is None else jnp.where(jnp.arange(v)[None, :] < head.valid_columns, z, -jnp.inf)
+
+
+def hits(labels: jax.Array, v: int) -> jax.Array:
+    """`[n, K, V]`, where each row's targets lie."""
+    return labels.reshape(labels.shape[0], -1, 1) == jnp.arange(v)[None, None, :]
+
+
+def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
+    top = z.max(axis=1)
+    y = z - jnp.where(jnp.isneginf(top), 0, top)[:, None]
+    e = jnp.exp(y)
+    total, shifted = e.sum(axis=1), jnp.where(e > 0, e * y, 0).sum(axis=1)
+    mean = shifted / jnp.where(total > 0, total, 1)
+    u, target = head.tile_logit_weights(0, z.shape[1])[None, :], None
+    if batch.labels is not None:
+        target = jnp.where(hits(batch.labels, z.shape[1]), z[:, None, :], 0).sum(axis=2).reshape(batch.labels.shape)
+    return Partial(
+        max=top,
+        sum_exp=total,
+        sum_exp_shifted=shifted,
+        sum_exp_sq=(e * e).sum(axis=1),
+        target_logit=target,
+        weighted_sum=jnp.where((u != 0) & (jnp.isfinite(z) | (head.valid_columns is None)), u * z, 0).sum(axis=1),
+        argmax=z.argmax(axis=1).astype(jnp.int32),
+        sum_exp_deviation_sq=jnp.where(e > 0, e * (y - mean[:, None]) ** 2, 0).sum(axis=1),
+    )
+
+
+def gradient(head: Head, batch: Batch, z: jax.Array, residual: Residual, c: Coefficients) -> jax.Array:
+    """dlogits `[n, V]`, before scale and normalisation."""
+    dz, v = jnp.zeros_like(z), z.shape[1]
+    if c.prob is not None and residual.lse is not None:
+        log_p = z - jnp.where(jnp.isneginf(residual.lse), 0, residual.lse)[:, None]
+        p = jnp.exp(log_p)
+        log_p = jnp.where(p > 0, log_p, 0)
+        factors = [(c.prob, 1.0), (c.prob_log_prob, log_p), (c.prob_sq, p)]
+        if c.prob_deviation_sq is not None and c.entropy is not None:
+            factors.append((c.prob_deviation_sq, (log_p + c.entropy[:, None]) ** 2))
+        dz += sum(p * given[:, None] * factor for given, factor in factors if given is not None)
+    for given, places in ((c.target, batch.labels), (c.argmax, residual.argmax)):
+        if given is not None and places is not None:
+            dz += jnp.where(hits(places, v), given.reshape(len(given), -1, 1), 0).sum(axis=1)
+    if c.logit_weights is not None:
+        dz += c.logit_weights[:, None] * head.tile_logit_weights(0, v)[None, :]
+    if head.spec.softcap is not None:
+        inverse = 1.0 if batch.inverse_temperature is None else batch.inverse_temperature[:, None]
+        dz *= 1 - (z / (head.spec.softcap * inverse)) ** 2
+    return dz if head.valid_columns is None else jnp.where(jnp.arange(v)[None, :] < head.valid_columns, dz, 0)
+
+
+def products(head: Head, batch: Batch, dz: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`dlogits·weight [n, H]`, and `dlogitsᵀ·hidden` in the weight's layout."""
+    for_weight = dot(head, "nv,nh->vh", dz, batch.hidden)
+    by_layout = for_weight if head.spec.vocab_axis == 0 else for_weight.T
+    return dot(head, "nv,vh->nh", dz, weight_by_vocabulary(head, weight)), by_layout
