@@ -42,7 +42,7 @@ def cross_entropy(
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
         target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
         label_smoothing: in [0, 1]; differentiable, as a tensor.
-        z_loss: factor β of `β·lse²`; likewise.
+        z_loss: factor β of `β·lse²`; differentiable, as a tensor.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
         ignore_index: tokens with this target have loss 0 and gradient 0.
         class_weights: `[V]`, PyTorch's `weight`; a constant.

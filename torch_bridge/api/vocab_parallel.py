@@ -65,7 +65,7 @@ def vocab_parallel_cross_entropy(
         logit_scale: a number.
         normalizer: for the mean; by default the sum of the token weights that count.
         implementation: as in `linear_cross_entropy`.
-        scratch_bytes: likewise.
+        scratch_bytes: as in `linear_cross_entropy`.
 
     Returns:
         Tensor: `[]`, or `[...]` for "none"; float32 (float64 for float64); 0 where nothing counts.

@@ -153,20 +153,20 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
     head = model.get_submodule(name)
     if type(head) is not nn.Linear:
         raise TypeError(f"{name} is a {type(head).__name__}; take_head moves an nn.Linear")
-    stand_in = HeadInLoss(head).train(head.training)
-    model.set_submodule(name, stand_in)
-    return PipelineFusedLoss(stand_in, **options)
+    placeholder = HeadInLoss(head).train(head.training)
+    model.set_submodule(name, placeholder)
+    return PipelineFusedLoss(placeholder, **options)
 
 
 def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
     """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now."""
-    stand_in = model.get_submodule(name)
-    if not isinstance(stand_in, HeadInLoss):
-        raise TypeError(f"{name} is a {type(stand_in).__name__}, not a head that take_head took")
-    head: nn.Linear = stand_in.__dict__["head"]
-    head.weight = stand_in.weight
-    head.register_parameter("bias", stand_in.bias)
-    model.set_submodule(name, head.train(stand_in.training))
+    placeholder = model.get_submodule(name)
+    if not isinstance(placeholder, HeadInLoss):
+        raise TypeError(f"{name} is a {type(placeholder).__name__}, not a head that take_head took")
+    head: nn.Linear = placeholder.__dict__["head"]
+    head.weight = placeholder.weight
+    head.register_parameter("bias", placeholder.bias)
+    model.set_submodule(name, head.train(placeholder.training))
 
 
 @contextlib.contextmanager

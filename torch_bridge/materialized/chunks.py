@@ -31,7 +31,7 @@ def chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.
 
 
 def powers(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Likewise in numbers of rows that are powers of two, for which programs are compiled; and fewer than the least."""
+    """The same in parts of a power of two rows, for which programs are compiled; a last part may be smaller."""
     for part, rows in _of(logits, start, _MOST_ROWS * logits.shape[-1]):
         first = 0
         while (left := rows.shape[0] - first) > 0:

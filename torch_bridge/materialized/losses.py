@@ -21,8 +21,8 @@ def cross_entropy(
 
     Args:
         lse: of each row.
-        target_logit: likewise.
-        mean_logit: likewise, where labels are smoothed; None where not.
+        target_logit: of each row.
+        mean_logit: of each row, where labels are smoothed; None where not.
         counts: bool, which rows do.
         label_smoothing: read with `mean_logit` only.
         z_loss: factor of `lse²`; the number 0 leaves it out.

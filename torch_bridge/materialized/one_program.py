@@ -22,8 +22,8 @@ def cross_entropy(
         names = ("rows",) if logits.requires_grad else ()
         names += tuple(name for name, x in given.items() if x.requires_grad and name != "class_weights")
     what = Loss(reduction, ignore_index, names)
-    # Of logits without their memory, which the gradient may take, for the graph of gradients alone.
-    depends = [logits[..., :0].clone() if logits.requires_grad else logits, *given.values()]
+    # What a graph of the gradients hangs on. Of the logits no entry: their memory is not to be kept.
+    depends = [logits[..., :0].clone(), *given.values()]
     function: Any = _LossAndGradients
     return function.apply(kernels, what, inplace, tuple(given), depends, logits, *given.values())
 

@@ -23,7 +23,7 @@ def forward(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward_keeping(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]) -> list[Tensor | jax.Array]:
-    """Likewise, but those in the places `staying` as JAX's arrays, with the padding of the program's rows."""
+    """What `forward` returns; in the places `staying` as JAX's arrays, with the padding of the program's rows."""
     arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
     found = _run(program.forward, program, given, arrays, tensors[0].device, staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
