@@ -2,8 +2,10 @@
 
 import json
 
+import jax
 import pytest
 import torch
+from jax.sharding import AbstractDevice, AbstractMesh
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import pipeline_memory
@@ -38,10 +40,12 @@ def test_stored_logits_of_every_microbatch_in_flight_are_counted():
 def test_the_recorded_figures_are_those_of_the_program_and_keep_the_promise():
     record = json.loads(pipeline_memory.RESULTS.read_text())
     assert record["shape"] == {"tokens": 4096, "width": 2048, "vocabulary": 151_936, "in_flight": 4}
-    of_program = {
-        name: pipeline_memory.counted(name, record["shape"], record["implementation"])
-        for name in pipeline_memory.contenders()
-    }
+    recorded_on = AbstractDevice(record["device"], 132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=recorded_on)):
+        of_program = {
+            name: pipeline_memory.counted(name, record["shape"], record["implementation"])
+            for name in pipeline_memory.contenders()
+        }
     for name, row in pipeline_memory.compare(of_program).items():
         # Measured once, on a GPU; since then tiles may have been chosen that take a little more or less.
         assert record["counted"][name] == pytest.approx(row, rel=0.02)

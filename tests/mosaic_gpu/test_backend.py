@@ -369,5 +369,7 @@ def test_without_interpreter_and_without_gpu_nothing_falls_back(monkeypatch: pyt
     given: dict[str, Any] = {**arrays(8, 64, 64), "labels": labels_of(8, 64), "implementation": "mosaic_gpu"}
     for local, why in ((None, "this process has no CUDA device"), ("NVIDIA H200", "the arrays lie on a CPU")):
         monkeypatch.setattr(targets, "local_cuda", lambda local=local: local)
-        with pytest.raises(ValueError, match=f"'mosaic_gpu' cannot serve this call: .* Hopper GPUs, and {why}; use 'x"):
+        with pytest.raises(
+            ValueError, match=f"'mosaic_gpu' cannot serve this call: its kernels are for .*, and {why}; use 'x"
+        ):
             linear_cross_entropy(**given)

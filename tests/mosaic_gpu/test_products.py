@@ -94,7 +94,7 @@ def test_weight_sums_go_on_from_block_to_block(
     broken = stored.at[reached:].set(jnp.nan)
 
     def run(stored: Any, broken: Any, rows: Any, valid: Any) -> jax.Array:
-        total = product_kernel.undefined(weight.shape, jnp.float32)
+        total = jnp.full(weight.shape, jnp.nan, jnp.float32)
 
         def add(total: jax.Array, stored: Any, valid: Any, first: bool) -> jax.Array:
             return product_kernel.put_for_weight(
@@ -114,7 +114,7 @@ def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
     config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
 
     def run(stored: Any, rows: Any, valid: Any) -> jax.Array:
-        total = product_kernel.undefined(weight.shape, jnp.float32)
+        total = jnp.full(weight.shape, jnp.nan, jnp.float32)
         return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, valid_rows=valid)
 
     got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
