@@ -27,7 +27,9 @@ HEADS = {
     "DeepSeek-V3": (8192, 129280, 7168),
     "GPT-2": (8192, 50257, 768),
 }
-_OPTIONS_SHAPE = (16384, 131072, 4096)
+OPTIONS_SHAPE = (16384, 131072, 4096)
+_MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
+_SHARES = (0.0, 0.001, 0.05, 0.3)
 _WINDOWS_SHAPE = (1024, 262144, 4096)
 WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
@@ -83,7 +85,7 @@ def standard(setting: Setting) -> dict[str, Program]:
 def variants(setting: Setting) -> dict[str, Program]:
     """Ignored rows, a frozen weight, half the scratch and less, entropy as well as log-probability."""
     name = setting.implementation
-    n, v, h = setting.shape(_OPTIONS_SHAPE)
+    n, v, h = setting.shape(OPTIONS_SHAPE)
     arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
     budget = explain(*arrays, implementation=checked(name), backward="in_forward").scratch_bytes
     in_forward = ours(name, backward="in_forward")
@@ -99,6 +101,17 @@ def variants(setting: Setting) -> dict[str, Program]:
         "forward log_prob": statistics_of(name, "log_prob"),
         "forward log_prob and entropy": statistics_of(name, "log_prob", "entropy"),
     }
+
+
+def masked(setting: Setting) -> dict[str, Program]:
+    """Every pass with shares of the rows ignored, from none to a third."""
+    name = setting.implementation
+    losses = {
+        "forward": ours(name),
+        "in_forward": both(ours(name, backward="in_forward")),
+        "recompute": both(ours(name, backward="recompute")),
+    }
+    return {f"{k} {share:.1%}": ignoring(loss, share) for k, loss in losses.items() for share in _SHARES}
 
 
 def windowed(windows: int | None) -> Program:
@@ -140,6 +153,9 @@ def sections(setting: Setting) -> dict[str, list[Point]]:
     return {
         "grid": [Point(f"{n}x{v}", setting.shape((n, v, h)), lambda: standard(setting)) for n, v, h in GRID],
         "heads": [Point(model, setting.shape(shape), lambda: standard(setting)) for model, shape in HEADS.items()],
-        "options": [Point("options", setting.shape(_OPTIONS_SHAPE), lambda: variants(setting))],
+        "options": [Point("options", setting.shape(OPTIONS_SHAPE), lambda: variants(setting))],
         "windows": [sweep] if window_sweep(setting) else [],
+        "masked": [
+            Point(f"{n}x{v}x{h}", setting.shape((n, v, h)), lambda: masked(setting)) for n, v, h in _MASKED_SHAPES
+        ],
     }
