@@ -237,7 +237,7 @@ class Backend(Protocol):
         """Gradients of one block from its stash.
 
         Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the accumulators with
-        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; `factor []` undoes the coefficients'
-        normalisation, and the coefficients of rows that are not valid are 0. Unless it `adds`, accumulators hold
-        nothing yet and are replaced, but for the weight's padding, which is left as it is.
+        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; None where not needed. `factor []`
+        undoes the coefficients' normalisation, and the coefficients of rows that are not valid are 0. Unless it
+        `adds`, accumulators hold nothing yet and are replaced, but for the weight's padding, which is left as it is.
         """

@@ -45,8 +45,8 @@ class ToyBackend(Backend):
         def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(index)
             part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
-            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis))
-            added = None if weight_sum is None else weight_sum.add(for_weight, axis)
+            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis), needs_grad)
+            added = None if weight_sum is None or for_weight is None else weight_sum.add(for_weight, axis)
             return block.add(hidden_sum, for_hidden), added, part.sum(axis=0) if needs_grad.bias_sum else None
 
         return step
@@ -63,18 +63,17 @@ class ToyBackend(Backend):
     ) -> tuple[jax.Array | None, Accumulators]:  # fmt: skip
         dz = gradient(head, batch, stash, residual, coefficients)
         axis, v, padding = head.spec.vocab_axis, head.spec.vocab_size, head.spec.weight_rows - head.spec.vocab_size
-        for_hidden, for_weight = products(head, batch, dz, jax.lax.slice_in_dim(head.weight, 0, v, axis=axis))
+        weight = jax.lax.slice_in_dim(head.weight, 0, v, axis=axis)
+        for_hidden, for_weight = products(head, batch, dz, weight, needs_grad)
         widths = [(0, padding), (0, 0)] if axis == 0 else [(0, 0), (0, padding)]
-        shares = jnp.pad(factor * for_weight, widths), jnp.pad(factor * dz.sum(axis=0), (0, padding))
 
-        def total(before: jax.Array | None, share: jax.Array) -> jax.Array | None:
-            return None if before is None else (jnp.where(adds, before, 0) + share).astype(before.dtype)
+        def total(before: jax.Array | None, share: jax.Array | None, widths: Any) -> jax.Array | None:
+            if before is None or share is None:
+                return None
+            return (jnp.where(adds, before, 0) + jnp.pad(factor * share, widths)).astype(before.dtype)
 
-        return for_hidden, Accumulators(*map(total, accumulators, shares))
-
-
-def weight_by_vocabulary(head: Head, weight: jax.Array) -> jax.Array:
-    return (weight if head.spec.vocab_axis == 0 else weight.T).astype(head.spec.dtype)
+        shares = total(accumulators.weight, for_weight, widths), total(accumulators.bias, dz.sum(axis=0), (0, padding))
+        return for_hidden, Accumulators(*shares)
 
 
 def dot(head: Head, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -85,7 +84,7 @@ def dot(head: Head, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def logits(head: Head, batch: Batch) -> jax.Array:
     """`[n, V]`, -inf in columns that do not exist."""
     v = head.spec.vocab_size
-    z = dot(head, "nh,vh->nv", batch.hidden, weight_by_vocabulary(head, head.weight)[:v])
+    z = dot(head, "nh,vh->nv" if head.spec.vocab_axis == 0 else "nh,hv->nv", batch.hidden, head.weight)[:, :v]
     z = z if head.bias is None else z + head.bias[None, :v].astype(z.dtype)
     z = z if head.logit_scale is None else z * head.logit_scale
     z = z if head.spec.softcap is None else head.spec.softcap * jnp.tanh(z / head.spec.softcap)
@@ -108,9 +107,9 @@ def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
     if batch.labels is not None:
         target = jnp.where(hits(batch.labels, z.shape[1]), z[:, None, :], 0).sum(axis=2).reshape(batch.labels.shape)
     return Partial(
-        max=top,
-        sum_exp=total,
-        sum_exp_shifted=shifted,
+        top,
+        total,
+        shifted,
         sum_exp_sq=(e * e).sum(axis=1),
         target_logit=target,
         weighted_sum=jnp.where((u != 0) & (jnp.isfinite(z) | (head.valid_columns is None)), u * z, 0).sum(axis=1),
@@ -141,8 +140,13 @@ def gradient(head: Head, batch: Batch, z: jax.Array, residual: Residual, c: Coef
     return dz if head.valid_columns is None else jnp.where(jnp.arange(v)[None, :] < head.valid_columns, dz, 0)
 
 
-def products(head: Head, batch: Batch, dz: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`dlogits·weight [n, H]`, and `dlogitsᵀ·hidden` in the weight's layout."""
-    for_weight = dot(head, "nv,nh->vh", dz, batch.hidden)
-    by_layout = for_weight if head.spec.vocab_axis == 0 else for_weight.T
-    return dot(head, "nv,vh->nh", dz, weight_by_vocabulary(head, weight)), by_layout
+def products(
+    head: Head, batch: Batch, dz: jax.Array, weight: jax.Array, needs_grad: NeedsGrad
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`dlogits·weight [n, H]`, and `dlogitsᵀ·hidden` in the weight's layout; None where not needed."""
+    for_hidden = for_weight = None
+    if needs_grad.hidden_product:
+        for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, weight)
+    if needs_grad.weight:
+        for_weight = dot(head, "nv,nh->vh" if head.spec.vocab_axis == 0 else "nv,nh->hv", dz, batch.hidden)
+    return for_hidden, for_weight
