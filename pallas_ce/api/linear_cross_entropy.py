@@ -119,7 +119,14 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
-    problem = read(**locals())  # all arguments by their names
+    problem = read(
+        hidden, weight, labels, bias=bias, vocab_axis=vocab_axis, vocab_size=vocab_size,
+        ignore_index=ignore_index, token_weights=token_weights, class_weights=class_weights,
+        label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap, logit_scale=logit_scale,
+        reduction=reduction, normalizer=normalizer, dtype=dtype, backward=backward,
+        implementation=implementation, scratch_bytes=scratch_bytes, mesh_axes=mesh_axes,
+        validate_labels=validate_labels, return_metrics=return_metrics,
+    )  # fmt: skip
     function = functools.partial(compute, problem.static)
     by_row = (reduction == "none", False)
     loss, metrics = in_automatic_region(function, by_row, problem.arrays.hidden, *problem[1:])

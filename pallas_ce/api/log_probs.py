@@ -120,7 +120,13 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    problem = read(**locals())  # all arguments by their names
+    problem = read(
+        hidden, weight, labels, temperature=temperature, return_entropy=return_entropy,
+        return_sum_sq_probs=return_sum_sq_probs, return_hit=return_hit, bias=bias,
+        logit_softcap=logit_softcap, logit_scale=logit_scale, vocab_axis=vocab_axis, vocab_size=vocab_size,
+        ignore_index=ignore_index, dtype=dtype, implementation=implementation, scratch_bytes=scratch_bytes,
+        mesh_axes=mesh_axes, validate_labels=validate_labels,
+    )  # fmt: skip
     function = functools.partial(compute, problem.static)
     found = in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
     return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs

@@ -103,7 +103,12 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(**locals(), chunk=None)  # all arguments by their names
+    return _checked(
+        logits, labels, label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap,
+        ignore_index=ignore_index, class_weights=class_weights, token_weights=token_weights,
+        reduction=reduction, normalizer=normalizer, vocab_size=vocab_size, implementation=implementation,
+        validate_labels=validate_labels, return_metrics=return_metrics, chunk=None,
+    )  # fmt: skip
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:

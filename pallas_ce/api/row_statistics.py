@@ -95,7 +95,12 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    problem = read(**locals())  # all arguments by their names
+    problem = read(
+        hidden, weight, labels, statistics=statistics, row_mask=row_mask, logit_weights=logit_weights,
+        bias=bias, vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap,
+        logit_scale=logit_scale, temperature=temperature, dtype=dtype, implementation=implementation,
+        scratch_bytes=scratch_bytes, mesh_axes=mesh_axes,
+    )  # fmt: skip
     function = functools.partial(compute, problem.static)
     return in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
 
