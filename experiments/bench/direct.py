@@ -90,7 +90,7 @@ def _operands(name: Any, hidden: jax.Array, weight: jax.Array, fields: tuple[str
     """Of sizes that need no padding: the arrays themselves, not behind a barrier, which `as_torch_kernel` refuses."""
     v, h = weight.shape
     spec = HeadSpec(h, v, v, 0, np.dtype(weight.dtype), None)
-    config = tuning.choose(name, spec, hidden.shape[0], v, len(_NAMES), 0).config
+    config = tuning.tiles_for(name, spec, hidden.shape[0], v, len(_NAMES), 0).config
     head = Head(weight, None, None, None, spec)
     given = operands.operands(head, hidden, config, weighted_mean=False, bytes_per_row=4 * len(fields))
     return dataclasses.replace(given, hidden=hidden, weight=weight)

@@ -120,7 +120,7 @@ def windowed(windows: int | None) -> Program:
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
         v, h = weight.shape
         spec = HeadSpec(h, v, v, 0, np.dtype(hidden.dtype), None)
-        chosen = tuning.choose("forward", spec, hidden.shape[0], v, len(_NAMES), 0).config
+        chosen = tuning.tiles_for("forward", spec, hidden.shape[0], v, len(_NAMES), 0).config
         given = dataclasses.replace(chosen, windows=windows)
         head = Head(weight, None, None, None, spec)
         return finalise(forward_kernel.statistics(head, hidden, _NAMES, given), _NAMES)["lse"]

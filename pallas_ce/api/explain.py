@@ -166,7 +166,7 @@ def explain(
     )
     tokens = inputs.tokens(leading)
     part = share(*given, spec)
-    choice = settings.choose(
+    choice = settings.decide(
         spec,
         tokens,
         given,

@@ -192,7 +192,7 @@ def read(
         spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
-    choice = settings.choose(
+    choice = settings.decide(
         spec,
         inputs.tokens(leading),
         arrays,

@@ -137,7 +137,7 @@ def linear_loss(
     mask = inputs.read_row_mask(row_mask, leading)
     weights = inputs.read_by_row("token_weights", token_weights, leading)
     normalizer = arguments.normalizer(normalizer)
-    choice = settings.choose(
+    choice = settings.decide(
         spec,
         inputs.tokens(leading),
         arrays,

@@ -180,7 +180,7 @@ def read(
         mesh_axes=mesh_axes,
     )
     labels = inputs.read_labels(labels, arrays.leading, spec, ignore_index, validate_labels, several=True)
-    choice = settings.choose(
+    choice = settings.decide(
         spec,
         inputs.tokens(arrays.leading),
         arrays,

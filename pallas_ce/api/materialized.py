@@ -178,7 +178,7 @@ def mean_squared_lse(
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
     labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    function = functools.partial(_mean_squared_lse, mode.choose(spec, logits, None), arguments.ignored(ignore_index))
+    function = functools.partial(_mean_squared_lse, mode.decide(spec, logits, None), arguments.ignored(ignore_index))
     return in_automatic_region(function, False, logits, logits, labels)
 
 
@@ -224,7 +224,7 @@ def _checked(
         spec.vocab_size,
     )
     labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    given = mode.choose(spec, logits, implementation, chunk=chunk)
+    given = mode.decide(spec, logits, implementation, chunk=chunk)
     static = _Static(reduction, ignore_index, return_metrics, given)
     function = functools.partial(_cross_entropy, static)
     loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)

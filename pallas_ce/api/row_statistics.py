@@ -155,7 +155,7 @@ def read(
         labels = inputs.read_labels(labels, leading, spec, None, False, several=True)
     names = arguments.check_statistics(statistics, labels)
     mask = inputs.read_row_mask(row_mask, leading)
-    choice = settings.choose(
+    choice = settings.decide(
         spec,
         inputs.tokens(leading),
         arrays,

@@ -63,7 +63,7 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    given = mode.choose(spec, logits, implementation, several=index.ndim == logits.ndim)
+    given = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
     function = functools.partial(_selective_log_softmax, given)
     return in_automatic_region(function, True, logits, logits, label_rule.as_array(index))
 

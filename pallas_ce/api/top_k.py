@@ -15,7 +15,7 @@ from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
-from pallas_ce.parallel.entry import by_platform
+from pallas_ce.parallel.entry import at_lowering
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming.loops import varying
@@ -125,7 +125,7 @@ def check_k(name: str, k: Any, vocab_size: int) -> int:
 def _finders(
     k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None, arrays: inputs.HeadArrays
 ) -> tuple[TopKFinder, ...]:
-    """Those of the implementations that may serve the call; see `operations.by_platform`."""
+    """Those of the implementations that may serve the call; see `entry.at_lowering`."""
 
     def finder(name: str) -> TopKFinder:
         if name == "reference":
@@ -137,11 +137,11 @@ def _finders(
         # Beside the logits: their exponentials, and what selecting from them takes.
         return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
 
-    name, _, default = select.choose(
+    name, _, default = select.select(
         implementation, lambda name: select.load(name).refusal(spec), arrays, checked=bool(varying(arrays))
     )
     chosen = finder(name)
-    return (chosen,) if default is None else default.ways(chosen, finder(default.instead), _holds_a_row(chosen))
+    return (chosen,) if default is None else default.variants(chosen, finder(default.instead), _holds_a_row(chosen))
 
 
 def _holds_a_row(finder: TopKFinder) -> bool:
@@ -171,7 +171,7 @@ def _linear_top_k(
         return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = by_platform(finders, search, (hidden, temperature), head, mask)
+        found = at_lowering(finders, search, (hidden, temperature), head, mask)
     return jax.tree.map(lambda x: x.reshape(*leading, k), found)
 
 

@@ -31,8 +31,8 @@ class Default(NamedTuple):
     instead: str
     certain: bool
 
-    def ways[Way](self, chosen: Way, instead: Way, served: bool) -> tuple[Way, ...]:
-        """One way to carry out what one device does, or one for CUDA and one for every other platform."""
+    def variants[Variant](self, chosen: Variant, instead: Variant, served: bool) -> tuple[Variant, ...]:
+        """One variant of what one device does, or one for CUDA and one for every other platform."""
         if not served:
             return (instead,)
         return (chosen,) if self.certain else (chosen, instead)
@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
     default: Default | None = None
 
 
-def choose(implementation: str | None, refusal: Callable[[str], str | None], arrays: Any, *, checked: bool) -> Chosen:
+def select(implementation: str | None, refusal: Callable[[str], str | None], arrays: Any, *, checked: bool) -> Chosen:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
     Args:

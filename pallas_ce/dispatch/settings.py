@@ -45,8 +45,8 @@ class Settings:
         """The backend itself; not for "reference", which is none."""
         return select.load(self.implementation)
 
-    def ways(self, head: Head) -> tuple["Settings", ...]:
-        """How a device's share of the call is carried out, on the head it works on; see `operations.by_platform`.
+    def variants(self, head: Head) -> tuple["Settings", ...]:
+        """How a device's share of the call is carried out, on the head it works on; see `entry.at_lowering`.
 
         What they return has the same types: mode, dtypes and kept arrays depend on no backend.
         """
@@ -54,7 +54,7 @@ class Settings:
             return (self,)
         chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
         served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
-        return self.default.ways(chosen, instead, served)
+        return self.default.variants(chosen, instead, served)
 
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
@@ -125,7 +125,7 @@ class Choice:
     mode_reason: str
 
 
-def choose(
+def decide(
     spec: HeadSpec,
     tokens: int,
     arrays: Any,
@@ -161,7 +161,7 @@ def choose(
         ValueError: the named implementation, mode or budget cannot serve the call.
     """
     checked = shards is not None and shards.typed
-    name, reason, default = select.choose(
+    name, reason, default = select.select(
         implementation, lambda name: select.load(name).refusal(spec, rows), arrays, checked=checked
     )
     if name == "reference":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head
-from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.entry import at_lowering, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics.row import finalise, struct
 from pallas_ce.streaming.loops import device_cond
@@ -42,7 +42,7 @@ def forward_statistics(
 
     def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
         rows, head = shards.enter(rows, head)
-        found = by_platform(settings.ways(head), functools.partial(_local_statistics, names, shards), rows, head)
+        found = at_lowering(settings.variants(head), functools.partial(_local_statistics, names, shards), rows, head)
         return shards.own_rows(found), None
 
     with jax.named_scope("pallas_ce.forward"):

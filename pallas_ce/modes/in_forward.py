@@ -38,7 +38,7 @@ from pallas_ce.modes.differentiation import (
     zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.entry import at_lowering, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
@@ -160,9 +160,9 @@ def _statistics_and_sums(
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     weight_dtype = head.weight.dtype  # what is gathered may be narrower
     rows, head = shards.enter(rows, head)
-    ways = [dataclasses.replace(call, settings=settings) for settings in call.settings.ways(head)]
+    variants = [dataclasses.replace(call, settings=settings) for settings in call.settings.variants(head)]
     operation = functools.partial(_local_statistics_and_sums, needs_grad, shards, weight_dtype)
-    return by_platform(ways, operation, rows, head, shared_inputs)
+    return at_lowering(variants, operation, rows, head, shared_inputs)
 
 
 def _local_statistics_and_sums(

@@ -22,8 +22,8 @@ from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
 from pallas_ce.modes.materialized_blocks import Given as Given
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
-from pallas_ce.modes.materialized_blocks import choose as choose
-from pallas_ce.parallel.entry import by_platform, over_rows_only
+from pallas_ce.modes.materialized_blocks import decide as decide
+from pallas_ce.parallel.entry import at_lowering, over_rows_only
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.streaming.rows import RowBlock
 
@@ -77,7 +77,7 @@ def _entered(given: Given, operation: Callable[..., Any]) -> Callable[..., Any]:
 
     def chosen(by_row: Any, shared: Any) -> Any:
         rows = jax.tree.leaves(by_row)[0].shape[0]
-        return by_platform(given.ways(rows), operation, by_row, shared)
+        return at_lowering(given.variants(rows), operation, by_row, shared)
 
     return over_rows_only(chosen)
 

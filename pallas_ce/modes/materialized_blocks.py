@@ -37,15 +37,15 @@ class Given:
     implementation: str = "xla"
     default: Default | None = None
 
-    def ways(self, rows: int) -> tuple["Given", ...]:
-        """How the `rows` that a device holds are worked on; see `operations.by_platform`."""
+    def variants(self, rows: int) -> tuple["Given", ...]:
+        """How the `rows` that a device holds are worked on; see `entry.at_lowering`."""
         if self.default is None:
             return (self,)
         chosen, instead = (
             dataclasses.replace(self, implementation=name, default=None)
             for name in (self.implementation, self.default.instead)
         )
-        return self.default.ways(chosen, instead, refusal(self.implementation, self.spec, rows) is None)
+        return self.default.variants(chosen, instead, refusal(self.implementation, self.spec, rows) is None)
 
     @property
     def kernels(self) -> Materialized | None:
@@ -65,7 +65,7 @@ class Given:
         return self.spec.dtype == np.float16
 
 
-def choose(
+def decide(
     spec: LogitsSpec, logits: jax.Array, implementation: str | None, *, chunk: int | None = None, several: bool = False
 ) -> Given:
     """How a call is carried out.
@@ -91,7 +91,7 @@ def choose(
         # How many rows a device works on, under vmap and on a mesh, is known only there.
         return refusal(name, spec)
 
-    name, _, default = select.choose(implementation, refused, logits, checked=bool(varying(logits)))
+    name, _, default = select.select(implementation, refused, logits, checked=bool(varying(logits)))
     return Given(spec, chunk, name, default)
 
 

@@ -28,7 +28,7 @@ from pallas_ce.modes.differentiation import (
     values_of,
 )
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.parallel.entry import by_platform, streamed
+from pallas_ce.parallel.entry import at_lowering, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.streaming.rows import RowBlock
@@ -118,7 +118,7 @@ def _gradients(
 ) -> tuple[jax.Array | None, HeadSums]:
     operation = functools.partial(_local_gradients, needs_grad, shards, weight_dtype)
     rows, head = shards.enter(rows, head)
-    return by_platform(settings.ways(head), operation, rows, head)
+    return at_lowering(settings.variants(head), operation, rows, head)
 
 
 def _local_gradients(

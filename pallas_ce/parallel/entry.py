@@ -1,6 +1,6 @@
 """Every streamed operation is entered here: rows flattened, split over the mesh, and mapped by `vmap`.
 
-Inside, where a device's share of the work is known, `by_platform` leaves the choice of a backend to the lowering.
+Inside, where a device's share of the work is known, `at_lowering` leaves the choice of a backend to the lowering.
 """
 
 import functools
@@ -54,12 +54,12 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
     return entered
 
 
-def by_platform[Way, Out](ways: Sequence[Way], operation: Callable[..., Out], *arrays: Any) -> Out:
-    """`operation(way, *arrays)`, with the first of `ways` in a program lowered for CUDA and the second in any other.
+def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[..., Out], *arrays: Any) -> Out:
+    """`operation(variant, *arrays)`: the first of `variants` in a program lowered for CUDA, the second in any other.
 
-    Both are traced and must return the same types; only one is lowered. A single way is for every platform.
+    Both are traced and must return the same types; only one is lowered. A single variant is for every platform.
     """
-    cuda, *others = (functools.partial(operation, way) for way in ways)
+    cuda, *others = (functools.partial(operation, variant) for variant in variants)
     if not others:
         return cuda(*arrays)
     (default,) = others

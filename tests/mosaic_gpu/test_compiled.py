@@ -13,7 +13,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.mosaic_gpu.gemm import gemm
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, partials, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, choose
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, default_tiles
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
@@ -104,7 +104,9 @@ def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], 
     vectors = partials.vectors(names)
     if kernel == "dlogits":
         vectors = sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
-    compiled, report = compiled_kernel(kernel, n, v, 4096, axis, choose(kernel, vectors, len(options)), names, options)
+    compiled, report = compiled_kernel(
+        kernel, n, v, 4096, axis, default_tiles(kernel, vectors, len(options)), names, options
+    )
     assert_clean(report)
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
     assert compiled.memory_analysis().temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB

@@ -40,7 +40,7 @@ def h200_with_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def chosen(kernel: Kernel = "forward", vectors: int = 2, options: int = 0, rows: int = 8192) -> tuning.Choice:
-    return tuning.choose(kernel, SPEC, rows, 131072, vectors, options)
+    return tuning.tiles_for(kernel, SPEC, rows, 131072, vectors, options)
 
 
 def save(path: Path, tuned: Config = TUNED) -> None:
@@ -48,7 +48,7 @@ def save(path: Path, tuned: Config = TUNED) -> None:
 
 
 def test_without_a_table_the_rule_serves() -> None:
-    assert chosen() == (config.choose("forward", 2, 0), "the default rule")
+    assert chosen() == (config.default_tiles("forward", 2, 0), "the default rule")
 
 
 def test_the_shipped_table_serves_its_classes_and_the_rule_the_others(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_every_candidate_can_stand_in_a_table(kernel: Kernel, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_rules_tiles_are_among_the_candidates(kernel: Kernel) -> None:
-    assert config.choose(kernel, 2, 0) in candidates.first_candidates(kernel)
+    assert config.default_tiles(kernel, 2, 0) in candidates.first_candidates(kernel)
 
 
 def test_no_more_stages_are_taken_than_shared_memory_holds() -> None:
@@ -179,7 +179,7 @@ def test_the_fastest_candidate_is_found() -> None:
 def test_without_a_gain_beyond_the_noise_the_rules_tiles_stay() -> None:
     best = candidates.best_of(CASE, Fake(gain=0.999))
     assert best is not None
-    assert best.config == config.choose("forward", 2, 0)
+    assert best.config == config.default_tiles("forward", 2, 0)
 
 
 def test_a_candidate_that_fails_is_left_out_and_a_case_whose_candidates_all_fail_has_none() -> None:

@@ -209,4 +209,4 @@ class MosaicGpuBackend(Backend):
     ) -> tuning.Choice:
         if self.config is not None:
             return tuning.Choice(self.config, "given")
-        return tuning.choose(kernel, spec, rows, columns, vectors, options, rare=rare)
+        return tuning.tiles_for(kernel, spec, rows, columns, vectors, options, rare=rare)

@@ -33,7 +33,7 @@ def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
 
 
 def vectors(names: frozenset[str]) -> int:
-    """How many vectors by row a kernel keeps for these statistics, as `config.choose` counts them; no targets' logits.
+    """How many vectors by row a kernel keeps for these statistics, as the rule counts them; no targets' logits.
 
     Deviations count as three: a piece's mean must be known first, and its distances are held until then.
     """

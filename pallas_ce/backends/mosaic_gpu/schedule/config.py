@@ -148,8 +148,8 @@ def most_stages(kernel: Kernel, config: Config) -> int:
     return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
 
 
-def choose(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
-    """The rule: tiles with which no register spills. `tuning.choose` asks measured tables first.
+def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
+    """The rule: tiles with which no register spills. `tuning.tiles_for` asks measured tables first.
 
     Args:
         kernel: which one.

@@ -4,7 +4,7 @@ import functools
 
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, choose, cost, schedule, sm_count
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, cost, default_tiles, schedule, sm_count
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
@@ -150,7 +150,7 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> float:
-        dlogits = cost(choose("dlogits", 2, 0), rows, width, sms)
+        dlogits = cost(default_tiles("dlogits", 2, 0), rows, width, sms)
         hidden = product_kernel.hidden_sum_config(rows, size, sms)
         weight = product_kernel.weight_config(width, size, 0, sms)
         for_hidden = cost(hidden, rows, size, sms) * width / size
@@ -202,6 +202,6 @@ def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:
     """What the forward leaves when every statistic is asked for and memory does not limit its windows."""
-    config = tuning.choose("forward", spec, rows, spec.vocab_size, 2, 0).config
+    config = tuning.tiles_for("forward", spec, rows, spec.vocab_size, 2, 0).config
     found = schedule(config, rows, spec.vocab_size, 4)
     return min(PARTIALS_BYTES, _PARTIAL_FIELDS * 4 * found.windows * found.row_blocks * config.block_rows)

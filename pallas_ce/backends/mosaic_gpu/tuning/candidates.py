@@ -43,7 +43,7 @@ class Case(NamedTuple):
     @property
     def rule(self) -> Config:
         """What is taken where no table knows better."""
-        return config.with_least_padding(config.choose(self.kernel, 2, 0), self.rows)
+        return config.with_least_padding(config.default_tiles(self.kernel, 2, 0), self.rows)
 
 
 class Times(NamedTuple):

@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     source: str
 
 
-def choose(
+def tiles_for(
     kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False
 ) -> Choice:
     """Tiles for `rows` × `columns` logits.
@@ -42,7 +42,7 @@ def choose(
         columns: vocabulary entries.
         vectors: how many statistics or coefficients the kernel keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
-        rare: see `config.choose`; no table is asked then.
+        rare: see `config.default_tiles`; no table is asked then.
     """
     device = config.device_kind()
     if device is not None and not rare and vectors <= _PLAIN_VECTORS and options == 0:
@@ -50,7 +50,7 @@ def choose(
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
             if key in table.entries:
                 return Choice(table.entries[key].config, source)
-    rule = config.choose(kernel, vectors, options, rare=rare)
+    rule = config.default_tiles(kernel, vectors, options, rare=rare)
     return Choice(config.with_least_padding(rule, rows), "the default rule")
 
 
