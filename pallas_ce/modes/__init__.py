@@ -1,1 +1,1 @@
-"""The two variants of differentiating a streamed head: `recompute` and `in_forward`; DESIGN.md compares them."""
+"""The two ways of differentiating a streamed head: `recompute` and `in_forward`; DESIGN.md compares them."""
