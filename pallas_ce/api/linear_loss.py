@@ -190,8 +190,8 @@ class _RowTotal:
         (by_row, token_weights), (shared, inverse_normalizer) = given
         rows = next((x.shape[0] for x in primitives.values()), self.tokens)
         # A function may mention a statistic that its result does not depend on; the compiler drops the stand-in.
-        stand_ins = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
-        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in stand_ins.items()}
+        structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
         statistics = from_primitives(primitives, self.names)._replace(**zeros)
         values = self.row_loss(statistics, *_join(by_row, shared, self.is_shared))
         values = values.astype(self.dtype)

@@ -1,4 +1,4 @@
-"""Mode *given*: the caller holds the logits `[N, V]`. Statistics by blocks of rows, dlogits over the logits' buffer.
+"""Mode *materialized*: the caller holds the logits `[N, V]`. Statistics by row blocks, dlogits over their buffer.
 
 Streaming over the vocabulary saves nothing here; what costs is a second array of the logits' size, and each further
 pass over them. So rows are taken in blocks that stay in a cache: of each block the statistics, the row loss's

@@ -116,7 +116,7 @@ def weight_config(columns: int, hidden_size: int, vocab_axis: int, sms: int) -> 
 
 
 def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
-    """The fewest windows of the vocabulary with which the sms lose little time at the end."""
+    """The fewest windows of the vocabulary with which the SMs lose little time at the end."""
     row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
     clusters = max(1, (config.sms or sm_count()) // config.cluster_size)
     tiles = row_blocks * column_blocks

@@ -251,7 +251,7 @@ def _local_sm_count() -> int:
 
 
 def device_kind() -> str | None:
-    """The model of the GPU lowered for, as `sms` finds it; None where neither tells."""
+    """The model of the GPU lowered for, as `sm_count` finds it; None where neither tells."""
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         return str(device.device_kind)
     return targets.local_cuda()
@@ -305,7 +305,7 @@ def schedule(
 def cost(config: Config, rows: int, columns: int, sms: int) -> float:
     """Time of a product of `rows` × `columns` for each number it sums over; 1 for each entry of full blocks together.
 
-    Blocks and rounds of all sms are made full, if no round is wasted.
+    Blocks and rounds of all SMs are made full, if no round is wasted.
     """
     clusters = max(1, sms // config.cluster_size)
     blocks = -(-rows // config.block_rows) * -(-columns // config.block_columns)
