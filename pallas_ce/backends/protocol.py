@@ -45,23 +45,36 @@ class Plan(NamedTuple):
     slower: str | None = None
 
 
-class Accumulators(NamedTuple):
-    """Gradients under way, in the accumulator dtype or, in a single block, the weight's; None where not needed.
+class HeadSums(NamedTuple):
+    """The head's gradients under way, before upstream scalar and scale; None where not needed.
 
     Attributes:
-        weight: the weight's shape.
+        weight: the weight's shape, in the accumulator dtype or, where it is rounded at once, the weight's.
         bias: `[V']`.
+        logit_scale: `[]`; before the upstream scalar only. No backend's affair.
     """
 
-    weight: jax.Array | None
-    bias: jax.Array | None
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
 
 
-class Residual(NamedTuple):
-    """What the backward reads of each row beside the coefficients, `[n]` each; None where no term needs it."""
+class Gradient(NamedTuple):
+    """What the gradients of n rows are made of.
 
-    lse: jax.Array | None
-    argmax: jax.Array | None
+    Attributes:
+        coefficients: `[n]` each, normalised; 0 in rows that are not valid.
+        lse: `[n]`; None where no term needs it.
+        argmax: `[n]`; None where no term needs it.
+        needs: which gradients.
+        factor: `[]`, what undoes the normalisation.
+    """
+
+    coefficients: Coefficients
+    lse: jax.Array | None = None
+    argmax: jax.Array | None = None
+    needs: NeedsGrad = NeedsGrad()
+    factor: jax.Array | float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +155,10 @@ class Materialized(Protocol):
     def dlogits(
         self,
         spec: LogitsSpec,
-        coefficients: Coefficients,
+        gradient: Gradient,
         logits: jax.Array,
         logit_weights: jax.Array | None,
         labels: jax.Array | None,
-        residual: Residual,
         valid: jax.Array | None,
     ) -> jax.Array:
         """dlogits in the logits' dtype; exactly 0 in rows where `valid [n]` is False."""
@@ -194,22 +206,13 @@ class Backend(Protocol):
         With `filled []`, those of rows from there on may be anything.
         """
 
-    def recompute(
-        self,
-        head: Head,
-        batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        needs_grad: NeedsGrad,
-        plan: Plan,
-        block: RowBlock,
-    ) -> TileStep:
+    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """For the recompute mode: prepares a block for the step that recomputes one tile of its logits.
 
         The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
         with `dlogitsᵀ·hidden`; and `Σ_i dlogits [c]`, all before the scale and the normalisation, None where not
         needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which begins
-        undefined. The coefficients of rows that are not valid are 0.
+        undefined. `gradient.factor` is the caller's affair.
         """
 
     def stash(
@@ -221,23 +224,11 @@ class Backend(Protocol):
         """
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        factor: jax.Array,
-        stash: Any,
-        accumulators: Accumulators,
-        adds: jax.Array | bool,
-        needs_grad: NeedsGrad,
-        plan: Plan,
-        block: RowBlock,
-    ) -> tuple[jax.Array | None, Accumulators]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: HeadSums, plan: Plan, block: RowBlock
+    ) -> tuple[jax.Array | None, HeadSums]:
         """Gradients of one block from its stash.
 
-        Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the accumulators with
-        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; None where not needed. `factor []`
-        undoes the coefficients' normalisation, and the coefficients of rows that are not valid are 0. Unless it
-        `adds`, accumulators hold nothing yet and are replaced, but for the weight's padding, which is left as it is.
+        Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the sums with
+        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; None where not needed. Where
+        `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays.
         """

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_ce.backends.protocol import HeadSums
 from pallas_ce.head import Batch, Head, NeedsGrad, scale_gradient
 from pallas_ce.parallel.shards import Axes, Shards, Sums, psum
 
@@ -125,20 +126,6 @@ def flags_of(needs_grad: NeedsGrad) -> jax.Array:
 def absent() -> jax.Array:
     """Stands for None among residuals."""
     return jnp.zeros(1, jnp.int8)
-
-
-class HeadSums(NamedTuple):
-    """What a streamed operation makes of the head's gradients, before upstream scalar and scale; None where not needed.
-
-    Attributes:
-        weight: the weight's shape.
-        bias: `[V']`.
-        logit_scale: `[]`; before the upstream scalar only.
-    """
-
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
 
 
 def sum_over_devices(

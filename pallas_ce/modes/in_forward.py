@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Accumulators, Residual
+from pallas_ce.backends.protocol import Gradient, HeadSums
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, NeedsGrad
 from pallas_ce.modes.differentiation import (
     Gradients,
-    HeadSums,
     Inputs,
     Known,
     Saved,
@@ -189,13 +188,14 @@ def _local_statistics_and_sums(
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-        residual = Residual(
+        gradient = Gradient(
+            coefficients,
             statistics["lse"] if coefficients.need_probabilities else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
+            needs_grad,
+            factor,
         )
-        for_hidden, sums = backend.stash_products(
-            head, block_batch, residual, coefficients, factor, stash, sums, block.number != 0, needs_grad, plan, block
-        )
+        for_hidden, sums = backend.stash_products(head, block_batch, gradient, stash, sums, plan, block)
         if for_hidden is not None:
             hidden_sum = block.put(hidden_sum, factor * for_hidden)
         return put_all(block, found, statistics), hidden_sum, sums
@@ -214,10 +214,10 @@ def _local_statistics_and_sums(
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
         hidden_sum,
-        _accumulators(head, needs_grad, sum_dtype, replaced=blocks.all_visited and plan.vocab_size == spec.weight_rows),
+        _empty_sums(head, needs_grad, sum_dtype, replaced=blocks.all_visited and plan.vocab_size == spec.weight_rows),
     )
     found, hidden_sum, sums = blocks.for_each(body, init)
-    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, HeadSums(*sums))
+    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, sums)
     hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
@@ -225,10 +225,10 @@ def _local_statistics_and_sums(
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def _accumulators(head: Head, needs_grad: NeedsGrad, weight_dtype: np.dtype, *, replaced: bool) -> Accumulators:
+def _empty_sums(head: Head, needs_grad: NeedsGrad, weight_dtype: np.dtype, *, replaced: bool) -> HeadSums:
     """What the sums start from: undefined where all of the weight's is replaced, by a first block that is visited."""
     blank = lax.empty if replaced else jnp.zeros
-    return Accumulators(
+    return HeadSums(
         blank(head.weight.shape, weight_dtype) if needs_grad.weight else None,
         jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.protocol import Materialized, Residual
+from pallas_ce.backends.protocol import Gradient, Materialized
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
 from pallas_ce.head import LogitsSpec
@@ -162,8 +162,8 @@ def block_gradient(
     """
     spec = given.spec
     if given.kernels is not None:
-        residual = Residual(statistics.get("lse"), statistics.get("argmax"))
-        return given.kernels.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
+        made_of = Gradient(coefficients, statistics.get("lse"), statistics.get("argmax"))
+        return given.kernels.dlogits(spec, made_of, logits, logit_weights, labels, valid_rows)
     columns, valid = _columns(spec)
     several = None if labels is None or labels.ndim == 1 else coefficients.target
     if several is not None:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_ce.backends.protocol import Residual
+from pallas_ce.backends.protocol import Gradient, HeadSums
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, NeedsGrad, TileStep
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
-    HeadSums,
     Inputs,
     Known,
     Saved,
@@ -129,20 +128,17 @@ def _local_gradients(
     if rows.mask is not None:
         coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-    residual = Residual(
-        kept["lse"] if coefficients.need_probabilities else None,
-        rows.argmax if coefficients.argmax is not None else None,
-    )
-
+    lse = kept["lse"] if coefficients.need_probabilities else None
+    argmax = rows.argmax if coefficients.argmax is not None else None
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
-
     plan = settings.plan(head.spec, tokens, "recompute")
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = jax.tree.map(block.take, coefficients)
         if block.valid is not None:
             block_coefficients = coef.select(block_coefficients, block.valid)
-        block_batch, block_residual = jax.tree.map(block.take, (rows.batch, residual))
-        return backend.recompute(head, block_batch, block_residual, block_coefficients, needs_grad, plan, block)
+        block_batch, block_lse, block_argmax = jax.tree.map(block.take, (rows.batch, lse, argmax))
+        gradient = Gradient(block_coefficients, block_lse, block_argmax, needs_grad, factor)
+        return backend.recompute(head, block_batch, gradient, plan, block)
 
     return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, needs_grad, factor, products)

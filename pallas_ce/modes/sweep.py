@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Plan
+from pallas_ce.backends.protocol import HeadSums, Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.modes.differentiation import Gradients, HeadSums, finish, sum_over_devices
+from pallas_ce.modes.differentiation import Gradients, finish, sum_over_devices
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows

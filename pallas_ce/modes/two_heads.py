@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import Plan
+from pallas_ce.backends.protocol import HeadSums, Plan
 from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.differentiation import (
     Gradients,
-    HeadSums,
     Saved,
     first_order_only,
     flags_of,

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import Accumulators, Backend, Mode, Plan, Residual
+from pallas_ce.backends.protocol import Backend, Gradient, HeadSums, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.statistics.row import Partial
-from pallas_ce.statistics.table import Coefficients
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles
 
@@ -35,19 +34,16 @@ class ToyBackend(Backend):
     ) -> Partial:
         return partial(head, batch, logits(head, batch))
 
-    def recompute(
-        self, head: Head, batch: Batch, residual: Residual, coefficients: Coefficients, needs_grad: NeedsGrad,
-        plan: Plan, block: RowBlock,
-    ) -> TileStep:  # fmt: skip
-        whole = gradient(head, batch, logits(head, batch), residual, coefficients)
+    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
+        whole = dlogits(head, batch, logits(head, batch), gradient)
         axis, tiles = head.spec.vocab_axis, Tiles(plan.vocab_size, plan.columns)
 
         def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(index)
             part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
-            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis), needs_grad)
+            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis), gradient.needs)
             added = None if weight_sum is None or for_weight is None else weight_sum.add(for_weight, axis)
-            return block.add(hidden_sum, for_hidden), added, part.sum(axis=0) if needs_grad.bias_sum else None
+            return block.add(hidden_sum, for_hidden), added, part.sum(axis=0) if gradient.needs.bias_sum else None
 
         return step
 
@@ -58,22 +54,22 @@ class ToyBackend(Backend):
         return partial(head, batch, z), z
 
     def stash_products(
-        self, head: Head, batch: Batch, residual: Residual, coefficients: Coefficients, factor: jax.Array, stash: Any,
-        accumulators: Accumulators, adds: jax.Array | bool, needs_grad: NeedsGrad, plan: Plan, block: RowBlock,
-    ) -> tuple[jax.Array | None, Accumulators]:  # fmt: skip
-        dz = gradient(head, batch, stash, residual, coefficients)
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: HeadSums, plan: Plan, block: RowBlock
+    ) -> tuple[jax.Array | None, HeadSums]:
+        dz = dlogits(head, batch, stash, gradient)
         axis, v, padding = head.spec.vocab_axis, head.spec.vocab_size, head.spec.weight_rows - head.spec.vocab_size
         weight = jax.lax.slice_in_dim(head.weight, 0, v, axis=axis)
-        for_hidden, for_weight = products(head, batch, dz, weight, needs_grad)
+        for_hidden, for_weight = products(head, batch, dz, weight, gradient.needs)
         widths = [(0, padding), (0, 0)] if axis == 0 else [(0, 0), (0, padding)]
 
         def total(before: jax.Array | None, share: jax.Array | None, widths: Any) -> jax.Array | None:
             if before is None or share is None:
                 return None
-            return (jnp.where(adds, before, 0) + jnp.pad(factor * share, widths)).astype(before.dtype)
+            before_block = jnp.where(block.number == 0, 0, before)
+            return (before_block + jnp.pad(gradient.factor * share, widths)).astype(before.dtype)
 
-        shares = total(accumulators.weight, for_weight, widths), total(accumulators.bias, dz.sum(axis=0), (0, padding))
-        return for_hidden, Accumulators(*shares)
+        shares = total(sums.weight, for_weight, widths), total(sums.bias, dz.sum(axis=0), (0, padding))
+        return for_hidden, HeadSums(*shares)
 
 
 def dot(head: Head, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -118,18 +114,18 @@ def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
     )
 
 
-def gradient(head: Head, batch: Batch, z: jax.Array, residual: Residual, c: Coefficients) -> jax.Array:
-    """dlogits `[n, V]`, before scale and normalisation."""
-    dz, v = jnp.zeros_like(z), z.shape[1]
-    if c.prob is not None and residual.lse is not None:
-        log_p = z - jnp.where(jnp.isneginf(residual.lse), 0, residual.lse)[:, None]
+def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.Array:
+    """`[n, V]`, before scale and normalisation."""
+    (c, lse, argmax), dz, v = gradient[:3], jnp.zeros_like(z), z.shape[1]
+    if c.prob is not None and lse is not None:
+        log_p = z - jnp.where(jnp.isneginf(lse), 0, lse)[:, None]
         p = jnp.exp(log_p)
         log_p = jnp.where(p > 0, log_p, 0)
         factors = [(c.prob, 1.0), (c.prob_log_prob, log_p), (c.prob_sq, p)]
         if c.prob_deviation_sq is not None and c.entropy is not None:
             factors.append((c.prob_deviation_sq, (log_p + c.entropy[:, None]) ** 2))
         dz += sum(p * given[:, None] * factor for given, factor in factors if given is not None)
-    for given, places in ((c.target, batch.labels), (c.argmax, residual.argmax)):
+    for given, places in ((c.target, batch.labels), (c.argmax, argmax)):
         if given is not None and places is not None:
             dz += jnp.where(hits(places, v), given.reshape(len(given), -1, 1), 0).sum(axis=1)
     if c.logit_weights is not None:

@@ -15,6 +15,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     partials,
     product_kernel,
 )
+from pallas_ce.backends.mosaic_gpu.products import Stash
 from pallas_ce.backends.mosaic_gpu.schedule import plans
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
     PARTIALS_BYTES,
@@ -27,9 +28,8 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
 )
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
-from pallas_ce.backends.protocol import Accumulators, Backend, Capabilities, Description, Launch, Mode, Plan, Residual
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, TileStep
-from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, TileStep
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.streaming.rows import RowBlock
 
@@ -119,25 +119,16 @@ class MosaicGpuBackend(Backend):
             partial = merge(partial, products.tail_logits_and_partial(head, rest, batch.hidden, names)[1])
         return entries.with_targets(partial, head, batch, names)
 
-    def recompute(
-        self,
-        head: Head,
-        batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        needs_grad: NeedsGrad,
-        plan: Plan,
-        block: RowBlock,
-    ) -> TileStep:
+    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """See `recomputation`."""
         head = operands.padded_head(head)
         hidden = product_kernel.hidden_sum_config(batch.hidden.shape[0], head.spec.hidden_size, sm_count())
-        configs = self._gradient_configs(head, batch, coefficients, hidden, plan)
-        return recomputation.step(head, batch, residual, coefficients, needs_grad, plan, block, configs)
+        configs = self._gradient_configs(head, batch, gradient, hidden, plan)
+        return recomputation.step(head, batch, gradient, plan, block, configs)
 
     def stash(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
-    ) -> tuple[Partial, products.Stash]:
+    ) -> tuple[Partial, Stash]:
         """See `products.make`."""
         head = operands.padded_head(head)
         rows = batch.hidden.shape[0]
@@ -146,44 +137,20 @@ class MosaicGpuBackend(Backend):
         return products.make(head, batch, names, config, fallback, block)
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        factor: jax.Array,
-        stash: products.Stash,
-        accumulators: Accumulators,
-        adds: jax.Array | bool,
-        needs_grad: NeedsGrad,
-        plan: Plan,
-        block: RowBlock,
-    ) -> tuple[jax.Array | None, Accumulators]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: HeadSums, plan: Plan, block: RowBlock
+    ) -> tuple[jax.Array | None, HeadSums]:
         """See `products.products`."""
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, sm_count(), splits=plan.splits)
-        configs = self._gradient_configs(head, batch, coefficients, hidden, plan, rare=True)
-        return products.products(
-            head,
-            batch.hidden,
-            batch.labels,
-            residual,
-            coefficients,
-            factor,
-            stash,
-            accumulators,
-            adds,
-            needs_grad,
-            configs,
-            block,
-        )
+        configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=True)
+        return products.products(head, batch, gradient, stash, sums, block, configs)
 
     def _gradient_configs(
-        self, head: Head, batch: Batch, coefficients: Coefficients, hidden: Config, plan: Plan, *, rare: bool = False
+        self, head: Head, batch: Batch, gradient: Gradient, hidden: Config, plan: Plan, *, rare: bool = False
     ) -> GradientConfigs:
         """`rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
-        vectors = sum(c is not None for c in entries.without(coefficients))
+        vectors = sum(c is not None for c in entries.without(gradient.coefficients))
         return GradientConfigs(
             self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
             self.config or hidden,

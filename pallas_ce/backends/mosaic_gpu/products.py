@@ -28,8 +28,8 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     stash_kernel,
 )
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config, GradientConfigs
-from pallas_ce.backends.protocol import Accumulators, Residual
-from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.backends.protocol import Gradient, HeadSums
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
@@ -127,20 +127,17 @@ def make(
 
 def products(
     head: Head,
-    hidden: jax.Array,
-    labels: jax.Array | None,
-    residual: Residual,
-    coefficients: Coefficients,
-    factor: jax.Array,
+    batch: Batch,
+    gradient: Gradient,
     stash: Stash,
-    accumulators: Accumulators,
-    adds: jax.Array | bool,
-    needs_grad: NeedsGrad,
-    configs: GradientConfigs,
+    sums: HeadSums,
     block: RowBlock,
-) -> tuple[jax.Array | None, Accumulators]:
+    configs: GradientConfigs,
+) -> tuple[jax.Array | None, HeadSums]:
     """See `Backend.stash_products`."""
-    spec, rows = head.spec, hidden.shape[0]
+    spec, hidden, rows = head.spec, batch.hidden, batch.hidden.shape[0]
+    coefficients, lse, argmax, needs, factor = gradient
+    adds = block.number != 0
     valid_rows = _skipped_from(spec, block)
     bounds = _RANGES[spec.dtype.name]
     others = entries.without(coefficients)._replace(prob=None)
@@ -148,29 +145,29 @@ def products(
     bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
     operand = stash.exponentials
     if scaled:
-        assert residual.lse is not None
+        assert lse is not None
         assert coefficients.prob is not None
-        scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - residual.lse), 1.0)
+        scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - lse), 1.0)
     elif bounds.logarithms:
-        operand = _form(head, residual, entries.without(coefficients), stash)
+        operand = _form(head, lse, entries.without(coefficients), stash)
     else:
         bad_rows = jnp.int32(rows) if valid_rows is None else valid_rows
     replaced = []
-    for columns, logits in ((labels, stash.target_logit), (residual.argmax, stash.max_logit)):
+    for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit)):
         if columns is not None and logits is not None:
-            exact = entries.gradients(head, columns, logits, labels, residual, coefficients)
+            exact = entries.gradients(head, columns, logits, batch.labels, gradient)
             replaced.append((columns, exact))
             fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest * jnp.abs(scale))
             bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits, valid_rows))
 
-    operand = _recompute(head, hidden, residual.lse, entries.without(coefficients), operand, bad_rows, configs.dlogits)
+    operand = _recompute(head, hidden, lse, entries.without(coefficients), operand, bad_rows, configs.dlogits)
     scale = jnp.where(bad_rows == 0, scale, 1.0)
     for columns, exact in replaced:
         # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
         operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / scale))
     operand = operand[:rows, : spec.vocab_size]
-    for_hidden, (weight_sum, bias_sum) = None, accumulators
-    if needs_grad.hidden_product:
+    for_hidden, (weight_sum, bias_sum) = None, sums[:2]
+    if needs.hidden_product:
         for_hidden = scale[:, None] * _for_hidden(head, operand, valid_rows, configs.hidden)
     if weight_sum is not None:
         weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum, adds, block, configs.weight)
@@ -179,7 +176,7 @@ def products(
         summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
         share = operands.pad(factor * summed, bias_sum.shape)
         bias_sum = share + jnp.where(jnp.asarray(adds), bias_sum, 0)
-    return for_hidden, Accumulators(weight_sum, bias_sum)
+    return for_hidden, HeadSums(weight_sum, bias_sum)
 
 
 def tail_logits_and_partial(
@@ -233,7 +230,7 @@ def _put_tail(stored: jax.Array, tail: jax.Array, first: int) -> jax.Array:
     return lax.dynamic_update_slice(stored, values, (0, first))
 
 
-def _form(head: Head, residual: Residual, coefficients: Coefficients, stash: Stash) -> jax.Array:
+def _form(head: Head, lse: jax.Array | None, coefficients: Coefficients, stash: Stash) -> jax.Array:
     """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
     spec, rows = head.spec, stash.reference.shape[0]
     exponentials = stash.exponentials
@@ -243,7 +240,7 @@ def _form(head: Head, residual: Residual, coefficients: Coefficients, stash: Sta
     u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
     valid = None if head.valid_columns is None else columns < head.valid_columns
-    formed = coef.dlogits(coefficients, logits, residual.lse, columns, valid, None, None, u, spec.softcap)
+    formed = coef.dlogits(coefficients, logits, lse, columns, valid, None, None, u, spec.softcap)
     return operands.pad(formed.astype(spec.dtype), exponentials.shape)
 
 
@@ -300,7 +297,7 @@ def _add_weight(
     hidden: jax.Array,
     operand: jax.Array,
     scale: jax.Array,
-    factor: jax.Array,
+    factor: jax.Array | float,
     total: jax.Array,
     adds: jax.Array | bool,
     block: RowBlock,

@@ -15,7 +15,7 @@ from pallas_ce.backends.mosaic_gpu.gemm import walk
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
-from pallas_ce.backends.protocol import Plan, Residual
+from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.streaming.rows import RowBlock
@@ -33,24 +33,22 @@ def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
 def step(
     head: Head,
     batch: Batch,
-    residual: Residual,
-    coefficients: Coefficients,
-    needs_grad: NeedsGrad,
+    gradient: Gradient,
     plan: Plan,
     block: RowBlock,
     configs: GradientConfigs,
 ) -> TileStep:
     """See `Backend.recompute`."""
-    exact = []
-    for columns, given in ((batch.labels, coefficients.target), (residual.argmax, coefficients.argmax)):
+    coefficients, exact = gradient.coefficients, []
+    for columns, given in ((batch.labels, coefficients.target), (gradient.argmax, coefficients.argmax)):
         if given is not None:
             assert columns is not None
             logits = entries.logits(head, batch.hidden, columns)
-            values = entries.gradients(head, columns, logits, batch.labels, residual, coefficients)
+            values = entries.gradients(head, columns, logits, batch.labels, gradient)
             exact.append((columns, values))
     work = _InPlace if in_place(head.spec, plan.rows, plan.columns) else _BySlices
     return work(
-        head, batch.hidden, residual.lse, entries.without(coefficients), exact, needs_grad, plan, block, configs
+        head, batch.hidden, gradient.lse, entries.without(coefficients), exact, gradient.needs, plan, block, configs
     )
 
 

@@ -5,15 +5,13 @@ forward keeps one tile of logits at a time. The in-forward mode keeps the logits
 `[tiles, rows, columns]` of accumulator dtype, so that its second pass over the vocabulary needs no third product.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.protocol import Accumulators, Backend, Mode, Plan, Residual
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.statistics.gradient import Coefficients, dlogits
+from pallas_ce.backends.protocol import Backend, Gradient, HeadSums, Mode, Plan
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
+from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
@@ -61,22 +59,13 @@ class XlaBackend(Backend):
         first = step(tiles.tile(0))
         return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
 
-    def recompute(
-        self,
-        head: Head,
-        batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        needs_grad: NeedsGrad,
-        plan: Plan,
-        block: RowBlock,
-    ) -> TileStep:
+    def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = _tiles(head, plan).tile(tile_index)
             logits = _tile_logits(head, batch, tile)
-            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, needs_grad)
+            for_hidden, for_weight, for_bias = _products(head, batch, gradient, tile, logits)
             if weight_sum is not None and for_weight is not None:
                 for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
             return block.add(hidden_sum, for_hidden), for_weight, for_bias
@@ -107,35 +96,31 @@ class XlaBackend(Backend):
         self,
         head: Head,
         batch: Batch,
-        residual: Residual,
-        coefficients: Coefficients,
-        factor: jax.Array,
+        gradient: Gradient,
         stash: jax.Array,
-        accumulators: Accumulators,
-        adds: jax.Array | bool,
-        needs_grad: NeedsGrad,
+        sums: HeadSums,
         plan: Plan,
         block: RowBlock,
-    ) -> tuple[jax.Array | None, Accumulators]:
+    ) -> tuple[jax.Array | None, HeadSums]:
         """A second pass over the tiles, on the stashed logits."""
-        tiles = _tiles(head, plan)
+        tiles, factor, adds = _tiles(head, plan), gradient.factor, block.number != 0
 
-        def body(i: jax.Array, carry: _Sums) -> _Sums:
+        def body(i: jax.Array, carry: Products) -> Products:
             tile = tiles.tile(i)
             logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
-            for_hidden, for_weight, for_bias = _products(head, batch, residual, coefficients, tile, logits, needs_grad)
-            sums, weight, bias = carry
-            if sums is not None and for_hidden is not None:
-                sums = sums + for_hidden
+            for_hidden, for_weight, for_bias = _products(head, batch, gradient, tile, logits)
+            hidden, weight, bias = carry
+            if hidden is not None and for_hidden is not None:
+                hidden = hidden + for_hidden
             if weight is not None and for_weight is not None:
                 weight = _add(weight, factor * for_weight, adds, tile, head.spec.vocab_axis)
             if bias is not None and for_bias is not None:
                 bias = _add(bias, factor * for_bias, adds, tile)
-            return _Sums(sums, weight, bias)
+            return hidden, weight, bias
 
-        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if needs_grad.hidden_product else None
-        sums = fori_loop(0, tiles.count, body, _Sums(zeros, *accumulators))
-        return sums.hidden, Accumulators(sums.weight, sums.bias)
+        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if gradient.needs.hidden_product else None
+        for_hidden, *found = fori_loop(0, tiles.count, body, (zeros, sums.weight, sums.bias))
+        return for_hidden, HeadSums(*found)
 
 
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
@@ -148,12 +133,6 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
     kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
     copies = 2 * wide + narrow
     return kept + copies * rows * columns + (copies if mode else narrow) * (rows + columns) * spec.hidden_size
-
-
-class _Sums(NamedTuple):
-    hidden: jax.Array | None
-    weight: jax.Array | None
-    bias: jax.Array | None
 
 
 def _add(total: jax.Array, share: jax.Array, adds: jax.Array | bool, tile: Tile, axis: int = 0) -> jax.Array:
@@ -181,26 +160,10 @@ def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 
 
-def _products(
-    head: Head,
-    batch: Batch,
-    residual: Residual,
-    coefficients: Coefficients,
-    tile: Tile,
-    logits: jax.Array,
-    needs_grad: NeedsGrad,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Products:
     """The three products of one tile."""
-    weights = head.tile_logit_weights(tile.start, tile.size) if coefficients.logit_weights is not None else None
-    gradient = dlogits(
-        coefficients,
-        logits,
-        residual.lse,
-        tile.columns,
-        tile.valid,
-        batch.labels,
-        residual.argmax,
-        weights,
-        head.bound(batch.inverse_temperature),
-    )
-    return head.tile_products(batch.hidden, gradient, tile, needs_grad)
+    c, lse, argmax, needs, _ = gradient
+    weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
+    bound = head.bound(batch.inverse_temperature)
+    dz = dlogits(c, logits, lse, tile.columns, tile.valid, batch.labels, argmax, weights, bound)
+    return head.tile_products(batch.hidden, dz, tile, needs)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import Residual
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
@@ -42,15 +42,10 @@ def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[st
 
 
 def gradients(
-    head: Head,
-    columns: jax.Array,
-    logits: jax.Array,
-    labels: jax.Array | None,
-    residual: Residual,
-    coefficients: Coefficients,
+    head: Head, columns: jax.Array, logits: jax.Array, labels: jax.Array | None, gradient: Gradient
 ) -> jax.Array:
     """Exact dlogits `[n]` of one column a row, whose logits `[n]` are given."""
-    spec = head.spec
+    spec, (coefficients, lse, argmax, *_) = head.spec, gradient
     u = None
     if coefficients.logit_weights is not None:
         given = head.logit_weights
@@ -60,7 +55,7 @@ def gradients(
         coefficients, logit, lse, column, label, argmax, u = jax.tree.map(lambda x: x[None], of_row)
         return coef.dlogits(coefficients, logit[None], lse, column, None, label, argmax, u, spec.softcap)[0, 0]
 
-    return jax.vmap(one)(coefficients, logits, residual.lse, columns, labels, residual.argmax, u)
+    return jax.vmap(one)(coefficients, logits, lse, columns, labels, argmax, u)
 
 
 def without(coefficients: Coefficients) -> Coefficients:

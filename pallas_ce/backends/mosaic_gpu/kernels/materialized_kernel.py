@@ -18,9 +18,8 @@ from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, Schedule, device_refusal, schedule
-from pallas_ce.backends.protocol import Residual
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
-from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
@@ -65,11 +64,10 @@ def statistics(
 
 def dlogits(
     spec: LogitsSpec,
-    coefficients: Coefficients,
+    gradient: Gradient,
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
-    residual: Residual,
     valid_rows: jax.Array | None,
     config: Config | None = None,
 ) -> jax.Array:
@@ -77,11 +75,10 @@ def dlogits(
 
     Args:
         spec: the logits' static facts.
-        coefficients: `[N]` each, at least one of them.
+        gradient: coefficients, at least one of them, and lse and argmax where terms need them.
         logits: as stored.
         logit_weights: `[columns]`, u.
         labels: `[N]` int32, -1 for none.
-        residual: lse and argmax where terms need them.
         valid_rows: `[N]` bool; the others' gradient is exactly 0, whatever they hold. None: all.
         config: tiles, for tests; None to choose.
 
@@ -90,16 +87,16 @@ def dlogits(
     """
     config = config or tile_stream.tiles(spec.dtype.itemsize, _STAGED_BYTES, _PIECE)
     plan, of_logits = _prepare(spec, logits, config, 0)
-    present = {name: x.astype(jnp.float32) for name, x in coefficients._asdict().items() if x is not None}
+    present = {name: x.astype(jnp.float32) for name, x in gradient.coefficients._asdict().items() if x is not None}
     inputs = dict(present)
     if "target" in present:
         assert labels is not None
         inputs["labels"] = labels
-    if residual.lse is not None:
+    if gradient.lse is not None:
         # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-        inputs["lse"] = jnp.where(jnp.isneginf(residual.lse), jnp.inf, residual.lse)
-    if residual.argmax is not None:
-        inputs["argmax_column"] = residual.argmax
+        inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
+    if gradient.argmax is not None:
+        inputs["argmax_column"] = gradient.argmax
     if valid_rows is not None:
         inputs["valid"] = valid_rows.astype(jnp.float32)
     inputs = {name: operands.pad(x, (plan.row_blocks * config.block_rows,)) for name, x in inputs.items()}
