@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm
+from pallas_ce.backends.mosaic_gpu.gemm import launch
+from pallas_ce.backends.mosaic_gpu.gemm.gemm import multiply
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels import operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
@@ -42,7 +43,7 @@ def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...
     """Each window's maximum and sum of exponentials `[windows, padded rows]`; one kernel and nothing else."""
     fields = partials.fields_for(_NAMES, own_maximum=True)
     given = _operands("forward", hidden, weight, fields)
-    epilogue = StatisticsEpilogue(given.logits, fields, given.launch.config.width)
+    epilogue = StatisticsEpilogue(given.logits, fields, given.product.config.width)
     return _kernel("pallas_ce_forward", given, epilogue, (), partials.outputs(fields, given.slots, given.padded_rows))()
 
 
@@ -51,7 +52,7 @@ def stash_kernel(hidden: jax.Array, weight: jax.Array, reference: jax.Array) -> 
     fields = partials.fields_for(_NAMES, own_maximum=False)
     given = _operands("stash", hidden, weight, fields)
     shape = operands.stored_shape(hidden.shape[0], weight.shape[0])
-    epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, given.launch.config.width)
+    epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, given.product.config.width)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     outputs["stash"] = jax.ShapeDtypeStruct(shape, given.hidden.dtype)
     return _kernel("pallas_ce_stash", given, epilogue, ("reference",), outputs)(reference)
@@ -101,7 +102,7 @@ def _kernel(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernel on the operands and the arrays of those inputs, vectors by row."""
     shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
-    function = gemm.kernel_function(name, given.launch, epilogue, inputs, (), shapes)
+    function = launch.kernel_function(multiply, name, given.product, 2, epilogue, inputs, (), shapes)
     return lambda *arrays: function(given.hidden, given.weight, *arrays)
 
 

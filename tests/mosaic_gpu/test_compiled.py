@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends.mosaic_gpu.gemm import gemm
+from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, partials, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, default_tiles
 from pallas_ce.backends.mosaic_gpu.tuning import candidates
@@ -335,14 +336,14 @@ def test_kernels_read_no_slices_where_they_lie(mode: Any, scratch_bytes: int | N
 
 def test_whether_rows_are_skipped_or_not_exponentials_are_one_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the count of what is compiled: for a topology, arguments and constants are on different meshes."""
-    made, plain = list[str](), gemm.warpgroups
+    made, plain = list[str](), plgpu.kernel
 
-    def seen(name: str, *given: Any, **mesh: Any) -> Any:
-        made.append(name)
-        return plain(name, *given, **mesh)
+    def seen(body: Any, **given: Any) -> Any:
+        made.append(body.__name__)
+        return plain(body, **given)
 
-    monkeypatch.setattr(gemm, "warpgroups", seen)
-    gemm.kernel_function.cache_clear()
+    monkeypatch.setattr(plgpu, "kernel", seen)
+    launch.kernel_function.cache_clear()
     program = jax.make_jaxpr(jax.value_and_grad(loss_of("in_forward"), argnums=(0, 1)))
     traced = str(program(*arguments(8192, 131072, 4096, 0)[:3]))
     assert traced.count("name=pallas_ce_stash") >= 2

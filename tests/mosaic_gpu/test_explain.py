@@ -8,7 +8,7 @@ import pytest
 
 from pallas_ce import Explanation, explain, linear_cross_entropy
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu.gemm import gemm
+from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from tests import compile_for_h200 as h200
 
 MIB = 2**20
@@ -84,24 +84,24 @@ def test_auto_recomputes_where_products_over_the_whole_vocabulary_are_slow(v: in
 @pytest.mark.parametrize("mode", [None, "in_forward", "recompute"])
 def test_what_is_told_is_what_is_launched(mode: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     n, v, h = 8192, 131072, 1024
-    launched, run = [], gemm.run
+    launched, run = [], launching.run
 
-    def recorded(name: str, launch: Any, *others: Any) -> Any:
-        config, schedule = launch.config, launch.schedule
+    def recorded(body: Any, name: str, product: Any, *others: Any) -> Any:
+        config, schedule = product.config, product.schedule
         launched.append((name, config.tile_rows, config.columns, config.cluster_size, schedule.windows))
-        return run(name, launch, *others)
+        return run(body, name, product, *others)
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return linear_cross_entropy(
             hidden, weight, labels, implementation="mosaic_gpu", backward=mode or "auto", **options
         )
 
-    monkeypatch.setattr(gemm, "run", recorded)
+    monkeypatch.setattr(launching, "run", recorded)
     shapes = [((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32)]
     given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     jax.eval_shape(jax.value_and_grad(loss, (0, 1)) if mode else loss, *given)
     backward = {"backward": mode} if mode else {"differentiate": ()}
-    told = [launch[:-1] for launch in explained(n, v, h, **backward, **options).launches]
+    told = [told[:-1] for told in explained(n, v, h, **backward, **options).launches]
     for kernel in told:
         assert next(found for found in launched if found[0] == kernel[0]) == kernel
 

@@ -43,16 +43,16 @@ def exact(a: Any, b: Any) -> np.ndarray:
 def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
     stored, weight, _ = matrices(192, 528, 272, vocab_axis)
     config = Config(**{**SMALL, **options})
-    partial = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, config))(stored, weight)
+    got = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, config))(stored, weight)
     want = exact(stored, weight if vocab_axis == 0 else weight.T)
-    np.testing.assert_allclose(partial.sum(axis=0), want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
     stored, weight, _ = matrices(512, 256, 256, 0)
     config = Config(**{**SMALL, "cluster": "rows", "windows": 2})
     valid = jnp.int32(100)
-    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, valid).sum(axis=0)
+    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, valid)
     np.testing.assert_allclose(got[:100], exact(stored[:100], weight), rtol=1e-4, atol=1e-3)
     assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
 
@@ -72,9 +72,10 @@ def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Calla
     stored, _, rows = matrices(192, 272, 256, vocab_axis)
     config = Config(**{**SMALL, **options})
     half = jnp.float32(0.5)
-    got = interpreted(
-        lambda a, b, m: product_kernel.for_weight(a, b, vocab_axis, config, dtype=jnp.bfloat16, multiplier=m)
-    )(stored, rows, half)
+    new = jax.ShapeDtypeStruct((272, 256) if vocab_axis == 0 else (256, 272), jnp.bfloat16)
+    got = interpreted(lambda a, b, m: product_kernel.for_weight(a, b, vocab_axis, config, new, multiplier=m))(
+        stored, rows, half
+    )
     want = 0.5 * exact(stored.T, rows)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3)
@@ -97,8 +98,8 @@ def test_weight_sums_go_on_from_block_to_block(
         total = jnp.full(weight.shape, jnp.nan, jnp.float32)
 
         def add(total: jax.Array, stored: Any, valid: Any, first: bool) -> jax.Array:
-            return product_kernel.put_for_weight(
-                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(first), valid_rows=valid
+            return product_kernel.for_weight(
+                stored, rows, vocab_axis, config, total, replaced=jnp.bool_(first), valid_rows=valid
             )
 
         total = add(total, stored, jnp.int32(192), True)
@@ -115,7 +116,7 @@ def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
 
     def run(stored: Any, rows: Any, valid: Any) -> jax.Array:
         total = jnp.full(weight.shape, jnp.nan, jnp.float32)
-        return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, valid_rows=valid)
+        return product_kernel.for_weight(stored, rows, 0, config, total, replaced=True, valid_rows=valid)
 
     got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
     np.testing.assert_array_equal(got, np.zeros(weight.shape))
@@ -162,8 +163,8 @@ def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
     reached = 192 if valid_rows is None else -(-valid_rows // 64) * 64
 
     def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
-        return product_kernel.put_for_weight(
-            weight, stored, rows, vocab_axis, config, replaced=True, multiplier=jnp.float32(0.5),
+        return product_kernel.for_weight(
+            stored, rows, vocab_axis, config, weight, replaced=True, multiplier=jnp.float32(0.5),
             valid_rows=None if valid_rows is None else jnp.int32(valid_rows), part=Part(stored.shape[1], first, valid),
         )  # fmt: skip
 

@@ -277,7 +277,7 @@ def _for_hidden(head: Head, operand: jax.Array, valid_rows: jax.Array | None, co
 
     def by_kernel() -> jax.Array:
         weight = operands.weight_of(head)
-        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, valid_rows).sum(axis=0)
+        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, valid_rows)
 
     def by_xla() -> jax.Array:
         weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
@@ -321,7 +321,6 @@ def _add_weight(
         product = operands.pad(product if late is None else late * product, total.shape)
         return (product if adds is False else jnp.where(adds, total, 0) + product).astype(total.dtype)
     given = (operand, rows, spec.vocab_axis, config)
-    if adds is False:
-        return product_kernel.for_weight(*given, dtype=total.dtype, valid_rows=valid_rows, multiplier=late)
+    into = jax.ShapeDtypeStruct(total.shape, total.dtype) if adds is False else total
     replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-    return product_kernel.put_for_weight(total, *given, replaced=replaced, valid_rows=valid_rows, multiplier=late)
+    return product_kernel.for_weight(*given, into, replaced=replaced, valid_rows=valid_rows, multiplier=late)

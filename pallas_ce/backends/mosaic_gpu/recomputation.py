@@ -103,12 +103,12 @@ class _InPlace(_Work):
         for_weight = for_bias = None
         if weight_sum is not None:
             place = part if part is None or weight_sum.whole else part._replace(first=shift)
-            for_weight = product_kernel.put_for_weight(
-                weight_sum.array,
+            for_weight = product_kernel.for_weight(
                 stored,
                 self.hidden.astype(spec.dtype),
                 axis,
                 configs.weight,
+                weight_sum.array,
                 replaced=weight_sum.whole,
                 valid_rows=valid_rows,
                 multiplier=weight_sum.scale,

@@ -5,7 +5,6 @@ while in registers. The warpgroups either multiply the two halves of a tile toge
 one is in its epilogue while the other multiplies, so that the tensor cores never rest.
 """
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -53,8 +52,8 @@ class At(NamedTuple):
         return At(jnp.int32(0), jnp.int32(0))
 
 
-class Epilogue(Hashable, Protocol):
-    """What a kernel does with its product; `refs` holds inputs, outputs and scratch by name. Equal ones do the same."""
+class Epilogue(Protocol):
+    """What a kernel does with its product; `refs` holds inputs, outputs and scratch by name. Hashable."""
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
@@ -66,12 +65,13 @@ class Epilogue(Hashable, Protocol):
         """Takes `product [rows, columns]` float32, in the layout of a wgmma accumulator."""
 
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes what the window leaves."""
+        """Writes what the window leaves; waits until the last tile has left shared memory."""
+        plgpu.wait_smem_to_gmem(0)
 
 
 def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> None:
     """What the loading warpgroup does: fills slots as they become empty, for all tiles of this thread block in turn."""
-    config, problem = walk.config, walk.problem
+    config, product = walk.config, walk.product
     left_peers = "peer" if config.cluster == "rows" else None
     right_peers = "peer" if config.cluster == "columns" else None
 
@@ -80,9 +80,9 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
 
     def fill(row: jax.Array, column: jax.Array, k: jax.Array, at: At) -> At:
         depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
-        left = part(left_gmem, problem.left_axis, pl.ds(row, config.tile_rows), depth)
+        left = part(left_gmem, product.left_axis, pl.ds(row, config.tile_rows), depth)
         columns = pl.ds(walk.first_column + column, config.columns)
-        right = part(right_gmem, problem.right_axis, columns, right_depth)
+        right = part(right_gmem, product.right_axis, columns, right_depth)
         plgpu.barrier_wait(ring["empty"].at[at.slot])
         full = ring["full"].at[walk.full(at.slot, at.turn)]
         plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[at.slot], full, collective_axes=left_peers)
@@ -116,7 +116,7 @@ class Multiplier:
         self, ring: dict[str, Any], refs: dict[str, Any], walk: Walk, epilogue: Epilogue, warpgroup: jax.Array
     ) -> None:
         self.ring, self.refs, self.walk, self.epilogue, self.warpgroup = ring, refs, walk, epilogue, warpgroup
-        self.config, self.problem = walk.config, walk.problem
+        self.config = walk.config
         self.first_row = 0 if self.config.ping_pong else warpgroup * self.config.rows
         self.rows = pl.ds(self.first_row, self.config.rows)
 
@@ -201,12 +201,12 @@ class Multiplier:
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
         """Issues the product of what a slot holds, once it is there."""
         plgpu.barrier_wait(self.ring["full"].at[self.walk.full(slot, self.warpgroup)])
-        if self.problem.left_axis == 0:
+        if self.walk.product.left_axis == 0:
             left = self.ring["left_smem"].at[slot, self.rows]
         else:
             left = self.ring["left_smem"].at[slot, :, self.rows].transpose((1, 0))
         right = self.ring["right_smem"].at[slot]
-        plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if self.problem.right_axis == 0 else right)
+        plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if self.walk.product.right_axis == 0 else right)
 
     def _give_back(self, slot: jax.Array | int) -> None:
         plgpu.barrier_arrive(self.ring["empty"].at[slot])

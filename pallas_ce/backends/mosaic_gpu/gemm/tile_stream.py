@@ -6,8 +6,7 @@ statistic and the gradient's formula mean the same as there. An epilogue may ove
 once, before anything is written in its place.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,13 +14,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm.launch import specialised
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, SHARED_MEMORY_BYTES, Config, Schedule
 
-# Registers of a thread, set when the kernel starts, as in `gemm`.
-_COMPUTE_REGISTERS = 232
-_LOAD_REGISTERS = 40
+# Registers of a thread that loads and of one that computes, as in `gemm`.
+_REGISTERS = (40, 232)
 
 # Shared memory for barriers, alignment and vectors by row.
 _RESERVED_BYTES = 3072
@@ -38,53 +37,26 @@ def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Con
     return Config(rows=_TILE_ROWS, columns=_TILE_BYTES // itemsize, stages=stages, cluster=None, piece=piece)
 
 
-def run(
-    name: str,
-    matrix: Any,
-    config: Config,
-    plan: Schedule,
-    epilogue: Epilogue,
-    inputs: dict[str, jax.Array],
-    outputs: dict[str, Any],
-) -> dict[str, jax.Array]:
-    """Runs one kernel; returns its outputs by name.
+class Facts(NamedTuple):
+    """Static facts: tiles, no clusters, and how they are handed out."""
 
-    Args:
-        name: what profilers show.
-        matrix: `[N, M]`, rows and columns as TMA wants them (`operands`); a `jax.Ref` where the epilogue changes it.
-        config: tile shapes; no clusters.
-        plan: how the tiles are handed out.
-        epilogue: what is done with them; it finds the matrix as "matrix" among its `refs`.
-        inputs: arrays that the epilogue reads, by name.
-        outputs: shapes and dtypes that it writes, by name.
+    config: Config
+    schedule: Schedule
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the schedule's blocks: what vectors by row are padded to."""
+        return self.schedule.row_blocks * self.config.block_rows
+
+
+def stream(matrices: list[Any], refs: dict[str, Any], facts: Facts, epilogue: Epilogue) -> None:
+    """The kernel that hands the tiles of a matrix to an epilogue; for `launch.run`.
+
+    The matrix, a `jax.Ref` where the epilogue changes it, has rows and columns as TMA wants them (`operands`). The
+    epilogue finds it as "matrix" among its `refs`.
     """
-    shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
-    program = _program(name, config, plan, epilogue, tuple(inputs), shapes)
-    with jax.named_scope(name):
-        results = program(matrix, *map(gemm.at_run_time, inputs.values()))
-    return dict(zip(outputs, results, strict=True))
-
-
-@functools.lru_cache(maxsize=256)
-def _program(
-    name: str,
-    config: Config,
-    plan: Schedule,
-    epilogue: Epilogue,
-    input_names: tuple[str, ...],
-    outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
-) -> Any:
-    """The kernel as a jitted function, one for each set of static facts; see `gemm.kernel_function`."""
-    names = input_names + tuple(output for output, _, _ in outputs)
-
-    def body(matrix_gmem: Any, *others: Any) -> None:
-        _kernel({"matrix": matrix_gmem, **dict(zip(names, others, strict=True))}, config, plan, epilogue)
-
-    return gemm.warpgroups(name, body, [x[1:] for x in outputs], plan.clusters)
-
-
-def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: Epilogue) -> None:
-    matrix = refs["matrix"]
+    (matrix,), (config, schedule) = matrices, facts
+    refs = {"matrix": matrix, **refs}
     dtype, shape = matrix.dtype, (config.stages, config.tile_rows, config.columns)
     transforms = layouts.swizzled(dtype, matrix.shape[1], config.columns)
     ring = {
@@ -93,14 +65,14 @@ def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: Epil
         "empty": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages),
     }
     worker = lax.axis_index("worker")
-    items = lax.div(plan.items + plan.clusters - 1 - worker, plan.clusters)
+    items = lax.div(schedule.items + schedule.clusters - 1 - worker, schedule.clusters)
 
     def item(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """First row, window, first tile and number of tiles. What runs at one time lies side by side in a few rows."""
-        linear = index * plan.clusters + worker
-        row_block, window = lax.div(linear, plan.windows), lax.rem(linear, plan.windows)
-        first = lax.div(window * plan.column_blocks, plan.windows)
-        last = lax.div((window + 1) * plan.column_blocks, plan.windows)
+        linear = index * schedule.clusters + worker
+        row_block, window = lax.div(linear, schedule.windows), lax.rem(linear, schedule.windows)
+        first = lax.div(window * schedule.column_blocks, schedule.windows)
+        last = lax.div((window + 1) * schedule.column_blocks, schedule.windows)
         return row_block * config.tile_rows, window, first, last - first
 
     def next_slot(slot: jax.Array) -> jax.Array:
@@ -156,15 +128,6 @@ def _kernel(refs: dict[str, Any], config: Config, plan: Schedule, epilogue: Epil
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == COMPUTE_WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-            load(ring)
-
-        @pl.when(warpgroup < COMPUTE_WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            compute(ring, {**refs, **scratch}, warpgroup)
+        specialised(warpgroup, _REGISTERS, lambda: load(ring), lambda: compute(ring, {**refs, **scratch}, warpgroup))
 
     pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")

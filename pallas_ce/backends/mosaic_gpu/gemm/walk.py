@@ -7,7 +7,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.schedule.config import Launch
+from pallas_ce.backends.mosaic_gpu.schedule.config import Product
 
 # Copies may begin at multiples of this, whatever the operands' layouts in shared memory.
 STEP = 64
@@ -41,15 +41,15 @@ class Item(NamedTuple):
 class Walk:
     """The order of work, the same for all warpgroups: items of this cluster, tiles of an item, steps of a tile."""
 
-    def __init__(self, launch: Launch, refs: dict[str, Any]) -> None:
-        self.problem, self.config, self.schedule = launch
+    def __init__(self, product: Product, refs: dict[str, Any]) -> None:
+        self.product, self.config, self.schedule = product, product.config, product.schedule
         schedule, config = self.schedule, self.config
         self.worker, self.peer = lax.axis_index("worker"), lax.axis_index("peer")
 
         def blocks(name: str, size: int, most: int) -> jax.Array:
             return lax.div(refs[name][0] + (size - 1), size) if name in refs else jnp.int32(most)
 
-        self.steps = blocks("live_length", config.depth, -(-self.problem.length // config.depth))
+        self.steps = blocks("valid_length", config.depth, -(-product.length // config.depth))
         self.row_blocks = blocks("valid_rows", config.block_rows, schedule.row_blocks)
         self.column_blocks = blocks("valid_columns", config.block_columns, schedule.column_blocks)
         self.first_column, self.first_length = (start(refs, name) for name in ("first_column", "first_length"))

@@ -13,11 +13,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
@@ -51,44 +50,36 @@ def dlogits(
         into: a `jax.Ref` to write to; then nothing is returned.
         valid_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
     """
-    spec = head.spec
-    given = operands.operands(
-        head,
-        hidden,
-        config,
-        weighted_mean=coefficients.logit_weights is not None,
-        bytes_per_row=0,
-        width=None if part is None else part.width,
-    )
-    inputs, numbers = dict(given.inputs), gemm.Numbers()
-    for name, values in coefficients._asdict().items():
-        if values is not None:
-            inputs[name] = given.by_row(values.astype(jnp.float32))
-    if lse is not None:
-        # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-        inputs["lse"] = given.by_row(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    if part is not None:
-        numbers |= {"first_column": part.first, "valid_columns": part.valid}
+    spec, width = head.spec, None if part is None else part.width
+    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, 0, width=width)
+    vectors = vectors_by_row(coefficients, lse)
+    inputs: dict[str, Any] = {name: given.by_row(x) for name, x in vectors.items()}
+    numbers = {} if part is None else {"first_column": part.first, "valid_columns": part.valid}
     if first is not None:
         numbers["zeros_before"] = first
     if valid_rows is not None:
         numbers["valid_rows"] = valid_rows
-    shape = operands.stored_shape(given.rows, spec.vocab_size if part is None else part.width)
-    outputs: dict[str, Any] = {}
+    shape = operands.stored_shape(given.rows, width or spec.vocab_size)
+    outputs = {"dlogits": jax.ShapeDtypeStruct(shape, spec.dtype)}
     if into is not None:
-        inputs["dlogits"] = into
-    else:
-        outputs["dlogits"] = jax.ShapeDtypeStruct(shape, spec.dtype)
-    present = frozenset(name for name, values in coefficients._asdict().items() if values is not None)
+        inputs, outputs = {**inputs, "dlogits": into}, {}
+    present = frozenset(vectors) - {"lse"}
     epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
-    return gemm.run(
-        "pallas_ce_dlogits", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers
-    ).get("dlogits")
+    return given.run("pallas_ce_dlogits", epilogue, outputs, inputs, numbers).get("dlogits")
+
+
+def vectors_by_row(coefficients: Coefficients, lse: jax.Array | None) -> dict[str, jax.Array]:
+    """The coefficients that there are and "lse", as the epilogue reads them."""
+    found = {name: x.astype(jnp.float32) for name, x in coefficients._asdict().items() if x is not None}
+    if lse is not None:
+        # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
+        found["lse"] = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
-class DlogitsEpilogue:
-    """Stores a tile's dlogits."""
+class DlogitsEpilogue(Epilogue):
+    """Stores a tile's dlogits: as "dlogits", or in place of the "matrix" that the tile is from."""
 
     logits: epilogues.LogitSpec
     present: frozenset[str]
@@ -103,12 +94,16 @@ class DlogitsEpilogue:
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs, and numbers."""
-        names = (*sorted(self.present), "lse", "labels", "argmax_column")
+        names = (*sorted(self.present), "lse", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
-        """Stores the gradient, 0 in columns that are not valid."""
+        """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
+        if "counts" in carry:
+            # Coefficients are 0 there; so are the logits, whose nan or inf must not matter.
+            product = jnp.where(layouts.along_columns(carry["counts"], product.shape) > 0, product, 0.0)
+        target = refs["dlogits"] if "dlogits" in refs else refs["matrix"]
         for first, piece in epilogues.pieces(product, self.width):
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
@@ -118,14 +113,8 @@ class DlogitsEpilogue:
             if "zeros_before" in carry:
                 before = layouts.column_ids(z.shape) < carry["zeros_before"] - column
                 gradient = jnp.where(before, 0.0, gradient)
-            layouts.store_piece(
-                refs["dlogits_smem"], place.warpgroup, refs["dlogits"], place.row, place.column, first, gradient
-            )
+            layouts.store_piece(refs["dlogits_smem"], place.warpgroup, target, place.row, place.column, first, gradient)
         return carry
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Waits until the last tile has left shared memory."""
-        plgpu.wait_smem_to_gmem(0)
 
     def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
         shape = z.shape

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
@@ -36,25 +35,16 @@ def statistics(
     fields = partials.fields_for(names, own_maximum=True)
     if not fields:
         return Partial()
-    given = operands.operands(
-        head,
-        hidden,
-        config,
-        weighted_mean="mean_logit" in names,
-        bytes_per_row=4 * len(fields),
-        partial_bytes=partial_bytes,
-    )
+    weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)
+    given = operands.operands(head, hidden, config, weighted, bytes_per_row, partial_bytes=partial_bytes)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
     numbers = None if valid_rows is None else {"valid_rows": valid_rows}
-    found = gemm.run(
-        "pallas_ce_forward", given.launch, given.hidden, given.weight, epilogue, given.inputs, outputs, numbers
-    )
-    return partials.read(found, fields, given.rows)
+    return partials.read(given.run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields, given.rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsEpilogue:
+class StatisticsEpilogue(Epilogue):
     """Merges each tile's `Partial` into the window's, and writes that."""
 
     logits: epilogues.LogitSpec

@@ -5,6 +5,7 @@ where. A tile's logits leave the registers while its exponentials are summed.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
 from pallas_ce.head import Head
@@ -64,16 +65,16 @@ def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None,
         "logits": jax.ShapeDtypeStruct((stored_rows(given.rows), groups * GROUP), jnp.float32),
         "maxima": jax.ShapeDtypeStruct((groups, given.padded_rows), jnp.float32),
     }
-    inputs = dict(given.inputs)
+    inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
     epilogue = LogitsEpilogue(given.logits, groups * GROUP)
-    found = gemm.run("pallas_ce_logits", given.launch, given.hidden, given.weight, epilogue, inputs, outputs)
+    found = given.run("pallas_ce_logits", epilogue, outputs, inputs)
     return Stored(found["logits"], found["maxima"], partials.read(found, _FIELDS, given.rows))
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitsEpilogue:
+class LogitsEpilogue(Epilogue):
     """Stores a tile's logits and its groups' maxima, and merges its `Partial` into the window's."""
 
     logits: epilogues.LogitSpec
@@ -101,9 +102,7 @@ class LogitsEpilogue:
         z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, product))
         layouts.store_piece(refs["logits_smem"], place.warpgroup, refs["logits"], place.row, place.column, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
-        top = maxima[0]
-        for other in maxima[1:]:
-            top = jnp.maximum(top, other)
+        top = functools.reduce(jnp.maximum, maxima)
         if inverse_temperature is not None:
             z, top = z * layouts.along_columns(inverse_temperature, z.shape), top * inverse_temperature
         part, _ = epilogues.piece_partial(

@@ -3,7 +3,6 @@
 The epilogues are those of the kernels that make logits by a product; only the tiles come from elsewhere.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,13 +10,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import layouts, tile_stream
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
-from pallas_ce.backends.mosaic_gpu.kernels import operands, partials
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, tile_stream
+from pallas_ce.backends.mosaic_gpu.gemm.tile_stream import Facts, stream
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, Schedule, device_refusal, schedule
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, device_refusal, schedule
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
 from pallas_ce.statistics.row import Partial
@@ -52,13 +51,11 @@ def statistics(
     """
     fields = partials.fields_for(names, own_maximum=True)
     config = config or tile_stream.tiles(spec.dtype.itemsize)
-    plan, of_logits = _prepare(spec, logits, config, 4 * len(fields))
-    inputs = _weights(spec, plan, config, logit_weights if "mean_logit" in names else None)
-    outputs = partials.outputs(fields, plan.windows, plan.row_blocks * config.block_rows)
-    epilogue = StatisticsEpilogue(of_logits, fields, config.width)
-    found = tile_stream.run(
-        "pallas_ce_materialized_statistics", _aligned(logits), config, plan, epilogue, inputs, outputs
-    )
+    u = logit_weights if "mean_logit" in names else None
+    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))
+    outputs = partials.outputs(fields, facts.schedule.windows, facts.padded_rows)
+    epilogue, name = StatisticsEpilogue(of_logits, fields, config.width), "pallas_ce_materialized_statistics"
+    found = launch.run(stream, name, facts, (_aligned(logits),), epilogue, inputs, outputs)
     return partials.read(found, fields, logits.shape[0])
 
 
@@ -86,25 +83,22 @@ def dlogits(
         ValueError: the kernel cannot read such logits where they are.
     """
     config = config or tile_stream.tiles(spec.dtype.itemsize, _STAGED_BYTES, _PIECE)
-    plan, of_logits = _prepare(spec, logits, config, 0)
-    present = {name: x.astype(jnp.float32) for name, x in gradient.coefficients._asdict().items() if x is not None}
-    inputs = dict(present)
+    by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.lse)
+    present = frozenset(by_row) - {"lse"}
     if "target" in present:
         assert labels is not None
-        inputs["labels"] = labels
-    if gradient.lse is not None:
-        # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-        inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
+        by_row["labels"] = labels
     if gradient.argmax is not None:
-        inputs["argmax_column"] = gradient.argmax
+        by_row["argmax_column"] = gradient.argmax
     if valid_rows is not None:
-        inputs["valid"] = valid_rows.astype(jnp.float32)
-    inputs = {name: operands.pad(x, (plan.row_blocks * config.block_rows,)) for name, x in inputs.items()}
-    inputs |= _weights(spec, plan, config, logit_weights if "logit_weights" in present else None)
-    formula = DlogitsEpilogue(of_logits, frozenset(present), spec.columns, spec.dtype, config.rows, config.width)
+        by_row["counts"] = valid_rows.astype(jnp.float32)
+    u = logit_weights if "logit_weights" in present else None
+    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=0)
+    inputs = {name: operands.pad(x, (facts.padded_rows,)) for name, x in by_row.items()} | inputs
+    epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
 
     def write(stored: Any) -> None:
-        tile_stream.run("pallas_ce_materialized_dlogits", stored, config, plan, InPlaceEpilogue(formula), inputs, {})
+        launch.run(stream, "pallas_ce_materialized_dlogits", facts, (stored,), epilogue, inputs, {})
 
     return pl.run_state(write)(_aligned(logits))
 
@@ -114,54 +108,26 @@ def _aligned(logits: jax.Array) -> jax.Array:
     return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else operands.apart(logits)
 
 
-@dataclasses.dataclass(frozen=True)
-class InPlaceEpilogue:
-    """The formula's dlogits in place of the logits, 0 in rows that do not count."""
-
-    formula: DlogitsEpilogue
-
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """That of the formula."""
-        return self.formula.scratch(config)
-
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Vectors by row that the whole window needs."""
-        valid = layouts.rows_of(refs["valid"], place.row, self.formula.rows) if "valid" in refs else None
-        return valid, self.formula.start(refs, place)
-
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
-        """Rows that do not count have coefficients of 0; logits of 0 there keep their nan or inf from mattering."""
-        valid, by_row = carry
-        if valid is not None:
-            product = jnp.where(layouts.along_columns(valid, product.shape) > 0, product, 0.0)
-        return valid, self.formula.tile({**refs, "dlogits": refs["matrix"]}, place, product, by_row)
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Waits until the last tile has left shared memory."""
-        self.formula.finish(refs, place, carry[1])
-
-
-def _prepare(spec: LogitsSpec, logits: jax.Array, config: Config, bytes_per_row: int) -> tuple[Schedule, LogitSpec]:
-    """How tiles are handed out, and how stored numbers become logits."""
+def _prepare(
+    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, bytes_per_row: int
+) -> tuple[Facts, LogitSpec, dict[str, jax.Array]]:
+    """How tiles are handed out, how stored numbers become logits, and u as an epilogue reads it."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # All columns, padding included, whose gradient is to be written as well.
-    plan = schedule(config, logits.shape[0], spec.columns, bytes_per_row)
-    return plan, LogitSpec(
+    found = schedule(config, logits.shape[0], spec.columns, bytes_per_row)
+    columns = found.column_blocks * config.columns
+    of_logits = LogitSpec(
         columns=spec.vocab_size,
-        ragged=plan.column_blocks * config.columns > spec.vocab_size,
+        ragged=columns > spec.vocab_size,
         counted=False,
         bias=False,
         scale=False,
         softcap=spec.softcap,
         uniform_weight=1.0 / spec.vocab_size,
     )
-
-
-def _weights(spec: LogitsSpec, plan: Schedule, config: Config, u: jax.Array | None) -> dict[str, jax.Array]:
-    """The u of `mean_logit` as an epilogue reads it."""
-    padded = plan.column_blocks * config.columns
-    return {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (padded,))}
+    inputs = {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (columns,))}
+    return Facts(config, found), of_logits, inputs
 
 
 def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:

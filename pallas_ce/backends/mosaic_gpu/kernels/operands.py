@@ -11,14 +11,16 @@ be, which costs little. The weight is not padded:
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm import gemm, launch, layouts
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Launch, Problem, schedule
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
 from pallas_ce.head import Head, HeadSpec
 
 ROW_MULTIPLE = 8
@@ -137,7 +139,7 @@ class Operands:
     """One kernel call's operands.
 
     Attributes:
-        launch: sizes, tiles and how they are handed out.
+        product: sizes, tiles and how they are handed out.
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
@@ -145,7 +147,7 @@ class Operands:
         rows: N.
     """
 
-    launch: Launch
+    product: Product
     logits: LogitSpec
     hidden: jax.Array
     weight: jax.Array
@@ -155,16 +157,28 @@ class Operands:
     @property
     def padded_rows(self) -> int:
         """Rows of the schedule's blocks: what vectors by row are padded to."""
-        return self.launch.schedule.row_blocks * self.launch.config.block_rows
+        return self.product.schedule.row_blocks * self.product.config.block_rows
 
     @property
     def slots(self) -> int:
         """Partial results of a row."""
-        return self.launch.schedule.windows * self.launch.config.partials
+        return self.product.schedule.windows * self.product.config.partials
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
         return pad(x, (self.padded_rows,), value)
+
+    def run(
+        self,
+        name: str,
+        epilogue: Epilogue,
+        outputs: dict[str, Any],
+        inputs: dict[str, Any] | None = None,
+        numbers: Numbers | None = None,
+    ) -> dict[str, jax.Array]:
+        """The kernel's outputs by name; `inputs` are others than its own, see `launch.run`."""
+        matrices, inputs = (self.hidden, self.weight), self.inputs | (inputs or {})
+        return launch.run(gemm.multiply, name, self.product, matrices, epilogue, inputs, outputs, numbers)
 
 
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -181,9 +195,9 @@ def operands(
     head: Head,
     hidden: jax.Array,
     config: Config,
-    *,
     weighted_mean: bool,
     bytes_per_row: int,
+    *,
     partial_bytes: int = PARTIALS_BYTES,
     width: int | None = None,
 ) -> Operands:
@@ -224,7 +238,7 @@ def operands(
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     length = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     return Operands(
-        launch=Launch(Problem(length, 0, spec.vocab_axis), config, plan),
+        product=Product(length, 0, spec.vocab_axis, config, plan),
         logits=logits,
         hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
         weight=weight_of(head),

@@ -11,21 +11,22 @@ Rows that do not count cost nothing: a launch is told on the device how many the
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts, walk
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, walk
+from pallas_ce.backends.mosaic_gpu.gemm.gemm import multiply
+from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels.operands import LENGTH_MULTIPLE, Part, apart
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
     PING_PONG,
     Config,
-    Launch,
-    Problem,
+    Product,
     Schedule,
     cost,
     schedule,
@@ -109,7 +110,7 @@ def _few_that_fill(rows: int, hidden_size: int, vocab_size: int) -> bool:
 
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int, sms: int) -> Config:
-    """Tiles of `for_weight` and `put_for_weight`, for so many vocabulary entries."""
+    """Tiles of `for_weight`, for so many vocabulary entries."""
     sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
     fitting = [c for c in _SUMS if COLUMN_STEP % (c.block_rows, c.block_columns)[vocab_axis] == 0]
     return min(fitting, key=lambda c: cost(c, *sides, sms))
@@ -138,7 +139,7 @@ def for_hidden(
     valid_rows: jax.Array | None = None,
     part: Part | None = None,
 ) -> jax.Array:
-    """`[windows, n, H]` float32 whose sum over windows is `stored·weight`.
+    """`stored·weight [n, H]` float32.
 
     Args:
         stored: `[n, V]`, or that of `part` only.
@@ -148,13 +149,12 @@ def for_hidden(
         valid_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
         part: the vocabulary entries; None: all.
     """
-    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
-    plan = hidden_schedule(config, rows, hidden_size, stored.shape[1])
-    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
-    outputs = {"product": jax.ShapeDtypeStruct((plan.windows, rows, hidden_size), jnp.float32)}
-    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=True)
+    (rows, length), hidden_size = stored.shape, weight.shape[1 - vocab_axis]
+    schedule = hidden_schedule(config, rows, hidden_size, length)
+    product = Product(length, 0, 1 - vocab_axis, config, schedule)
+    by_window = jax.ShapeDtypeStruct((schedule.windows, rows, hidden_size), jnp.float32)
     numbers = _limits(part, valid_rows)
-    return gemm.run("pallas_ce_for_hidden", launch, stored, weight, epilogue, {}, outputs, numbers)["product"]
+    return _run("pallas_ce_for_hidden", product, stored, weight, by_window, numbers).sum(axis=0)
 
 
 def add_for_hidden(
@@ -169,23 +169,17 @@ def add_for_hidden(
     part: Part | None = None,
 ) -> jax.Array:
     """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`."""
-    rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
-    if to_row is None and hidden_schedule(config, rows, hidden_size, stored.shape[1]).windows > 1:
-        return total + for_hidden(stored, weight, vocab_axis, config, valid_rows, part).sum(axis=0)[: total.shape[0]]
-    plan = schedule(config, rows, hidden_size, bytes_per_row=0)
-    launch = Launch(Problem(stored.shape[1], 0, 1 - vocab_axis), config, plan)
-    epilogue = ProductEpilogue(jnp.dtype(jnp.float32), hidden_size, by_window=False, adds=True)
+    (rows, length), hidden_size = stored.shape, weight.shape[1 - vocab_axis]
+    if to_row is None and hidden_schedule(config, rows, hidden_size, length).windows > 1:
+        return total + for_hidden(stored, weight, vocab_axis, config, valid_rows, part)[: total.shape[0]]
+    product = Product(length, 0, 1 - vocab_axis, config, schedule(config, rows, hidden_size, bytes_per_row=0))
     numbers = _limits(part, valid_rows) | ({} if to_row is None else {"to_row": to_row})
-
-    def write(ref: Any) -> None:
-        gemm.run("pallas_ce_add_for_hidden", launch, stored, weight, epilogue, {"product": ref}, {}, numbers)
-
-    return pl.run_state(write)(total)
+    return _run("pallas_ce_add_for_hidden", product, stored, weight, total, numbers, adds=True)
 
 
-def _limits(part: Part | None, valid_rows: jax.Array | None) -> gemm.Numbers:
+def _limits(part: Part | None, valid_rows: jax.Array | None) -> Numbers:
     """Of a product that sums over vocabulary entries."""
-    numbers = {} if part is None else {"live_length": part.valid, "first_length": part.first}
+    numbers = {} if part is None else {"valid_length": part.valid, "first_length": part.first}
     return numbers if valid_rows is None else numbers | {"valid_rows": valid_rows}
 
 
@@ -194,57 +188,30 @@ def for_weight(
     rows: jax.Array,
     vocab_axis: int,
     config: Config,
+    into: jax.Array | jax.ShapeDtypeStruct,
     *,
-    dtype: Any = jnp.float32,
-    valid_rows: jax.Array | None = None,
-    multiplier: jax.Array | None = None,
-) -> jax.Array:
-    """`multiplier·storedᵀ·rows` in the weight's layout.
-
-    Args:
-        stored: `[n, V]`.
-        rows: `[n, H]`.
-        vocab_axis: of the weight.
-        config: of the kernel.
-        dtype: of what is returned.
-        valid_rows: `[]` int32: rows from there on are left out; None: none.
-        multiplier: `[]` float32; None: 1.
-    """
-    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
-    epilogue = ProductEpilogue(jnp.dtype(dtype), right.shape[1], by_window=False)
-    outputs = {"product": jax.ShapeDtypeStruct((left.shape[1], right.shape[1]), dtype)}
-    numbers = {} if valid_rows is None else {"live_length": valid_rows}
-    inputs = _multiplied(multiplier)
-    return gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, outputs, numbers)["product"]
-
-
-def put_for_weight(
-    total: jax.Array,
-    stored: jax.Array,
-    rows: jax.Array,
-    vocab_axis: int,
-    config: Config,
-    *,
-    replaced: jax.Array | bool,
+    replaced: jax.Array | bool = True,
     valid_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
     part: Part | None = None,
 ) -> jax.Array:
-    """`total`, of the weight's shape, with `multiplier·storedᵀ·rows` in place of, or added to, what is there.
+    """`into`, of the weight's shape, with `multiplier·storedᵀ·rows` in place of, or added to, what is there.
 
     Args:
-        total: float32 where something is added.
         stored: `[n, V]`, or that of `part` only.
         rows: `[n, H]`.
         vocab_axis: of the weight.
         config: of the kernel.
+        into: float32 where something is added; of a new array, the shape and dtype.
         replaced: whether it replaces what is there; a Python bool, or `[]` if only known at run time.
         valid_rows: `[]` int32: rows from there on are left out; None: none.
         multiplier: `[]` float32; None: 1.
         part: the vocabulary entries; None: all.
     """
-    launch, left, right = _for_weight(stored, rows, vocab_axis, config)
-    numbers = {} if valid_rows is None else {"live_length": valid_rows}
+    rows = apart(rows)
+    left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
+    tiles = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
+    numbers = {} if valid_rows is None else {"valid_length": valid_rows}
     limit = part.valid if part is not None else stored.shape[1]
     if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
         limit = jnp.where(replaced | (valid_rows > 0), limit, 0)
@@ -254,30 +221,38 @@ def put_for_weight(
         numbers["to_row" if vocab_axis == 0 else "to_column"] = part.first
     if not isinstance(replaced, bool):
         numbers["first"] = replaced
-    epilogue = ProductEpilogue(jnp.dtype(total.dtype), total.shape[1], by_window=False, adds=replaced is not True)
+    inputs = {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
+    product = Product(stored.shape[0], 1, 1, config, tiles)
+    return _run("pallas_ce_for_weight", product, left, right, into, numbers, inputs, adds=replaced is not True)
+
+
+def _run(
+    name: str,
+    product: Product,
+    left: jax.Array,
+    right: jax.Array,
+    into: jax.Array | jax.ShapeDtypeStruct,
+    numbers: Numbers,
+    inputs: dict[str, jax.Array] | None = None,
+    *,
+    adds: bool = False,
+) -> jax.Array:
+    """`into` after the kernel, `[rows, columns]` or `[windows, rows, columns]`: changed in place, if it is an array."""
+    epilogue = ProductEpilogue(jnp.dtype(into.dtype), into.shape[-1], len(into.shape) == 3, adds)
+
+    start = functools.partial(launch.run, multiply, name, product, (left, right), epilogue, numbers=numbers)
+    inputs = inputs or {}
+    if isinstance(into, jax.ShapeDtypeStruct):
+        return start(inputs, {"product": into})["product"]
 
     def write(ref: Any) -> None:
-        inputs = {**_multiplied(multiplier), "product": ref}
-        gemm.run("pallas_ce_for_weight", launch, left, right, epilogue, inputs, {}, numbers)
+        start({**inputs, "product": ref}, {})
 
-    return pl.run_state(write)(total)
-
-
-def _for_weight(
-    stored: jax.Array, rows: jax.Array, vocab_axis: int, config: Config
-) -> tuple[Launch, jax.Array, jax.Array]:
-    rows = apart(rows)
-    left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
-    plan = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
-    return Launch(Problem(stored.shape[0], 1, 1), config, plan), left, right
-
-
-def _multiplied(multiplier: jax.Array | None) -> dict[str, Any]:
-    return {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
+    return pl.run_state(write)(into)
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductEpilogue:
+class ProductEpilogue(Epilogue):
     """Stores a tile of the product, or adds it to what is there.
 
     A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
@@ -293,7 +268,7 @@ class ProductEpilogue:
     dtype: Any
     columns: int
     by_window: bool
-    adds: bool = False
+    adds: bool
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
@@ -312,7 +287,3 @@ class ProductEpilogue:
         add = self.adds if carry is None else carry
         layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
         return carry
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Waits until the last tile has left shared memory."""
-        plgpu.wait_smem_to_gmem(0)

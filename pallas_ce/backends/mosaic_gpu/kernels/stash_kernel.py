@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, layouts
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Place
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
@@ -40,29 +40,20 @@ def stash(
     """
     spec = head.spec
     fields = partials.fields_for(names, own_maximum=False)
-    given = operands.operands(
-        head,
-        hidden,
-        config,
-        weighted_mean="mean_logit" in names,
-        bytes_per_row=4 * len(fields),
-    )
+    given = operands.operands(head, hidden, config, "mean_logit" in names, bytes_per_row=4 * len(fields))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
-    outputs = {
-        **partials.outputs(fields, given.slots, given.padded_rows),
-        "stash": jax.ShapeDtypeStruct(shape, spec.dtype),
-    }
+    outputs = partials.outputs(fields, given.slots, given.padded_rows)
+    outputs["stash"] = jax.ShapeDtypeStruct(shape, spec.dtype)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
-    inputs = {**given.inputs, "reference": given.by_row(reference)}
     # Told even where all are: a program that learns when running whether rows are skipped has one such kernel, not two.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
-    found = gemm.run("pallas_ce_stash", given.launch, given.hidden, given.weight, epilogue, inputs, outputs, numbers)
+    found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
     joined = partials.read(found, fields, given.rows, add)
     return partials.from_reference(joined, reference), found["stash"]
 
 
 @dataclasses.dataclass(frozen=True)
-class StashEpilogue:
+class StashEpilogue(Epilogue):
     """Stores a tile's exponentials and adds up its statistics."""
 
     logits: epilogues.LogitSpec
@@ -73,10 +64,7 @@ class StashEpilogue:
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {
-            **partials.staging(config),
-            "stash_smem": layouts.tile_staging(config.staged, self.columns, self.dtype),
-        }
+        return partials.staging(config) | {"stash_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs."""

@@ -186,21 +186,6 @@ class GradientConfigs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is summed over, and along which axis of the operands the product's rows and columns lie.
-
-    Attributes:
-        length: how many numbers each entry of the product sums over.
-        left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
-        right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
-    """
-
-    length: int
-    left_axis: int
-    right_axis: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Schedule:
     """How the tiles of a problem are handed out; see `schedule`.
 
@@ -224,10 +209,20 @@ class Schedule:
         return self.row_blocks * self.windows * (self.column_blocks if self.split else 1)
 
 
-class Launch(NamedTuple):
-    """Static facts of a kernel launch."""
+class Product(NamedTuple):
+    """Static facts of a kernel's product.
 
-    problem: Problem
+    Attributes:
+        length: how many numbers each entry of the product sums over.
+        left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
+        right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
+        config: tiles.
+        schedule: how they are handed out.
+    """
+
+    length: int
+    left_axis: int
+    right_axis: int
     config: Config
     schedule: Schedule
 

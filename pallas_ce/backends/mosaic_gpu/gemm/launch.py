@@ -1,0 +1,121 @@
+"""How a kernel is launched: persistent thread blocks, each with two compute warpgroups and one that only loads."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
+from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Product
+
+# Given to kernels packed into one array, so that preparing them is one operation for XLA.
+Numbers = dict[str, jax.Array]
+
+_NUMBERS = "numbers"
+
+# `(matrices in global memory, other arrays by name, static facts, epilogue)`: what all warpgroups of a kernel do.
+Body = Callable[[list[Any], dict[str, Any], Any, Epilogue], None]
+
+
+def run(
+    body: Body,
+    name: str,
+    facts: Any,
+    matrices: tuple[Any, ...],
+    epilogue: Epilogue,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    numbers: Numbers | None = None,
+) -> dict[str, jax.Array]:
+    """Runs one kernel; returns its outputs by name.
+
+    Args:
+        body: the kernel.
+        name: what profilers show.
+        facts: what the kernel knows statically, `config` and `schedule` among it; hashable.
+        matrices: what TMA loads.
+        epilogue: what is done with tiles.
+        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes.
+        outputs: shapes and dtypes that it writes, by name.
+        numbers: `[]` int32 by name; the epilogue finds each as `[1]`.
+    """
+    numbers = numbers or {}
+    shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
+    function = kernel_function(body, name, facts, len(matrices), epilogue, tuple(inputs), tuple(numbers), shapes)
+    with jax.named_scope(name):
+        others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values()]
+        if numbers:
+            others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers.values()])))
+        results = function(*matrices, *others)
+    return dict(zip(outputs, results, strict=True))
+
+
+def _at_run_time(x: jax.Array) -> jax.Array:
+    """`x`, never folded into a constant: those lie in the executable wherever they fit, and kernels need alignment."""
+    return x + lax.optimization_barrier(jnp.zeros((), x.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_function(
+    body: Body,
+    name: str,
+    facts: Any,
+    matrices: int,
+    epilogue: Epilogue,
+    input_names: tuple[str, ...],
+    numbers: tuple[str, ...],
+    outputs: tuple[tuple[str, tuple[int, ...], Any], ...],
+) -> Any:
+    """The kernel as a jitted function `(*matrices, *inputs, numbers) -> outputs`: one for each set of static facts.
+
+    So a kernel that a program uses twice is traced, lowered and assembled once. One function must not serve several
+    sets, either: JAX 0.11 confuses the grids of a kernel function that is used with several.
+    """
+    names = (*input_names, *[_NUMBERS][: len(numbers)], *(output for output, _, _ in outputs))
+
+    def kernel_body(*arrays: Any) -> None:
+        refs = dict(zip(names, arrays[matrices:], strict=True))
+        refs |= {number: refs[_NUMBERS].at[pl.ds(place, 1)] for place, number in enumerate(numbers)}
+        body(list(arrays[:matrices]), refs, facts, epilogue)
+
+    kernel_body.__name__ = name
+    peers: dict[str, Any] = {}
+    if isinstance(facts, Product):
+        peers = {"cluster": (facts.config.cluster_size,), "cluster_names": ("peer",)}
+    kernel = plgpu.kernel(
+        kernel_body,
+        out_type=tuple(jax.ShapeDtypeStruct(*shape) for _, *shape in outputs),
+        grid=(facts.schedule.clusters,),
+        grid_names=("worker",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        **peers,
+    )
+
+    def run(*arrays: Any) -> Any:
+        return kernel(*arrays)
+
+    run.__name__ = name
+    return jax.jit(run)
+
+
+def specialised(
+    warpgroup: jax.Array, registers: tuple[int, int], load: Callable[[], None], compute: Callable[[], None]
+) -> None:
+    """What the loading and the compute warpgroups do, with so many registers of each thread."""
+
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(registers[0], action="decrease")
+        load()
+
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(registers[1], action="increase")
+        compute()
