@@ -6,6 +6,7 @@ where it stopped. Tuning all default shapes takes a quarter of an hour.
 """
 
 import argparse
+import contextlib
 import datetime
 import sys
 import time
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 
 from pallas_ce.api.explain import explain
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config, Kernel, device_kind, device_refusal
-from pallas_ce.backends.mosaic_gpu.tuning import candidates, measure, tables, tuning
-from pallas_ce.backends.mosaic_gpu.tuning.candidates import Case, Times
+from pallas_ce.backends.mosaic_gpu.tuning import measure, tables, tuning
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Shape
 
 SHAPES = tuple((n, v, 4096) for n in (1024, 4096, 8192, 16384, 32768) for v in (32768, 65536, 131072, 262144))
 _CALLS: dict[Kernel, dict[str, Any]] = {
@@ -30,13 +31,9 @@ _CALLS: dict[Kernel, dict[str, Any]] = {
 _LAUNCHES = 20
 
 
-class _TimeIsUp(Exception):
-    pass
-
-
-def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], vocab_axis: int) -> list[Case]:
+def blocks_of(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], vocab_axis: int) -> list[Shape]:
     """The kernels at the sizes of blocks in which calls of these shapes `(N, V, H)` work; one for each class."""
-    found: dict[tables.ShapeClass, Case] = {}
+    found: dict[Shape, Shape] = {}
     for n, v, h in shapes:
         hidden = jax.ShapeDtypeStruct((n, h), jnp.bfloat16)
         weight = jax.ShapeDtypeStruct((v, h) if vocab_axis == 0 else (h, v), jnp.bfloat16)
@@ -44,42 +41,38 @@ def cases(shapes: Sequence[tuple[int, int, int]], kernels: Sequence[Kernel], voc
             told = explain(hidden, weight, vocab_axis=vocab_axis, implementation="mosaic_gpu", **_CALLS[kernel])
             assert told.rows
             assert told.columns
-            case = Case(kernel, told.rows, told.columns, h, vocab_axis)
-            found.setdefault(case.shape_class, case)
+            shape = Shape(kernel, told.rows, told.columns, h, vocab_axis)
+            found.setdefault(shape.nearest, shape)
     return list(found.values())
 
 
-def tune(path: Path, table: tables.Table, wanted: list[Case], launches: int, minutes: float | None) -> int:
-    """Fills the table with the cases' classes and saves it after each; returns how many are left when time runs out."""
+def tune(path: Path, table: tables.Table, wanted: list[Shape], launches: int, minutes: float | None) -> int:
+    """Fills the table with the shapes' classes, saved one by one; returns how many are left when time runs out."""
     from tqdm import tqdm
 
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    total = sum(candidates.number_of_measurements(case.kernel) for case in wanted)
     left = len(wanted)
-    with tqdm(total=total, unit="candidate", dynamic_ncols=True) as bar:
+    total = sum(measure.number_of_measurements(shape.kernel) for shape in wanted)
+    with (
+        tqdm(total=total, unit="candidate", dynamic_ncols=True) as bar,
+        contextlib.suppress(KeyboardInterrupt, TimeoutError),
+    ):
+        for shape in wanted:
+            on_device = measure.on_device(shape, launches)
+            bar.set_description(f"{shape.kernel} {shape.rows}x{shape.vocab_size}")
 
-        def best(case: Case) -> tables.Entry | None:
-            on_device = measure.on_device(case, launches)
-            bar.set_description(f"{case.kernel} {case.rows}x{case.columns}")
-
-            def measured(config: Config) -> Times | str:
+            def measured(config: Config, on_device: measure.Measure = on_device) -> Entry | str:
                 if time.monotonic() >= end:
-                    raise _TimeIsUp
+                    raise TimeoutError
                 if isinstance(result := on_device(config), str):
                     bar.write(f"left out {config}: {result}")
                 bar.update()
                 return result
 
-            return candidates.best_of(case, measured)
-
-        try:
-            for case in wanted:
-                if entry := best(case):
-                    table.entries[case.shape_class] = entry
-                    tables.save(path, table)
-                left -= 1
-        except (KeyboardInterrupt, _TimeIsUp):
-            pass
+            if entry := measure.best_of(shape, measured):
+                table.entries[shape.nearest] = entry
+                tables.save(path, table)
+            left -= 1
     return left
 
 
@@ -114,8 +107,8 @@ def main(words: Sequence[str] | None = None) -> int:
         tables.save(path, table)  # rather now than after the first measurement
     except OSError as error:
         return _failed(f"the table {path} cannot be written: {error}; choose another with --out")
-    wanted = cases(options.shape or SHAPES, options.kernels, options.vocab_axis)
-    wanted = [case for case in wanted if options.again or case.shape_class not in table.entries]
+    wanted = blocks_of(options.shape or SHAPES, options.kernels, options.vocab_axis)
+    wanted = [shape for shape in wanted if options.again or shape.nearest not in table.entries]
     left = tune(path, table, wanted, options.launches, options.minutes)
     print(f"{path}: {len(table.entries)} classes of shapes" + (f", {left} left for the next run" if left else ""))
     return 0

@@ -15,7 +15,7 @@ from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, partials, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, default_tiles
-from pallas_ce.backends.mosaic_gpu.tuning import candidates
+from pallas_ce.backends.mosaic_gpu.tuning import measure
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
@@ -117,7 +117,7 @@ def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [(kernel, config) for kernel in get_args(Kernel) for config in candidates.first_candidates(kernel)],
+    [(kernel, config) for kernel in get_args(Kernel) for config in measure.first_candidates(kernel)],
 )
 def test_every_tile_and_schedule_that_a_table_may_hold(kernel: Kernel, config: Config) -> None:
     assert_clean(compiled_kernel(kernel, 2048, 131072, 4096, 0, config, LOSS, ())[1])

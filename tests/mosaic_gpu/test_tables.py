@@ -11,10 +11,10 @@ import pytest
 
 from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, most_stages
 from pallas_ce.backends.mosaic_gpu.tuning import tables
-from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, ShapeClass, Table, TableError, class_of
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Shape, Table, TableError
 
 DEVICE = "NVIDIA H200"
-KEY = ShapeClass("forward", 8192, 131072, 4096, 0)
+KEY = Shape("forward", 8192, 131072, 4096, 0)
 CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row_group=4)
 PING_PONG = {"rows": 128, "columns": 192, "piece": 64, "ping_pong": True, "stages": 4} | {
     "cluster": None,
@@ -151,9 +151,9 @@ def test_any_value_anywhere_is_either_a_table_or_refused(
 
 
 def test_a_shape_belongs_to_the_nearest_powers_of_two() -> None:
-    assert class_of("stash", 1664, 128256, 4096, 1) == ("stash", 2048, 131072, 4096, 1)
-    assert class_of("forward", 1, 1, 1, 0) == ("forward", 1, 1, 1, 0)
-    assert class_of("forward", 8192, 50257, 2880, 0) == ("forward", 8192, 65536, 2048, 0)
+    assert Shape("stash", 1664, 128256, 4096, 1).nearest == ("stash", 2048, 131072, 4096, 1)
+    assert Shape("forward", 1, 1, 1, 0).nearest == ("forward", 1, 1, 1, 0)
+    assert Shape("forward", 8192, 50257, 2880, 0).nearest == ("forward", 8192, 65536, 2048, 0)
 
 
 def test_file_names_hold_nothing_but_letters_digits_and_underscores() -> None:

@@ -16,15 +16,14 @@ import pytest
 from pallas_ce import explain, tune
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
-from pallas_ce.backends.mosaic_gpu.tuning import candidates, measure, tables, tuning
-from pallas_ce.backends.mosaic_gpu.tuning.candidates import Case, Times
-from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Table, class_of
+from pallas_ce.backends.mosaic_gpu.tuning import measure, tables, tuning
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Shape, Table
 from pallas_ce.head import HeadSpec
 
 DEVICE = "NVIDIA H200"
 SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
 TUNED = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row_group=4)
-CLASS = class_of("forward", 8192, 131072, 4096, 0)
+CLASS = Shape("forward", 8192, 131072, 4096, 0)
 KERNELS: tuple[Kernel, ...] = ("forward", "stash", "dlogits")
 
 
@@ -127,23 +126,23 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_candidate_can_stand_in_a_table(kernel: Kernel, tmp_path: Path) -> None:
-    first = list(candidates.first_candidates(kernel))
-    every = {*first, *(near for c in first for near in candidates.refinements(c))}
+    first = list(measure.first_candidates(kernel))
+    every = {*first, *(near for c in first for near in measure.refinements(c))}
     assert len(first) == len(set(first)) == sum(3 if ping_pong else 6 for *_, ping_pong in TILES[kernel])
-    assert candidates.number_of_measurements(kernel) == len(first) + 5
+    assert measure.number_of_measurements(kernel) == len(first) + 5
     for candidate in every:
         entry = Entry(candidate, 1.0, 1.0)
-        tables.save(tmp_path / "t.json", Table(DEVICE, {class_of(kernel, 8192, 131072, 4096, 0): entry}))
+        tables.save(tmp_path / "t.json", Table(DEVICE, {Shape(kernel, 8192, 131072, 4096, 0): entry}))
         assert list(tables.load(tmp_path / "t.json", DEVICE).entries.values()) == [entry]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_rules_tiles_are_among_the_candidates(kernel: Kernel) -> None:
-    assert config.default_tiles(kernel, 2, 0) in candidates.first_candidates(kernel)
+    assert config.default_tiles(kernel, 2, 0) in measure.first_candidates(kernel)
 
 
 def test_no_more_stages_are_taken_than_shared_memory_holds() -> None:
-    assert {c.stages for kernel in KERNELS for c in candidates.first_candidates(kernel)} == {4, 5}
+    assert {c.stages for kernel in KERNELS for c in measure.first_candidates(kernel)} == {4, 5}
     small, ping_pong = Config(rows=64, columns=128), Config(rows=128, columns=192, in_flight=1, ping_pong=True)
     assert (most_stages("forward", small), most_stages("stash", small)) == (7, 6)
     assert (most_stages("forward", ping_pong), most_stages("stash", ping_pong)) == (5, 5)
@@ -156,42 +155,39 @@ class Fake:
     def __init__(self, gain: float = 0.9, fail: Any = lambda config: False, stop_after: float = float("inf")) -> None:
         self.gain, self.fail, self.stop_after, self.measured = gain, fail, stop_after, 0
 
-    def __call__(self, config: Config) -> Times | str:
+    def __call__(self, config: Config) -> Entry | str:
         if self.measured >= self.stop_after:
             raise KeyboardInterrupt
         self.measured += 1
         if self.fail(config):
             return "it does not run"
         factor = (self.gain if config.rows == 64 else 1) * (self.gain if config.in_flight else 1)
-        return Times(100.0 * factor * (0.99 if config.row_group == 16 and factor < 0.95 else 1), 100.0)
-
-
-CASE = Case("forward", 8192, 131072, 4096, 0)
+        return Entry(config, 100.0 * factor * (0.99 if config.row_group == 16 and factor < 0.95 else 1), 100.0)
 
 
 def test_the_fastest_candidate_is_found() -> None:
-    best = candidates.best_of(CASE, Fake())
+    best = measure.best_of(CLASS, Fake())
     assert best is not None
     assert (best.config.rows, best.config.in_flight, best.config.row_group) == (64, 1, 16)
     assert best.microseconds == pytest.approx(100 * 0.9 * 0.9 * 0.99)
 
 
 def test_without_a_gain_beyond_the_noise_the_rules_tiles_stay() -> None:
-    best = candidates.best_of(CASE, Fake(gain=0.999))
+    best = measure.best_of(CLASS, Fake(gain=0.999))
     assert best is not None
     assert best.config == config.default_tiles("forward", 2, 0)
 
 
 def test_a_candidate_that_fails_is_left_out_and_a_case_whose_candidates_all_fail_has_none() -> None:
-    best = candidates.best_of(CASE, Fake(fail=lambda config: config.rows == 64))
+    best = measure.best_of(CLASS, Fake(fail=lambda config: config.rows == 64))
     assert best is not None
     assert best.config.rows == 128
-    assert candidates.best_of(CASE, Fake(fail=lambda config: True)) is None
+    assert measure.best_of(CLASS, Fake(fail=lambda config: True)) is None
 
 
 def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
-    found = tune.cases([(8192, 131072, 4096), (8128, 131072, 4096)], KERNELS, 0)
-    assert [(c.kernel, c.rows, c.columns) for c in found] == [
+    found = tune.blocks_of([(8192, 131072, 4096), (8128, 131072, 4096)], KERNELS, 0)
+    assert [(c.kernel, c.rows, c.vocab_size) for c in found] == [
         ("forward", 8192, 131072),
         ("stash", 8192, 131072),
         ("dlogits", 8192, 11520),
@@ -200,7 +196,7 @@ def test_cases_are_the_blocks_that_calls_work_on_one_for_each_class() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_candidates_program_agrees_with_the_rules(kernel: Kernel, interpreted: Any) -> None:
-    small = Case(kernel, 64, 64, 16, 0)
+    small = Shape(kernel, 64, 64, 16, 0)
     given = measure.arrays(small)
     a, b = (
         interpreted(measure.program(small, Config(rows=64, columns=64, stages=2, sms=2, cluster=cluster)))(*given)

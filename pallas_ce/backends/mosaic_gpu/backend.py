@@ -115,8 +115,8 @@ class MosaicGpuBackend(Backend):
         # The target's logit is no affair of the kernel's.
         config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names - {"target_logit"}))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
-        if (rest := operands.tail(head)) is not None:
-            partial = merge(partial, products.tail_logits_and_partial(head, rest, batch.hidden, names)[1])
+        if (rest := operands.tail(head, batch.hidden)) is not None:
+            partial = merge(partial, rest.partial(names))
         return entries.with_targets(partial, head, batch, names)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:

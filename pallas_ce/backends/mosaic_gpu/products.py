@@ -33,7 +33,7 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
-from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.statistics.row import Partial, finalise, merge
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock
 
@@ -84,12 +84,7 @@ class Stash(NamedTuple):
 
 
 def make(
-    head: Head,
-    batch: Batch,
-    names: frozenset[str],
-    config: Config,
-    forward_config: Config,
-    block: RowBlock,
+    head: Head, batch: Batch, names: frozenset[str], config: Config, forward_config: Config, block: RowBlock
 ) -> tuple[Partial, Stash]:
     """Statistics of one block, and its stash; those of rows that are not valid mean nothing, but are finite."""
     spec, wide, hidden = head.spec, head.spec.accumulator, batch.hidden
@@ -103,11 +98,10 @@ def make(
         partial = jax.tree.map(lambda x: jnp.where(valid, x, jnp.ones((), x.dtype)), partial)
         reference = jnp.where(valid, reference, 1.0)
 
-    if (rest := operands.tail(head)) is not None:
-        logits, of_tail = tail_logits_and_partial(head, rest, hidden, names)
+    if (rest := operands.tail(head, hidden)) is not None:
+        of_tail = rest.partial(names)
         partial = merge(partial, of_tail)
-        distances = jnp.exp(logits - reference[:, None])
-        exponentials = _put_tail(exponentials, distances, spec.vocab_size - logits.shape[1])
+        exponentials = _put_tail(exponentials, jnp.exp(rest.logits - reference[:, None]), operands.covered(spec))
 
     lse = finalise(partial, frozenset({"lse"}))["lse"]
     fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
@@ -137,8 +131,8 @@ def products(
     """See `Backend.stash_products`."""
     spec, hidden, rows = head.spec, batch.hidden, batch.hidden.shape[0]
     coefficients, lse, argmax, needs, factor = gradient
-    adds = block.number != 0
-    valid_rows = _skipped_from(spec, block)
+    adds, valid_rows = block.number != 0, _skipped_from(spec, block)
+    work = _Work(head, hidden, valid_rows, configs)
     bounds = _RANGES[spec.dtype.name]
     others = entries.without(coefficients)._replace(prob=None)
     scaled = coefficients.prob is not None and spec.softcap is None and all(c is None for c in others)
@@ -160,7 +154,7 @@ def products(
             fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest * jnp.abs(scale))
             bad_rows = jnp.maximum(bad_rows, _all_rows_unless(fits, valid_rows))
 
-    operand = _recompute(head, hidden, lse, entries.without(coefficients), operand, bad_rows, configs.dlogits)
+    operand = work.recomputed(gradient, operand, bad_rows)
     scale = jnp.where(bad_rows == 0, scale, 1.0)
     for columns, exact in replaced:
         # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
@@ -168,25 +162,15 @@ def products(
     operand = operand[:rows, : spec.vocab_size]
     for_hidden, (weight_sum, bias_sum) = None, sums[:2]
     if needs.hidden_product:
-        for_hidden = scale[:, None] * _for_hidden(head, operand, valid_rows, configs.hidden)
+        for_hidden = scale[:, None] * work.for_hidden(operand)
     if weight_sum is not None:
-        weight_sum = _add_weight(head, hidden, operand, scale, factor, weight_sum, adds, block, configs.weight)
+        weight_sum = work.for_weight(operand, scale, factor, weight_sum, adds)
     if bias_sum is not None:
         counted = operand if valid_rows is None else jnp.where(jnp.arange(rows)[:, None] < valid_rows, operand, 0)
         summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
         share = operands.pad(factor * summed, bias_sum.shape)
         bias_sum = share + jnp.where(jnp.asarray(adds), bias_sum, 0)
     return for_hidden, HeadSums(weight_sum, bias_sum)
-
-
-def tail_logits_and_partial(
-    head: Head, rest: Head, hidden: jax.Array, names: frozenset[str]
-) -> tuple[jax.Array, Partial]:
-    """Logits `[n, c]` of the entries that kernels leave out, and their `Partial`; `rest` is `operands.tail(head)`."""
-    logits = rest.logits(hidden, rest.weight, rest.bias)
-    count = rest.spec.vocab_size
-    columns = head.spec.vocab_size - count + jnp.arange(count, dtype=jnp.int32)
-    return logits, partial_of_tile(logits, columns, None, None, rest.logit_weights, names - {"target_logit"})
 
 
 def _guess_lse(head: Head, hidden: jax.Array) -> jax.Array:
@@ -244,83 +228,79 @@ def _form(head: Head, lse: jax.Array | None, coefficients: Coefficients, stash: 
     return operands.pad(formed.astype(spec.dtype), exponentials.shape)
 
 
-def _recompute(
-    head: Head,
-    hidden: jax.Array,
-    lse: jax.Array | None,
-    coefficients: Coefficients,
-    operand: jax.Array,
-    valid_rows: jax.Array,
-    config: Config,
-) -> jax.Array:
-    """`operand`, or dlogits without single entries in its place where `valid_rows []` is n and not 0."""
+class _Work(NamedTuple):
+    """The products of one block; rows from `valid_rows` on are skipped, None: none."""
 
-    def write(stored: Any) -> None:
-        dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=valid_rows)
+    head: Head
+    hidden: jax.Array
+    valid_rows: jax.Array | None
+    configs: GradientConfigs
 
-    operand = pl.run_state(write)(operand)
-    if (rest := operands.tail(head)) is not None:
-        first = operands.covered(head.spec)
-        logits = rest.logits(hidden, rest.weight, rest.bias)
-        columns = first + jnp.arange(rest.spec.vocab_size, dtype=jnp.int32)
-        exact = coef.dlogits(
-            coefficients, logits, lse, columns, None, None, None, rest.logit_weights, head.spec.softcap
+    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
+        """`operand`, or dlogits without single entries in its place where `bad_rows []` is n and not 0."""
+        (head, hidden, *_), (coefficients, lse, *_) = self, gradient
+        coefficients = entries.without(coefficients)
+
+        def write(stored: Any) -> None:
+            config = self.configs.dlogits
+            dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=bad_rows)
+
+        operand = pl.run_state(write)(operand)
+        if (rest := operands.tail(head, hidden)) is not None:
+            u, cap, first = rest.head.logit_weights, head.spec.softcap, operands.covered(head.spec)
+            exact = coef.dlogits(coefficients, rest.logits, lse, rest.columns, None, None, None, u, cap)
+            old = operand[: hidden.shape[0], first : head.spec.vocab_size]
+            operand = _put_tail(operand, jnp.where(bad_rows > 0, exact.astype(operand.dtype), old), first)
+        return operand
+
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        """`operand·weight [n, H]`: by the kernel where that is faster or rows are skipped, else by XLA."""
+        head, spec, config, rows = self.head, self.head.spec, self.configs.hidden, operand.shape[0]
+
+        def by_kernel() -> jax.Array:
+            return product_kernel.for_hidden(
+                operand, operands.weight_of(head), spec.vocab_axis, config, self.valid_rows
+            )
+
+        def by_xla() -> jax.Array:
+            weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
+            return head.matmul(operand, weight, (1, spec.vocab_axis))
+
+        faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
+        skips_few = self.valid_rows is not None and rows <= product_kernel.LEAST_ROWS
+        if skips_few or (faster and product_kernel.serves(spec, rows)):
+            return by_kernel()
+        if self.valid_rows is None:
+            return by_xla()
+        return device_cond(self.valid_rows == rows, by_xla, by_kernel)
+
+    def for_weight(
+        self, operand: jax.Array, scale: jax.Array, factor: jax.Array | float, total: jax.Array, adds: jax.Array | bool
+    ) -> jax.Array:
+        """`factor·operandᵀ·(scale∘hidden)` in the weight's layout: in place of `total`, or added to it."""
+        spec, valid_rows = self.head.spec, self.valid_rows
+        rows = jnp.where(scale[:, None] == 0, 0.0, self.hidden.astype(spec.accumulator) * scale[:, None])
+        # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the
+        # total. float16 has no room for it: there another power of two keeps them in range, and both are applied
+        # afterwards.
+        late: jax.Array | None = None
+        if spec.dtype == jnp.float16:
+            shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
+            late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
+        rows = (rows * factor).astype(spec.dtype)
+        if valid_rows is None and (adds is False or not product_kernel.serves(spec, rows.shape[0])):
+            a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
+            product = self.head.matmul(a, b, (0, 0), total.dtype if adds is False and late is None else None)
+            product = operands.pad(product if late is None else late * product, total.shape)
+            return (product if adds is False else jnp.where(adds, total, 0) + product).astype(total.dtype)
+        into = jax.ShapeDtypeStruct(total.shape, total.dtype) if adds is False else total
+        return product_kernel.for_weight(
+            operand,
+            rows,
+            spec.vocab_axis,
+            self.configs.weight,
+            into,
+            replaced=not adds if isinstance(adds, bool) else jnp.logical_not(adds),
+            valid_rows=valid_rows,
+            multiplier=late,
         )
-        old = operand[: hidden.shape[0], first : head.spec.vocab_size]
-        operand = _put_tail(operand, jnp.where(valid_rows > 0, exact.astype(operand.dtype), old), first)
-    return operand
-
-
-def _for_hidden(head: Head, operand: jax.Array, valid_rows: jax.Array | None, config: Config) -> jax.Array:
-    """`operand·weight [n, H]`: by the kernel where that is faster or rows are skipped, else by XLA."""
-    spec, rows = head.spec, operand.shape[0]
-
-    def by_kernel() -> jax.Array:
-        weight = operands.weight_of(head)
-        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, valid_rows)
-
-    def by_xla() -> jax.Array:
-        weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
-        return head.matmul(operand, weight, (1, spec.vocab_axis))
-
-    faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
-    skips_few = valid_rows is not None and rows <= product_kernel.LEAST_ROWS
-    if skips_few or (faster and product_kernel.serves(spec, rows)):
-        return by_kernel()
-    if valid_rows is None:
-        return by_xla()
-    return device_cond(valid_rows == rows, by_xla, by_kernel)
-
-
-def _add_weight(
-    head: Head,
-    hidden: jax.Array,
-    operand: jax.Array,
-    scale: jax.Array,
-    factor: jax.Array | float,
-    total: jax.Array,
-    adds: jax.Array | bool,
-    block: RowBlock,
-    config: Config,
-) -> jax.Array:
-    """`factor·operandᵀ·(scale∘hidden)`, in the weight's layout, in place of `total` or, if it `adds`, added to it."""
-    spec = head.spec
-    rows = jnp.where(scale[:, None] == 0, 0.0, hidden.astype(spec.accumulator) * scale[:, None])
-    # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the total.
-    # float16 has no room for it: there another power of two keeps them in range, and both are applied afterwards.
-    late: jax.Array | None = None
-    if spec.dtype == jnp.float16:
-        shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
-        late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
-    rows = (rows * factor).astype(spec.dtype)
-    valid_rows = _skipped_from(spec, block)
-    by_kernel = valid_rows is not None or (adds is not False and product_kernel.serves(spec, rows.shape[0]))
-    if not by_kernel:
-        a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
-        product = head.matmul(a, b, (0, 0), total.dtype if adds is False and late is None else None)
-        product = operands.pad(product if late is None else late * product, total.shape)
-        return (product if adds is False else jnp.where(adds, total, 0) + product).astype(total.dtype)
-    given = (operand, rows, spec.vocab_axis, config)
-    into = jax.ShapeDtypeStruct(total.shape, total.dtype) if adds is False else total
-    replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-    return product_kernel.for_weight(*given, into, replaced=replaced, valid_rows=valid_rows, multiplier=late)

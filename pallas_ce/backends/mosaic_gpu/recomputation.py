@@ -7,6 +7,7 @@ products.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, opera
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.head import Batch, Head, HeadSpec, Products, TileStep, WeightSum
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 
@@ -46,22 +46,19 @@ def step(
             logits = entries.logits(head, batch.hidden, columns)
             values = entries.gradients(head, columns, logits, batch.labels, gradient)
             exact.append((columns, values))
+    gradient = gradient._replace(coefficients=entries.without(coefficients))
     work = _InPlace if in_place(head.spec, plan.rows, plan.columns) else _BySlices
-    return work(
-        head, batch.hidden, gradient.lse, entries.without(coefficients), exact, gradient.needs, plan, block, configs
-    )
+    return work(head, batch.hidden, gradient, exact, plan, block, configs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is the same for all tiles; `exact` holds columns and values of single entries of dlogits."""
+    """What is the same for all tiles; `exact` holds columns and values of single entries, which `gradient` lacks."""
 
     head: Head
     hidden: jax.Array
-    lse: jax.Array | None
-    coefficients: Coefficients
+    gradient: Gradient
     exact: list[tuple[jax.Array, jax.Array]]
-    needs_grad: NeedsGrad
     plan: Plan
     block: RowBlock
     configs: GradientConfigs
@@ -71,6 +68,13 @@ class _Work:
         for columns, values in self.exact:
             inside = (columns >= first) & (columns < first + count)
             stored = entries.put(stored, jnp.where(inside, columns - start, -1), values)
+        return stored
+
+    def dlogits(self, head: Head, **part: Any) -> jax.Array:
+        """Those that the kernel makes, of a part of the head or a slice of it."""
+        coefficients, lse = self.gradient[:2]
+        stored = dlogits_kernel.dlogits(head, self.hidden, lse, coefficients, self.configs.dlogits, **part)
+        assert stored is not None
         return stored
 
     def bias_sum(self, stored: jax.Array) -> jax.Array:
@@ -86,11 +90,7 @@ class _InPlace(_Work):
         first = jnp.int32(index) * width
         count = jnp.minimum(width, spec.vocab_size - first)
         part = None if width == spec.vocab_size else Part(width, first, count)
-        stored = dlogits_kernel.dlogits(
-            head, self.hidden, self.lse, self.coefficients, configs.dlogits, part=part, valid_rows=valid_rows
-        )
-        assert stored is not None
-        stored = self.put_entries(stored, first, first, count)
+        stored = self.put_entries(self.dlogits(head, part=part, valid_rows=valid_rows), first, first, count)
         if hidden_sum is not None:
             alone = self.plan.rows >= hidden_sum.shape[0]
             to_row = None if alone else jnp.int32(self.block.number) * self.plan.rows
@@ -114,7 +114,7 @@ class _InPlace(_Work):
                 multiplier=weight_sum.scale,
                 part=place,
             )
-        if self.needs_grad.bias_sum:
+        if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
             for_bias = jnp.roll(own, shift)
         return hidden_sum, for_weight, for_bias
@@ -126,10 +126,7 @@ class _BySlices(_Work):
         tile = Tiles(spec.vocab_size, columns).tile(index)
         weight = tile.take(operands.apart(head.weight), spec.vocab_axis)
         own = None if tile.valid is None else jnp.int32(index) * columns - tile.start
-        stored = dlogits_kernel.dlogits(
-            self._slice(tile, weight), self.hidden, self.lse, self.coefficients, self.configs.dlogits, first=own
-        )
-        assert stored is not None
+        stored = self.dlogits(self._slice(tile, weight), first=own)
         stored = self.put_entries(stored, tile.start, jnp.int32(index) * columns, columns)
         stored = stored[: self.hidden.shape[0], :columns]
         for_weight = for_bias = None
@@ -138,7 +135,7 @@ class _BySlices(_Work):
         if weight_sum is not None:
             a, b = (stored, self.hidden) if spec.vocab_axis == 0 else (self.hidden, stored)
             for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), spec.vocab_axis)
-        if self.needs_grad.bias_sum:
+        if self.gradient.needs.bias_sum:
             for_bias = self.bias_sum(stored)
         return hidden_sum, for_weight, for_bias
 
@@ -147,7 +144,7 @@ class _BySlices(_Work):
         head, spec = self.head, self.head.spec
         aligned = operands.round_up(tile.size, operands.LENGTH_MULTIPLE)
         shape = (aligned, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, aligned)
-        u = None if self.coefficients.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
+        u = None if self.gradient.coefficients.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
         valid = head.valid_columns
         return dataclasses.replace(
             head,

@@ -71,10 +71,9 @@ class StoredBlocks:
         groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
         found = selection.largest_in_groups(groups, min(self.k, covered), maxima)
         best, partial = jax.tree.map(lambda x: x[:rows], found), stored.partial
-        if (rest := operands.tail(head)) is None:
+        if (rest := operands.tail(head, hidden)) is None:
             return best, partial
-        logits = rest.logits(hidden, rest.weight, rest.bias)
-        ids = jnp.arange(covered, head.spec.vocab_size, dtype=jnp.int32)
+        _, ids, logits = rest
         # All ids of the tail are higher, so that equal logits stay in order.
         values, places = selection.largest(jnp.concatenate([best.values, logits], 1), self.k)
         both = jnp.concatenate([best.places, jnp.broadcast_to(ids, logits.shape)], 1)

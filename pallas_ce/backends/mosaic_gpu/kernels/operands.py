@@ -22,6 +22,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.statistics.row import Partial, partial_of_tile
 
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
@@ -63,8 +64,26 @@ def covered(spec: HeadSpec) -> int:
     return min(spec.vocab_size, spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def tail(head: Head) -> Head | None:
-    """The head of the entries that the kernels leave to XLA, or None."""
+class Tail(NamedTuple):
+    """The entries that the kernels leave to XLA.
+
+    Attributes:
+        head: theirs.
+        columns: `[c]` int32, their ids.
+        logits: `[n, c]`.
+    """
+
+    head: Head
+    columns: jax.Array
+    logits: jax.Array
+
+    def partial(self, names: frozenset[str]) -> Partial:
+        """Their `Partial`, no targets."""
+        return partial_of_tile(self.logits, self.columns, None, None, self.head.logit_weights, names - {"target_logit"})
+
+
+def tail(head: Head, hidden: jax.Array) -> Tail | None:
+    """The entries that are not `covered`, and their logits of `hidden [n, H]`; None where there are none."""
     spec = head.spec
     first = covered(spec)
     assert head.valid_columns is None or first == spec.vocab_size, "a shard of a padded vocabulary has no tail"
@@ -72,13 +91,15 @@ def tail(head: Head) -> Head | None:
         return None
     ids = slice(first, spec.vocab_size)
     left = spec.vocab_size - first
-    return dataclasses.replace(
+    rest = dataclasses.replace(
         head,
         weight=own_weight(head)[ids],
         bias=None if head.bias is None else head.bias[ids],
         logit_weights=head.tile_logit_weights(first, left),
         spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
     )
+    logits = rest.logits(hidden, rest.weight, rest.bias)
+    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), logits)
 
 
 def apart(x: jax.Array) -> jax.Array:

@@ -1,79 +1,144 @@
-"""Times a candidate of the tuner on this GPU, in turn with the rule's tiles, after comparing their results."""
+"""What the tuner tries, and how it times it: on this GPU, in turn with the rule's tiles, after comparing results.
+
+It tries tiles that are known to fit registers and shared memory, and refines the best of them in steps.
+"""
 
 import concurrent.futures
+import dataclasses
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
-from pallas_ce.backends.mosaic_gpu.tuning import candidates
-from pallas_ce.backends.mosaic_gpu.tuning.candidates import Case, Measure, Times
-from pallas_ce.head import Head
+from pallas_ce.backends.mosaic_gpu.schedule import config as rules
+from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
+from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Shape
+from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 
 _NAMES = frozenset({"lse"})
+_ROW_GROUPS = (4, 8, 12, 16)
+
+# A candidate that gains less than the noise of a measurement leaves the rule's choice in place. The best of many is
+# measured once more: to be the best it may have needed luck.
+_LEAST_GAIN = 0.99
+
+# Times a candidate, or says why it cannot be taken.
+Measure = Callable[[Config], Entry | str]
 
 
-def on_device(case: Case, launches: int) -> Measure:
-    """Measures candidates for `case`; the first ones are compiled at once, which takes longer than measuring them."""
-    given = arrays(case)
+def first_candidates(kernel: Kernel) -> Iterator[Config]:
+    """Every tile with every schedule, and as many stages as fit."""
+    for (rows, columns, piece, ping_pong), cluster in itertools.product(TILES[kernel], ("columns", "rows", None)):
+        for lead in (0,) if ping_pong else (0, 2):
+            candidate = Config(
+                rows=rows,
+                columns=columns,
+                piece=piece,
+                ping_pong=ping_pong,
+                cluster=cluster,  # type: ignore[arg-type]
+                in_flight=1,
+                lead=lead,
+                row_group=12 if cluster is None else 8,
+            )
+            yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
+
+
+def refinements(best: Config) -> Iterator[Config]:
+    """Neighbours of the best tile: row groups, and one stage fewer."""
+    for row_group in _ROW_GROUPS:
+        if row_group != best.row_group:
+            yield dataclasses.replace(best, row_group=row_group)
+    if best.stages > 2:
+        yield dataclasses.replace(best, stages=best.stages - 1)
+
+
+def number_of_measurements(kernel: Kernel) -> int:
+    """How many a shape takes, at most: every candidate once, the best twice."""
+    return len(list(first_candidates(kernel))) + len(_ROW_GROUPS) + 1
+
+
+def best_of(shape: Shape, measure: Measure) -> Entry | None:
+    """The fastest candidate; the rule's where none is faster; None where none runs."""
+    found: list[Entry] = []
+
+    def fastest(configs: Iterable[Config]) -> Entry | None:
+        found.extend(entry for entry in map(measure, configs) if isinstance(entry, Entry))
+        return min(found, key=lambda entry: entry.ratio, default=None)
+
+    if (best := fastest(first_candidates(shape.kernel))) is None:
+        return None
+    best = fastest(refinements(best.config))
+    assert best is not None
+    again = measure(best.config)
+    best = again if isinstance(again, Entry) else best
+    return best if best.ratio < _LEAST_GAIN else Entry(rule(shape), best.rule_microseconds, best.rule_microseconds)
+
+
+def rule(shape: Shape) -> Config:
+    """What is taken where no table knows better."""
+    return rules.with_least_padding(rules.default_tiles(shape.kernel, 2, 0), shape.rows)
+
+
+def on_device(shape: Shape, launches: int) -> Measure:
+    """Measures candidates; the first ones are compiled at once, which takes longer than measuring them."""
+    given = arrays(shape)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        configs = candidates.first_candidates(case.kernel)
-        ready = {config: pool.submit(_compiled, case, config, given) for config in configs}
+        ready = {config: pool.submit(_compiled, shape, config, given) for config in first_candidates(shape.kernel)}
 
-    def measure(config: Config) -> Times | str:
+    def measure(config: Config) -> Entry | str:
         try:
-            compiled = ready[config].result() if config in ready else _compiled(case, config, given)
+            compiled = ready[config].result() if config in ready else _compiled(shape, config, given)
             if not compiled(*given):
                 return "its results differ from those of the default tiles"
         except jax.errors.JaxRuntimeError as error:
             return f"it does not run: {str(error).splitlines()[0][:200]}"
-        return _in_turn(compiled, given, launches)
+        return Entry(config, *_in_turn(compiled, given, launches))
 
     return measure
 
 
-def program(case: Case, config: Config) -> Callable[..., Any]:
-    """The case as a function of hidden states, weight and a vector by row near the lse."""
+def program(shape: Shape, config: Config) -> Callable[..., Any]:
+    """The kernel as a function of hidden states, weight and a vector by row near the lse."""
+    kernel, rows, v, h, axis = shape
+    spec = HeadSpec(h, v, v, axis, np.dtype(jnp.bfloat16), None)
 
     def run(hidden: jax.Array, weight: jax.Array, by_row: jax.Array) -> Any:
-        head = Head(weight, None, None, None, case.spec)
-        if case.kernel == "forward":
+        head = Head(weight, None, None, None, spec)
+        if kernel == "forward":
             return forward_kernel.statistics(head, hidden, _NAMES, config)
-        stored: jax.Array | None
-        if case.kernel == "stash":
+        partial, stored = None, None
+        if kernel == "stash":
             partial, stored = stash_kernel.stash(head, hidden, by_row, _NAMES, config)
         else:
-            coefficients = Coefficients(jnp.ones_like(by_row))
-            partial, stored = None, dlogits_kernel.dlogits(head, hidden, by_row, coefficients, config)
+            stored = dlogits_kernel.dlogits(head, hidden, by_row, Coefficients(jnp.ones_like(by_row)), config)
         assert stored is not None
         # Without the padding, whose contents are undefined; no copy where there is none.
-        return partial, stored[: case.rows, : case.columns]
+        return partial, stored[:rows, :v]
 
     return run
 
 
-def arrays(case: Case) -> tuple[jax.Array, ...]:
+def arrays(shape: Shape) -> tuple[jax.Array, ...]:
     """Normal random operands, as the multiplier's power depends on its data, for logits of standard deviation 1."""
+    _, rows, v, h, axis = shape
     keys = jax.random.split(jax.random.key(0), 2)
-    h, dtype = case.hidden_size, case.spec.dtype
-    hidden = jax.random.normal(keys[0], (case.rows, h), dtype)
-    shape = (case.columns, h) if case.vocab_axis == 0 else (h, case.columns)
-    weight = jax.random.normal(keys[1], shape, dtype) * jnp.asarray(h**-0.5, dtype)
-    return hidden, weight, jnp.full(case.rows, jnp.log(case.columns) + 0.5, jnp.float32)
+    hidden = jax.random.normal(keys[0], (rows, h), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (v, h) if axis == 0 else (h, v), jnp.bfloat16) * jnp.bfloat16(h**-0.5)
+    return hidden, weight, jnp.full(rows, jnp.log(v) + 0.5, jnp.float32)
 
 
-def _compiled(case: Case, config: Config, given: tuple[jax.Array, ...]) -> Any:
+def _compiled(shape: Shape, config: Config, given: tuple[jax.Array, ...]) -> Any:
     """Launches the candidate and then the rule; returns whether their results agree."""
 
     def run(*given: jax.Array) -> jax.Array:
-        found = program(case, config)(*given)
-        found, given = jax.lax.optimization_barrier((found, given))
-        return _agree(found, program(case, case.rule)(*given))
+        found, given = jax.lax.optimization_barrier((program(shape, config)(*given), given))
+        return _agree(found, program(shape, rule(shape))(*given))
 
     return jax.jit(run).lower(*given).compile()
 
@@ -89,7 +154,7 @@ def _agree(a: Any, b: Any) -> jax.Array:
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(close, a, b))))
 
 
-def _in_turn(compiled: Any, arguments: tuple[jax.Array, ...], launches: int) -> Times:
+def _in_turn(compiled: Any, arguments: tuple[jax.Array, ...], launches: int) -> Iterator[float]:
     """Medians of launches that alternate: clocks drift by several per cent in a tenth of a second, and for both alike.
 
     The first half of them, while the clocks settle, does not count.
@@ -99,4 +164,4 @@ def _in_turn(compiled: Any, arguments: tuple[jax.Array, ...], launches: int) -> 
     measure: Any = profiler.measure
     _, by_launch = measure(compiled, aggregate=False, iterations=2 * launches)(*arguments)
     own = [[1e3 * ms for name, ms in kernels if "pallas_ce" in name] for kernels in by_launch[launches:]]
-    return Times(*map(statistics.median, zip(*own, strict=True)))
+    return map(statistics.median, zip(*own, strict=True))

@@ -36,6 +36,13 @@ _SCHEDULE: dict[str, Collection[Any]] = {
 }
 _CONFIG = (*_TILE, "stages", *_SCHEDULE)
 _SIZES = tuple(2**power for power in range(41))
+_SHAPE: dict[str, Collection[Any]] = {
+    "kernel": get_args(Kernel),
+    "rows": _SIZES,
+    "vocab_size": _SIZES,
+    "hidden_size": _SIZES,
+    "vocab_axis": (0, 1),
+}
 _LONGEST_MICROSECONDS = 24 * 3600 * 10**6
 
 
@@ -43,14 +50,20 @@ class TableError(ValueError):
     """A table that cannot be used; the message names the file, what is wrong with it, and how to repair it."""
 
 
-class ShapeClass(NamedTuple):
-    """Which products an entry is for: sizes are powers of two."""
+class Shape(NamedTuple):
+    """One kernel at one size, as a call would launch it; of a class of shapes the one whose sizes are powers of two."""
 
     kernel: Kernel
     rows: int
     vocab_size: int
     hidden_size: int
     vocab_axis: int
+
+    @property
+    def nearest(self) -> "Shape":
+        """The class that it belongs to."""
+        sizes = (2 ** round(math.log2(max(1, size))) for size in self[1:4])
+        return Shape(self.kernel, *sizes, self.vocab_axis)
 
 
 class Entry(NamedTuple):
@@ -60,20 +73,19 @@ class Entry(NamedTuple):
     microseconds: float
     rule_microseconds: float
 
+    @property
+    def ratio(self) -> float:
+        """Less than 1 for tiles that are faster than the rule's."""
+        return self.microseconds / self.rule_microseconds
+
 
 @dataclasses.dataclass
 class Table:
     """The entries for one GPU model, and what made them: versions and date, for people."""
 
     device: str
-    entries: dict[ShapeClass, Entry] = dataclasses.field(default_factory=dict)
+    entries: dict[Shape, Entry] = dataclasses.field(default_factory=dict)
     made: Any = None
-
-
-def class_of(kernel: Kernel, rows: int, vocab_size: int, hidden_size: int, vocab_axis: int) -> ShapeClass:
-    """The class of a kernel's shape."""
-    n, v, h = (2 ** round(math.log2(max(1, size))) for size in (rows, vocab_size, hidden_size))
-    return ShapeClass(kernel, n, v, h, vocab_axis)
 
 
 def file_name(device: str) -> str:
@@ -107,14 +119,10 @@ def save(path: Path, table: Table) -> None:
     ]
     document = {"format": FORMAT, "device": table.device, "made": table.made, "entries": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(new, path)
 
 
 def _table(document: Any, device: str) -> Table:
@@ -135,17 +143,15 @@ def _table(document: Any, device: str) -> Table:
     return table
 
 
-def _entry(raw: Any) -> tuple[ShapeClass, Entry]:
-    _check_keys(raw, (*ShapeClass._fields, *Entry._fields))
-    kernel = _one_of("kernel", raw["kernel"], get_args(Kernel))
-    rows, vocab_size, hidden_size = (_one_of(name, raw[name], _SIZES) for name in ("rows", "vocab_size", "hidden_size"))
-    key = ShapeClass(kernel, rows, vocab_size, hidden_size, _one_of("vocab_axis", raw["vocab_axis"], (0, 1)))
+def _entry(raw: Any) -> tuple[Shape, Entry]:
+    _check_keys(raw, (*Shape._fields, *Entry._fields))
+    key = Shape(**{name: _one_of(name, raw[name], known) for name, known in _SHAPE.items()})
     given = raw["config"]
     _check_keys(given, _CONFIG)
-    tile = _one_of(f"the tile {_TILE}", tuple(given[name] for name in _TILE), TILES[kernel])
+    tile = _one_of(f"the tile {_TILE}", tuple(given[name] for name in _TILE), TILES[key.kernel])
     schedule = {name: _one_of(name, given[name], known) for name, known in _SCHEDULE.items()}
     config = Config(**dict(zip(_TILE, tile, strict=True)), **schedule)
-    stages = _one_of("stages", given["stages"], range(2, most_stages(kernel, config) + 1))
+    stages = _one_of("stages", given["stages"], range(2, most_stages(key.kernel, config) + 1))
     times = (_time(name, raw[name]) for name in ("microseconds", "rule_microseconds"))
     return key, Entry(dataclasses.replace(config, stages=stages), *times)
 

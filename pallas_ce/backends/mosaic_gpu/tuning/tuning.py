@@ -46,7 +46,7 @@ def tiles_for(
     """
     device = config.device_kind()
     if device is not None and not rare and vectors <= _PLAIN_VECTORS and options == 0:
-        key = tables.class_of(kernel, rows, columns, spec.hidden_size, spec.vocab_axis)
+        key = tables.Shape(kernel, rows, columns, spec.hidden_size, spec.vocab_axis).nearest
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
             if key in table.entries:
                 return Choice(table.entries[key].config, source)
