@@ -161,7 +161,10 @@ class Materialized(Protocol):
         labels: jax.Array | None,
         valid: jax.Array | None,
     ) -> jax.Array:
-        """dlogits in the logits' dtype; exactly 0 in rows where `valid [n]` is False."""
+        """dlogits in the logits' dtype; exactly 0 in rows where `valid [n]` is False, whatever they hold.
+
+        There is at least one coefficient, and labels `[n]` are -1 for no target.
+        """
 
 
 class Backend(Protocol):

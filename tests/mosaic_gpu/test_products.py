@@ -181,7 +181,7 @@ def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("columns", [256, 2816, 5376, 11264, 19200, 131072])
 def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_axis: int) -> None:
-    config = product_kernel.weight_config(columns, 4096, vocab_axis, 132)
+    config = product_kernel.weight_config(columns, 4096, vocab_axis)
     assert product_kernel.COLUMN_STEP % (config.block_rows if vocab_axis == 0 else config.block_columns) == 0
 
 
@@ -197,13 +197,13 @@ def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_ax
 def test_few_rows_and_windows_take_the_kernel(
     rows: int, hidden_size: int, splits: bool, windows: int, faster: bool
 ) -> None:
-    config = product_kernel.hidden_config(rows, hidden_size, 65536, 132, splits=splits)
+    config = product_kernel.hidden_config(rows, hidden_size, 65536, splits=splits)
     assert product_kernel.hidden_schedule(config, rows, hidden_size, 65536).windows == windows
     assert product_kernel.faster_for_hidden(config, rows, hidden_size, 65536) == faster
 
 
 def test_tiles_are_those_that_lose_least_to_their_edges() -> None:
     """Of 4096 x 4096 numbers 22 x 32 tiles that work in ping-pong would need six rounds of 132 sms, for 5.3."""
-    assert not product_kernel.hidden_sum_config(4096, 4096, 132).ping_pong
-    assert product_kernel.hidden_sum_config(16384, 4096, 132).rows == 192
-    assert product_kernel.weight_config(5376, 4096, 0, 132) == dataclasses.replace(PING_PONG, piece=None)
+    assert not product_kernel.hidden_sum_config(4096, 4096).ping_pong
+    assert product_kernel.hidden_sum_config(16384, 4096).rows == 192
+    assert product_kernel.weight_config(5376, 4096, 0) == dataclasses.replace(PING_PONG, piece=None)

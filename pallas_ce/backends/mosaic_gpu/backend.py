@@ -24,7 +24,6 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
     Kernel,
     device_refusal,
     schedule,
-    sm_count,
 )
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
@@ -100,7 +99,7 @@ class MosaicGpuBackend(Backend):
         launch = Launch(
             f"pallas_ce_{kernel}", config.tile_rows, config.columns, config.cluster_size, found.windows, source
         )
-        return Description((launch,), plans.weight_copy_bytes(spec))
+        return Description((launch,), operands.weight_copy_bytes(spec))
 
     def top_k(self, spec: HeadSpec, k: int, scratch_bytes: int | None) -> StoredBlocks:
         """Of stored logits, a block of rows at a time."""
@@ -122,7 +121,7 @@ class MosaicGpuBackend(Backend):
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """See `recomputation`."""
         head = operands.padded_head(head)
-        hidden = product_kernel.hidden_sum_config(batch.hidden.shape[0], head.spec.hidden_size, sm_count())
+        hidden = product_kernel.hidden_sum_config(batch.hidden.shape[0], head.spec.hidden_size)
         configs = self._gradient_configs(head, batch, gradient, hidden, plan)
         return recomputation.step(head, batch, gradient, plan, block, configs)
 
@@ -142,7 +141,7 @@ class MosaicGpuBackend(Backend):
         """See `products.products`."""
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
-        hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, sm_count(), splits=plan.splits)
+        hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
         configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=True)
         return products.products(head, batch, gradient, stash, sums, block, configs)
 
@@ -154,8 +153,7 @@ class MosaicGpuBackend(Backend):
         return GradientConfigs(
             self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
             self.config or hidden,
-            self.config
-            or product_kernel.weight_config(plan.columns, head.spec.hidden_size, head.spec.vocab_axis, sm_count()),
+            self.config or product_kernel.weight_config(plan.columns, head.spec.hidden_size, head.spec.vocab_axis),
         )
 
     def _config(

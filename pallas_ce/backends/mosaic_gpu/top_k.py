@@ -46,11 +46,7 @@ class StoredBlocks:
     scratch_bytes: int | None
 
     def plan(self, tokens: int) -> Plan:
-        """Block sizes for `tokens` rows, at least one.
-
-        Raises:
-            ValueError: the budget cannot hold one row.
-        """
+        """See `protocol.TopKFinder`."""
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
         most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)
         if _ROW_STEP < most < tokens:
@@ -87,7 +83,5 @@ class StoredBlocks:
         stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.block_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
-        copied = 0
-        if operands.weight_copied(self.spec):
-            copied = self.spec.dtype.itemsize * self.spec.weight_rows * self.spec.hidden_size
+        copied = operands.weight_copy_bytes(self.spec)
         return stored + maxima + candidates + copied + self.spec.dtype.itemsize * rows * self.spec.hidden_size

@@ -4,6 +4,7 @@ A tile is `[rows, columns]` float32 in the layout of a wgmma accumulator: a row 
 sums along it are mostly thread-local, and a vector by row costs one register for each 32 rows.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -90,27 +91,20 @@ def store_piece(
     """
     slots, wide = staging.shape[1], staging.shape[-1]
     assert x.shape[1] % wide == 0
-    per_row, per_column = x.shape[1] // wide, x.shape[0] // BLOCK
     x = x.astype(staging.dtype)
-    earlier = first // wide * per_column
-    for start in range(0, per_row * per_column, slots):
-        group = range(earlier + start, earlier + min(start + slots, per_row * per_column))
+    corners = list(itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide)))
+    earlier = first // wide * (x.shape[0] // BLOCK)
+    numbered = [((earlier + i) % slots, *corner) for i, corner in enumerate(corners)]
+    for group in itertools.batched(numbered, slots):
         # Slots are empty again when the stores from them have been read. At a tile's beginning that was long ago.
-        if any(number % slots == 0 for number in group):
+        if any(slot == 0 for slot, _, _ in group):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for number in group:
-            r, c = _block_of(number - earlier, per_row, wide)
-            staging[warpgroup, number % slots] = x[r : r + BLOCK, c : c + wide]
+        for slot, r, c in group:
+            staging[warpgroup, slot] = x[r : r + BLOCK, c : c + wide]
         plgpu.commit_smem()
-        for number in group:
-            r, c = _block_of(number - earlier, per_row, wide)
+        for slot, r, c in group:
             place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
-            _copy(staging.at[warpgroup, number % slots], place, add)
-
-
-def _block_of(index: int, per_row: int, wide: int) -> tuple[int, int]:
-    """First row and column of a piece's block."""
-    return index // per_row * BLOCK, index % per_row * wide
+            _copy(staging.at[warpgroup, slot], place, add)
 
 
 def _copy(block: Any, place: Any, add: jax.Array | bool) -> None:

@@ -37,14 +37,7 @@ def statistics(
     names: frozenset[str],
     config: Config | None = None,
 ) -> Partial:
-    """The `Partial` of `logits [N, columns]` over the vocabulary; no targets.
-
-    Args:
-        spec: the logits' static facts.
-        logits: as stored.
-        logit_weights: `[columns]`, the u of `mean_logit`; None for 1/V.
-        names: primitive statistics.
-        config: tiles, for tests; None to choose.
+    """See `protocol.Materialized`; `logit_weights [columns]`, and `config` for tests.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
@@ -68,16 +61,7 @@ def dlogits(
     valid_rows: jax.Array | None,
     config: Config | None = None,
 ) -> jax.Array:
-    """dlogits `[N, columns]` in the logits' dtype and, where XLA need not keep them, in their buffer.
-
-    Args:
-        spec: the logits' static facts.
-        gradient: coefficients, at least one of them, and lse and argmax where terms need them.
-        logits: as stored.
-        logit_weights: `[columns]`, u.
-        labels: `[N]` int32, -1 for none.
-        valid_rows: `[N]` bool; the others' gradient is exactly 0, whatever they hold. None: all.
-        config: tiles, for tests; None to choose.
+    """See `protocol.Materialized`: where XLA need not keep the logits, in their buffer. `config` is for tests.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.

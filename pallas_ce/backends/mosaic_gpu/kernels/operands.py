@@ -57,6 +57,11 @@ def weight_copied(spec: HeadSpec) -> bool:
     return spec.weight_rows % LENGTH_MULTIPLE != 0 or spec.hidden_size % LENGTH_MULTIPLE != 0
 
 
+def weight_copy_bytes(spec: HeadSpec) -> int:
+    """What that copy takes, or 0."""
+    return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size * weight_copied(spec)
+
+
 def covered(spec: HeadSpec) -> int:
     """How many of the V vocabulary entries the kernels work on; the rest is the tail."""
     if spec.vocab_axis == 1 or weight_copied(spec):
@@ -235,7 +240,7 @@ def operands(
     """
     spec = head.spec
     columns, rows = covered(spec), hidden.shape[0]
-    plan = schedule(config, rows, width or columns, bytes_per_row, partial_bytes)
+    found = schedule(config, rows, width or columns, bytes_per_row, partial_bytes)
     padded = round_up(columns, config.block_columns)
     logits = LogitSpec(
         columns=columns,
@@ -259,7 +264,7 @@ def operands(
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     length = round_up(spec.hidden_size, LENGTH_MULTIPLE)
     return Operands(
-        product=Product(length, 0, spec.vocab_axis, config, plan),
+        product=Product(length, 0, spec.vocab_axis, config, found),
         logits=logits,
         hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
         weight=weight_of(head),

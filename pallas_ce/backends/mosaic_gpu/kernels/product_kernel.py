@@ -30,7 +30,6 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
     Schedule,
     cost,
     schedule,
-    sm_count,
 )
 from pallas_ce.head import HeadSpec
 from pallas_ce.streaming.rows import RowBlock
@@ -86,15 +85,15 @@ def skips(spec: HeadSpec, block: RowBlock) -> bool:
     return block.filled is not None and not small and serves(spec, rows)
 
 
-def hidden_sum_config(rows: int, hidden_size: int, sms: int) -> Config:
+def hidden_sum_config(rows: int, hidden_size: int) -> Config:
     """Tiles of `add_for_hidden`."""
-    return min(_SUMS, key=lambda c: cost(c, rows, hidden_size, sms))
+    return min(_SUMS, key=lambda c: cost(c, rows, hidden_size))
 
 
-def hidden_config(rows: int, hidden_size: int, vocab_size: int, sms: int, *, splits: bool) -> Config:
+def hidden_config(rows: int, hidden_size: int, vocab_size: int, *, splits: bool) -> Config:
     """Tiles of `for_hidden`, in windows of the vocabulary only if it `splits`."""
     if _few_that_fill(rows, hidden_size, vocab_size):
-        return dataclasses.replace(hidden_sum_config(rows, hidden_size, sms), windows=1)
+        return dataclasses.replace(hidden_sum_config(rows, hidden_size), windows=1)
     return HIDDEN if splits else dataclasses.replace(HIDDEN, windows=1)
 
 
@@ -109,18 +108,17 @@ def _few_that_fill(rows: int, hidden_size: int, vocab_size: int) -> bool:
     return rows <= LEAST_ROWS and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows == 1
 
 
-def weight_config(columns: int, hidden_size: int, vocab_axis: int, sms: int) -> Config:
+def weight_config(columns: int, hidden_size: int, vocab_axis: int) -> Config:
     """Tiles of `for_weight`, for so many vocabulary entries."""
     sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
     fitting = [c for c in _SUMS if COLUMN_STEP % (c.block_rows, c.block_columns)[vocab_axis] == 0]
-    return min(fitting, key=lambda c: cost(c, *sides, sms))
+    return min(fitting, key=lambda c: cost(c, *sides))
 
 
 def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
     """The fewest windows of the vocabulary with which the SMs lose little time at the end."""
     row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
-    clusters = max(1, (config.sms or sm_count()) // config.cluster_size)
-    tiles = row_blocks * column_blocks
+    clusters, tiles = config.clusters, row_blocks * column_blocks
 
     def time(windows: int) -> float:
         rounds = -(-tiles * windows // clusters)

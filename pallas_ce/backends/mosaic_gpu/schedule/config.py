@@ -114,6 +114,11 @@ class Config:
         return 1 if self.cluster is None else 2
 
     @property
+    def clusters(self) -> int:
+        """How many clusters work at once."""
+        return max(1, (self.sms or sm_count()) // self.cluster_size)
+
+    @property
     def block_rows(self) -> int:
         """Rows of a work item: a cluster's."""
         return self.tile_rows * (2 if self.cluster == "columns" else 1)
@@ -284,7 +289,7 @@ def schedule(
     """
     row_blocks = -(-rows // config.block_rows)
     column_blocks = -(-vocab_size // config.block_columns)
-    clusters = max(1, (config.sms or sm_count()) // config.cluster_size)
+    clusters = config.clusters
     if config.windows is not None:
         windows = min(config.windows, column_blocks)
     else:
@@ -297,14 +302,13 @@ def schedule(
     return Schedule(row_blocks, column_blocks, windows, min(clusters, row_blocks * windows))
 
 
-def cost(config: Config, rows: int, columns: int, sms: int) -> float:
+def cost(config: Config, rows: int, columns: int) -> float:
     """Time of a product of `rows` × `columns` for each number it sums over; 1 for each entry of full blocks together.
 
     Blocks and rounds of all SMs are made full, if no round is wasted.
     """
-    clusters = max(1, sms // config.cluster_size)
     blocks = -(-rows // config.block_rows) * -(-columns // config.block_columns)
-    entries = -(-blocks // clusters) * clusters * config.block_rows * config.block_columns
+    entries = -(-blocks // config.clusters) * config.clusters * config.block_rows * config.block_columns
     return entries * (_COST_PING_PONG if config.ping_pong else 1.0)
 
 

@@ -90,13 +90,14 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan:
-    """`recompute` for a GPU with so many SMs; cached, for a call outside of `jit` would repeat these 10 ms of work."""
+    """`recompute`, cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work."""
+    del sms
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
         rows = _even_rows(tokens, blocks)
         for columns in _tile_columns(spec, rows, budget, blocks):
-            cost = _recompute_cost(spec, tokens, blocks, rows, columns, sms)
+            cost = _recompute_cost(spec, tokens, blocks, rows, columns)
             choices.append((cost, blocks, rows, columns))
     if choices:
         _, blocks, rows, columns = min(choices)
@@ -106,11 +107,6 @@ def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Pla
         rows = min(next(fitting, 1), tokens)
     scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
     return Plan(rows, columns, scratch, spec.vocab_size, recomputation.in_place(spec, rows, columns))
-
-
-def weight_copy_bytes(spec: HeadSpec) -> int:
-    """All of the weight where TMA cannot read it; see `operands`."""
-    return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size if operands.weight_copied(spec) else 0
 
 
 def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
@@ -140,7 +136,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     return [step * count for count in range(max(1, most - _WIDTHS + 1), most + 1)]
 
 
-def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int, sms: int) -> float:
+def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:
     """Logits of one product that take as long as all three, and what they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
@@ -150,11 +146,9 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> float:
-        dlogits = cost(default_tiles("dlogits", 2, 0), rows, width, sms)
-        hidden = product_kernel.hidden_sum_config(rows, size, sms)
-        weight = product_kernel.weight_config(width, size, 0, sms)
-        for_hidden = cost(hidden, rows, size, sms) * width / size
-        return dlogits + for_hidden + cost(weight, width, size, sms) * rows / size
+        for_hidden = cost(product_kernel.hidden_sum_config(rows, size), rows, size) * width / size
+        for_weight = cost(product_kernel.weight_config(width, size, 0), width, size) * rows / size
+        return cost(default_tiles("dlogits", 2, 0), rows, width) + for_hidden + for_weight
 
     moved = 8 * tokens * tiles
     if blocks > 1:
@@ -175,7 +169,7 @@ def _scratch(
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
-    copied, several = weight_copy_bytes(spec), blocks > 1
+    copied, several = operands.weight_copy_bytes(spec), blocks > 1
     partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
     if mode is None:
         return copied + partial + (narrow * rows * spec.hidden_size if several else 0)
