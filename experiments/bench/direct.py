@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from pallas_ce.backends.mosaic_gpu.gemm import launch
-from pallas_ce.backends.mosaic_gpu.gemm.gemm import multiply
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue, multiply
 from pallas_ce.backends.mosaic_gpu.kernels import operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.stash_kernel import StashEpilogue

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_ce.backends.protocol import Mode, Plan
-from pallas_ce.backends.xla.backend import ROWS, TILE_ELEMENTS
+from pallas_ce.backends.xla import ROWS, TILE_ELEMENTS
 from pallas_ce.head import HeadSpec
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.streaming.budget import budget

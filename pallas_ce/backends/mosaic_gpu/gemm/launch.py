@@ -103,19 +103,3 @@ def kernel_function(
 
     run.__name__ = name
     return jax.jit(run)
-
-
-def specialised(
-    warpgroup: jax.Array, registers: tuple[int, int], load: Callable[[], None], compute: Callable[[], None]
-) -> None:
-    """What the loading and the compute warpgroups do, with so many registers of each thread."""
-
-    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(registers[0], action="decrease")
-        load()
-
-    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(registers[1], action="increase")
-        compute()

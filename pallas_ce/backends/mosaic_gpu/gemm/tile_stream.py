@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.launch import specialised
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place, specialised
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, SHARED_MEMORY_BYTES, Config, Schedule
 
 # Registers of a thread that loads and of one that computes, as in `gemm`.

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import gemm, launch, layouts
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue, multiply
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
 from pallas_ce.head import Head, HeadSpec
@@ -204,7 +204,7 @@ class Operands:
     ) -> dict[str, jax.Array]:
         """The kernel's outputs by name; `inputs` are others than its own, see `launch.run`."""
         matrices, inputs = (self.hidden, self.weight), self.inputs | (inputs or {})
-        return launch.run(gemm.multiply, name, self.product, matrices, epilogue, inputs, outputs, numbers)
+        return launch.run(multiply, name, self.product, matrices, epilogue, inputs, outputs, numbers)
 
 
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:

@@ -19,9 +19,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, walk
-from pallas_ce.backends.mosaic_gpu.gemm.gemm import multiply
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place, multiply
 from pallas_ce.backends.mosaic_gpu.kernels.operands import LENGTH_MULTIPLE, Part, apart
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
     PING_PONG,
