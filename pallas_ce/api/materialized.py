@@ -16,6 +16,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
+from pallas_ce.modes.differentiation import Call
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
@@ -254,7 +255,7 @@ def _cross_entropy(
     elif static.reduction == "none":
         found = mode.row_statistics(given, names, flat, weights, ids, mask)
     else:
-        call = mode.Call(given, loss, loss.names, names)
+        call = Call(given, names, loss, loss.names)
         found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
         found = jax.tree.map(jax.lax.stop_gradient, found)
     read, each = {name: found[name] for name in loss.names}, static.reduction == "none"

@@ -9,7 +9,6 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.modes import differentiation as diff
+from pallas_ce.modes.differentiation import Call
 from pallas_ce.modes.forward import Statistics, put_all
-from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
+from pallas_ce.modes.in_forward import row_cotangents, with_handle
 from pallas_ce.modes.materialized_blocks import Given as Given
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
@@ -28,23 +28,6 @@ from pallas_ce.statistics import gradient as coef
 from pallas_ce.streaming.rows import RowBlock
 
 _INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Static facts of a summed row loss.
-
-    Attributes:
-        given: how it is carried out.
-        row_loss: `(statistics [n], inputs) -> [n]`, each row's share of the total.
-        read: the primitive statistics that `row_loss` reads.
-        names: those to return, `read` included.
-    """
-
-    given: Given
-    row_loss: RowLoss
-    read: frozenset[str]
-    names: frozenset[str]
 
 
 class Residual(NamedTuple):
@@ -129,7 +112,7 @@ def _forward(given: Given, names: frozenset[str], *primals: Any) -> tuple[Statis
 
 def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
     del names
-    cotangents = {name: g for name, g in cotangents.items() if name != "argmax" and not diff.is_zero(g)}
+    cotangents = {name: g for name, g in diff.given(cotangents).items() if g is not None}
     if not cotangents:
         return None, None, None, None
     (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
@@ -187,7 +170,7 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics_and_handle(
-    call: Call,
+    call: Call[Given],
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
@@ -202,28 +185,28 @@ def statistics_and_handle(
         logit_weights: `[columns]`, the u of `mean_logit`.
         labels: `[N]` int32.
         mask: `[N]` bool, which rows count; None: all.
-        inputs: `(by_row, shared)` for `row_loss`.
+        inputs: `(by_row, shared)` for `row_total`.
     """
-    found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
-    return with_handle(found, inputs, call.given.spec.accumulator)
+    found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.settings.spec.accumulator)
 
 
-def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
+def _fused_forward(call: Call[Given], *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
     needs_grad = primals[0].perturbed and call.read - {"argmax"}
     logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
     residual = Residual(diff.absent(), diff.absent())
     if needs_grad:
         with jax.named_scope("pallas_ce.given.forward_and_gradient"):
-            operation = _entered(call.given, functools.partial(_statistics_and_gradient, call))
+            operation = _entered(call.settings, functools.partial(_statistics_and_gradient, call))
             by_row = (logits, labels, mask, inputs[0])
             found, *made = operation(by_row, (logit_weights, inputs[1]))
         residual = Residual(*(diff.absent() if x is None else x for x in made))
     else:
-        found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
-    return with_handle(found, inputs, call.given.spec.accumulator), residual
+        found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.settings.spec.accumulator), residual
 
 
-def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any) -> Any:
+def _statistics_and_gradient(call: Call[Given], given: Given, by_row: Any, shared: Any) -> Any:
     """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
     logits, labels, *_ = by_row
     logit_weights, shared_inputs = shared
@@ -238,7 +221,7 @@ def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any)
         statistics = block_statistics(given, names, block_logits, logit_weights, block_labels)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
         statistics = jax.lax.optimization_barrier(_select(valid, statistics))
-        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, (row_inputs, shared_inputs))
+        cotangents = row_cotangents(call, statistics, block, (row_inputs, shared_inputs))
         coefficients = coef.from_cotangents(cotangents, statistics)
         if valid is not None:
             coefficients = coef.select(coefficients, valid)
@@ -254,14 +237,14 @@ def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any)
     return {name: found[name] for name in call.names}, gradient, factors
 
 
-def _fused_backward(call: Call, residual: Residual, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    upstream = cotangents[1]
+def _fused_backward(call: Call[Given], residual: Residual, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    upstream = diff.given(cotangents[1])
     made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
-    if not made or diff.is_zero(upstream):
+    if not made or upstream is None:
         return None, None, None, None, None
     (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
-    spec = call.given.spec
-    scale = upstream * factor[:, None] if call.given.normalises else upstream
+    spec = call.settings.spec
+    scale = upstream * factor[:, None] if call.settings.normalises else upstream
     return (scale * dlogits.astype(spec.accumulator)).astype(spec.dtype), None, None, None, None
 
 
