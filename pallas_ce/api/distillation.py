@@ -21,9 +21,8 @@ from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics import labels as label_rule
-from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.divergences import Divergence, Name
-from pallas_ce.statistics.reductions import reduce_rows
 
 
 def linear_distillation(

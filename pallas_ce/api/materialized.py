@@ -184,7 +184,9 @@ def mean_squared_lse(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _mean_squared_lse(given: mode.Given, ignore_index: int | None, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _mean_squared_lse(
+    given: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+) -> jax.Array:
     spec = given.spec
     flat, _, mask = _rows(spec, ignore_index, logits, labels)
     if flat.size == 0:
@@ -237,7 +239,7 @@ class _Static:
     reduction: str
     ignore_index: int | None
     return_metrics: bool
-    given: mode.Given
+    given: mode.MaterializedSettings
 
 
 @functools.partial(jax.jit, static_argnums=0)

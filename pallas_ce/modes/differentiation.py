@@ -194,7 +194,7 @@ def sum_over_devices(
     scale = None
     if needs_grad.logit_scale:
         assert sums.hidden is not None
-        scale = shards.sum_scale(scale_gradient(hidden, sums.hidden, head.bias, sums.bias))
+        scale = psum(scale_gradient(hidden, sums.hidden, head.bias, sums.bias), shards.sums.logit_scale)
     bias = None if sums.bias is None or not needs_grad.bias else shards.sum_bias(sums.bias)
     return Gradients(None, sums.weight, bias, scale)
 

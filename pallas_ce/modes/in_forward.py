@@ -157,30 +157,25 @@ def _local_statistics_and_sums(
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
-    # Where every row counts each is written once, and nothing need be there before.
-    blank = lax.empty if rows.mask is None else jnp.zeros
-    hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
+    # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
+    # visited, replaces all of the weight's sum.
+    by_row = lax.empty if rows.mask is None else jnp.zeros
+    of_weight = lax.empty if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
-        hidden_sum,
-        _accumulators(head, needs_grad, sum_dtype, replaced=blocks.all_visited and plan.vocab_size == spec.weight_rows),
+        by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,
+        Accumulators(
+            of_weight(head.weight.shape, sum_dtype) if needs_grad.weight else None,
+            jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
+        ),
     )
     found, hidden_sum, sums = blocks.for_each(body, init)
     of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, Gradients(hidden_sum, *sums))
     hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
-        of_head = of_head._replace(weight=shards.sum_weight(own))
+        of_head = of_head._replace(weight=psum(own, shards.sums.weight))
     return (shards.own_rows(found), hidden_sum), of_head
-
-
-def _accumulators(head: Head, needs_grad: NeedsGrad, weight_dtype: np.dtype, *, replaced: bool) -> Accumulators:
-    """What the sums start from: undefined where all of the weight's is replaced, by a first block that is visited."""
-    blank = lax.empty if replaced else jnp.zeros
-    return Accumulators(
-        blank(head.weight.shape, weight_dtype) if needs_grad.weight else None,
-        jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
-    )
 
 
 def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:

@@ -14,7 +14,7 @@ from jax import lax
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.modes.differentiation import Gradients, Operands, finish, sum_over_devices
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tiles
@@ -105,7 +105,7 @@ def gradient_sums(
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
     if d_weight is not None:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
-        d_weight = shards.sum_weight(own)
+        d_weight = psum(own, shards.sums.weight)
     if hidden_sum is not None:
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:

@@ -116,7 +116,7 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
 
     with jax.named_scope("pallas_ce.divergence"):
         by_row = (operands.batch.hidden, teacher.hidden, teacher.temperature)
-        return over_rows_that_count(visit, call.streams, empty, by_row, (head, teacher.head), operands.mask)
+        return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(

@@ -37,6 +37,34 @@ def safe_inverse(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 0.0, 1.0 / jnp.where(x == 0, 1.0, x))
 
 
+def reduce_rows(
+    values: jax.Array,
+    mask: jax.Array | None,
+    token_weights: jax.Array | None,
+    reduction: str,
+    normalizer: jax.Array | float | None,
+) -> jax.Array:
+    """`w_i·values_i` of the rows that count: each, their sum, or their sum over `normalizer`, by default `Σ w_i`.
+
+    Args:
+        values: `[N]`.
+        mask: `[N]` bool, which rows count; None: all. The others are 0 and have gradients of exactly 0.
+        token_weights: w `[N]`, or None for 1.
+        reduction: "none", "sum" or "mean"; 0 where no row counts.
+        normalizer: `[]` or None.
+    """
+    weights = jnp.ones_like(values) if token_weights is None else token_weights.astype(values.dtype)
+    if mask is not None:
+        values, weights = jnp.where(mask, values, 0.0), jnp.where(mask, weights, 0.0)
+    weighted = values if token_weights is None else zero_safe_product(weights, values)
+    if reduction == "none":
+        return weighted
+    total = jnp.sum(weighted)
+    if reduction == "sum":
+        return total
+    return total * safe_inverse(jnp.sum(weights) if normalizer is None else jnp.asarray(normalizer, values.dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
     """Cross entropy of one row with every option, as a function of its statistics. Static and hashable.
