@@ -67,10 +67,10 @@ class Shards:
         vocabulary: the weight's vocabulary is split over these, and so is the work.
         sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
         gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
-        gathered_width: likewise for H; these split the rows too.
+        gathered_width: H is split over these in memory only; they split the rows too.
         sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
-        cotangents_of_total: likewise that of a loss summed over rows.
+        cotangents_of_total: over which axes that of a loss summed over rows is.
         typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
         handed_whole: whether the weight and the bias come in gathered already.
     """

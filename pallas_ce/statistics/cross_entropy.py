@@ -14,7 +14,7 @@ class Metrics(NamedTuple):
 
     Attributes:
         cross_entropy: the loss without its z part, reduced as the loss is (as a mean for `reduction="none"`).
-        z_loss: the z part, reduced likewise; 0 without one.
+        z_loss: the z part, reduced in the same way; 0 without one.
         num_tokens: int32, how many tokens count.
         accuracy: the share of counted tokens whose largest logit is their label's; 0 where none counts.
         mean_lse: the mean log-sum-exp of the counted tokens; 0 where none counts.
