@@ -7,7 +7,7 @@ import torch
 
 from experiments.bench import timing
 from experiments.bench.peers import Loss, Peer
-from experiments.bench.programs import BARE, THREE
+from experiments.bench.programs import BARE, THREE, Shape
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -27,13 +27,19 @@ class Exact(NamedTuple):
     weight: Any
 
 
-def inputs(shape: tuple[int, int, int], device: str) -> tuple[Any, Any, Any]:
+def inputs(shape: Shape, device: str) -> tuple[Any, Any, Any]:
     """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
     n, v, h = shape
     torch.manual_seed(0)
     hidden = torch.randn(n, h, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(v, h, device=device, dtype=torch.bfloat16) * h**-0.5).requires_grad_()
     return hidden, weight, torch.randint(0, v, (n,), device=device)
+
+
+def synchronize(_: Any = None) -> None:
+    """Waits until the GPU, where there is one, has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def exact(hidden: Any, weight: Any, labels: Any) -> Exact:
@@ -78,7 +84,7 @@ def device_ms(run: Any) -> float:
     return float(start.elapsed_time(end)) / _LAUNCHES
 
 
-def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
+def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
     """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
 
     Returns:
@@ -93,18 +99,17 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     runs: dict[str, Any] = {}
     want = exact(*given)
     for peer in peers:
-        if reason := peer.missing():
-            left_out[peer.name] = reason
-            continue
+        reason = peer.missing()
         try:
-            loss = peer.make()
-            errors[peer.name], reason = wrong(loss, given, want)
+            if reason is None:
+                loss = peer.make()
+                errors[peer.name], reason = wrong(loss, given, want)
         except Exception as error:  # whatever a library raises, the others are still measured
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         if reason:
             left_out[peer.name] = reason
             continue
-        runs[f"forward {peer.name}"] = lambda loss=loss: _evaluated(loss, given)
+        runs[f"forward {peer.name}"] = functools.partial(torch.no_grad()(loss), *given)
         runs[peer.name] = lambda loss=loss: torch.autograd.grad(loss(*given), (hidden, weight))
     del want
     bare, free = hidden.detach(), weight.detach()
@@ -117,22 +122,17 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     found = timing.in_turn({name: functools.partial(device_ms, run) for name, run in runs.items()}, rounds)
     timing.with_ratios(found)
     for name, run in runs.items():
-        found[name]["peak_mib"] = peak_mib(run)
+        found[name]["peak_mib"] = peak_bytes(run) / 2**20
         if name not in THREE:
             found[name]["errors"] = errors[name.removeprefix("forward ")]
     return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
 
-def _evaluated(loss: Loss, given: tuple[Any, Any, Any]) -> Any:
-    with torch.no_grad():
-        return loss(*given)
-
-
-def peak_mib(run: Any) -> float:
-    """Peak memory of one launch above what is there before it, results included."""
+def peak_bytes(run: Any) -> int:
+    """Peak memory on the GPU of one launch above what is there before it, results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return float(torch.cuda.max_memory_allocated() - before) / 2**20
+    return int(torch.cuda.max_memory_allocated() - before)

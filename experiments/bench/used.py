@@ -1,7 +1,10 @@
 """Memory in use as the driver counts it, which sees both frameworks' pools."""
 
+import os
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -33,3 +36,11 @@ def allocated_peak_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() + (torch_bridge.memory_usage().jax_peak or 0)
     return used_bytes(device)
+
+
+def apart(module: str, *words: str, **environment: str) -> tuple[int, int]:
+    """The two numbers that `python -m module words` prints last, in a process of its own: pools only grow."""
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+    driver, allocated = done.stdout.split()[-2:]
+    return int(driver), int(allocated)
