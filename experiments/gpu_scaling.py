@@ -139,15 +139,15 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
     timed = in_turn({key: functools.partial(milliseconds, key) for key in compiled}, rounds)
     records = []
     for name in LAYOUTS:
-        found = {loss: losses[name, loss] for loss in losses_of}
+        found = {key: losses[name, key] for key in losses_of}
         if not all(math.isclose(loss, found["canonical"], rel_tol=2**-8) for loss in found.values()):
             raise RuntimeError(f"{name} on {gpus} GPUs: the losses differ: {found}")
-        results = {}
-        for loss in losses_of:
-            plan = compiled[name, loss].memory_analysis()
-            results[loss] = {
-                **timed[name, loss],
-                "loss": found[loss],
+        results: dict[str, dict[str, Any]] = {}
+        for key in losses_of:
+            plan = compiled[name, key].memory_analysis()
+            results[key] = {
+                **timed[name, key],
+                "loss": found[key],
                 "inputs_mib": plan.argument_size_in_bytes / 2**20,
                 "outputs_mib": plan.output_size_in_bytes / 2**20,
                 "temporary_mib": plan.temp_size_in_bytes / 2**20,

@@ -16,8 +16,6 @@ from the stage before, and their gradients are made, but nothing is sent. Peaks 
 frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
-import argparse
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
 from experiments.bench.machine import describe
-from experiments.bench.used import allocated_peak_bytes, used_bytes
-from experiments.command_line import command, positive, save_figure, write_record
+from experiments.bench.used import allocated_peak_bytes, apart, used_bytes
+from experiments.command_line import command, parser_of, positive, save_figure, write_record
 from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
@@ -152,9 +150,7 @@ def measured_apart(name: str, shape: dict[str, int], device: str, implementation
     """`measured` in a process of its own."""
     words = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
     words += [] if implementation is None else [f"--implementation={implementation}"]
-    command = [sys.executable, "-m", "experiments.pipeline_memory", f"--measure={name}", f"--device={device}", *words]
-    driver, allocated = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-2:]
-    return int(driver), int(allocated)
+    return apart("experiments.pipeline_memory", f"--measure={name}", f"--device={device}", *words)
 
 
 def compare(found: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -196,7 +192,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Counts, measures where there is a GPU, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positive, default=4096, help="of a microbatch")
     parser.add_argument("--width", type=positive, default=2048)
     parser.add_argument("--vocabulary", type=positive, default=151_936)

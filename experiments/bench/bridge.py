@@ -140,7 +140,7 @@ def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
                 us, result = _timed(functools.partial(run, *given))
                 samples[name].append(us)
             synchronize(result)
-    found = {
+    found: dict[str, dict[str, Any]] = {
         name: {"us": statistics.median(taken[_WARM_CALLS:]), "samples": taken[_WARM_CALLS:]}
         for name, taken in samples.items()
     }
