@@ -53,7 +53,7 @@ def test_a_point_holds_what_was_measured_and_says_what_was_left_out(
 
     monkeypatch.setattr(torch_timing, "inputs", lambda shape, device: given)
     monkeypatch.setattr(torch_timing, "device_ms", lambda run: 2.0 if run() is not None else 0.0)
-    monkeypatch.setattr(torch_timing, "peak_mib", lambda run: 1.0)
+    monkeypatch.setattr(torch_timing, "peak_bytes", lambda run: 2**20)
     monkeypatch.setattr(torch_timing, "_DEVICE", "cpu")
     stored = peers._stored(True)
     chosen = [

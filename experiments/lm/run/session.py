@@ -12,12 +12,12 @@ from experiments.lm.model.program import Program, TrainState, build
 from experiments.lm.run import run_directory
 from experiments.lm.run.checkpoint import Checkpoints
 from experiments.lm.run.interrupt import stop_requests
-from experiments.lm.run.loop import Result, Trainer
+from experiments.lm.run.loop import Trainer
 from experiments.lm.run.memory import as_text
 from experiments.lm.run.metrics import MetricsLog, read_records
 from experiments.lm.run.plots import write_plots
 from experiments.lm.run.processes import is_first, largest
-from experiments.lm.run.report import report, summary
+from experiments.lm.run.report import report
 
 
 def train_heads(
@@ -52,19 +52,15 @@ def train_heads(
         run_directory.create(run, config, overwrite)
     budget = math.inf if stop_after is None else stop_after
     metrics = run_directory.metrics_path(run) if is_first() else None
-    with stop_requests() as request, MetricsLog(metrics) as log:
+    with stop_requests() as stop_signal, MetricsLog(metrics) as log:
         for head in waiting:
             if budget == 0:
                 raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)
             program = first if first is not None and first.head == head else _build(config, head, dataset)
             checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
             # A signal may reach the processes after different steps, or one only: all stop after the same one.
-            trainer = Trainer(
-                program, config, dataset, checkpoints, log, lambda: largest(request.signal_number or 0) or None, budget
-            )
-            result = _run(trainer, resume)
-            log.write("summary", head, config.steps, **summary(program, result, dataset))
-            budget -= result.steps_taken
+            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: largest(stop_signal()), budget)
+            budget -= _run(trainer, resume)
     if metrics is None:
         return ""
     records = list(read_records(metrics))
@@ -72,7 +68,7 @@ def train_heads(
     return report(records, backend, run)
 
 
-def _run(trainer: Trainer, resume: bool) -> Result:
+def _run(trainer: Trainer, resume: bool) -> int:
     try:
         return trainer.run(resume)
     except jax.errors.JaxRuntimeError as error:
