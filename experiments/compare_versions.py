@@ -17,10 +17,9 @@ import jax
 
 import pallas_ce
 from experiments.bench import timing
-from experiments.bench.machine import describe
 from experiments.bench.points import GRID, HEADS, OPTIONS_SHAPE
 from experiments.bench.programs import Program, Shape, both, inputs
-from experiments.bench.results import ResultFile, add_options, run
+from experiments.bench.results import ResultFile, add_options, describe, run
 from experiments.command_line import parser_of
 
 # Statistics of the forward with all that a kernel can be asked for, and the cross entropy's options.

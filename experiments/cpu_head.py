@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from experiments.bench.machine import describe
 from experiments.bench.programs import Program, both, of_logits, ours
+from experiments.bench.results import describe
 from experiments.bench.timing import back_to_back, compiled_in_turn
 from experiments.command_line import command, parser_of, positive, write_record
 

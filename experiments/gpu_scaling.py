@@ -30,9 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench import programs
-from experiments.bench.machine import describe
 from experiments.bench.programs import Program, Shape, bare, both, ours
-from experiments.bench.results import FOLDER
+from experiments.bench.results import FOLDER, describe
 from experiments.bench.scaling import file_name
 from experiments.bench.timing import in_turn
 from experiments.command_line import parser_of, positive, write_record

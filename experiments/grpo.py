@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
-from experiments.bench.machine import describe
+from experiments.bench.results import describe
 from experiments.bench.timing import temporary_mib
 from experiments.command_line import command, parser_of, positive, read_record, save_figure, write_record
 from experiments.lm.config import TrainConfig

@@ -30,7 +30,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.bench import torch_timing
-from experiments.bench.machine import describe
+from experiments.bench.results import describe
 from experiments.bench.timing import in_turn
 from experiments.command_line import command, parser_of, positive, read_record, save_figure, write_record
 from torch_bridge.selective import selective_log_softmax

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.bench.peers import torch_missing
-from experiments.bench.results import Record, ResultFile, add_options, run
+from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 from experiments.command_line import parser_of, positive
 
@@ -84,7 +84,6 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     import torch_bridge  # before JAX starts, which leaves the device's memory to both  # noqa: F401
-    from experiments.bench.machine import describe
 
     implementation = options.implementation or ("xla" if options.dry_run else "mosaic_gpu")
     device, divisor = ("cpu", _DRY_DIVISOR) if options.dry_run else ("cuda", 1)

@@ -72,13 +72,6 @@ def _start_jax() -> str:
         raise UsageError(f"JAX cannot start (JAX_PLATFORMS={platforms}): {str(error) or 'no such device'}") from error
 
 
-def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the TOML file and the command line set, the command line having the last word; names and types checked."""
-    values = read_toml(Path(arguments.config)) if arguments.config is not None else {}
-    merge(TrainConfig(), values, str(arguments.config))
-    return values | {name: value for name, value in vars(arguments).items() if name in OPTIONS}
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Carries out a parsed command, as one of several processes or alone.
 
@@ -90,7 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.stop_after is not None and arguments.stop_after < 1:
         raise UsageError(f"--stop-after is {arguments.stop_after}; it must be at least 1")
     group = read_group(arguments.coordinator, arguments.num_processes, arguments.process_id, os.environ)
-    overrides = _overrides(arguments)
+    # The command line has the last word over the file.
+    overrides = read_toml(Path(arguments.config)) if arguments.config is not None else {}
+    merge(TrainConfig(), overrides, str(arguments.config))  # checks names and types
+    overrides |= {name: value for name, value in vars(arguments).items() if name in OPTIONS}
     with joined(group):
         _train(arguments, overrides)
 
@@ -118,16 +114,7 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     layout = make_layout(config)
     if config.mesh:
         print(f"mesh: {layout}", flush=True)
-    report = train_heads(
-        config,
-        load_dataset(config),
-        folder,
-        backend,
-        resume=arguments.resume,
-        overwrite=arguments.overwrite,
-        stop_after=arguments.stop_after,
-    )
-    print(report)
+    print(train_heads(config, load_dataset(config), folder, backend, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

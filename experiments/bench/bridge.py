@@ -6,10 +6,8 @@ on the host also a function of PyTorch's that computes nothing.
 """
 
 import functools
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -187,7 +185,7 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
     found: dict[str, dict[str, float]] = {}
     for caller in callers(setting):
         before = used_bytes(setting.device) if setting.device == "cuda" else 0
-        driver, in_use = apart("experiments.bench.bridge", json.dumps([caller, shape, setting]), **environment)
+        driver, in_use = apart(peak_of, caller, shape, setting, **environment)
         found[caller] = {"driver_mib": (driver - before) / 2**20, "in_use_mib": in_use / 2**20}
     ratio = found["bridge"]["driver_mib"] / found["native"]["driver_mib"]
     return {"n": n, "v": v, "h": h, "results": found, "ratio": ratio}
@@ -207,8 +205,3 @@ def peak_of(caller: str, shape: Shape, setting: Setting) -> tuple[int, int]:
     for _ in range(_CALLS_FOR_MEMORY):
         synchronize(run(*given))
     return used_bytes(setting.device), allocated_peak_bytes(setting.device)
-
-
-if __name__ == "__main__":
-    caller, shape, setting = json.loads(sys.argv[1])
-    print(*peak_of(caller, shape, Setting(*setting)))

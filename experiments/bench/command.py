@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.bench import timing
-from experiments.bench.machine import describe
 from experiments.bench.programs import Program, Shape
-from experiments.bench.results import Record, ResultFile, add_options, run
+from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.command_line import parser_of
 from pallas_ce.backends.protocol import Implementation
 

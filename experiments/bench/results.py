@@ -1,11 +1,15 @@
 """Result files: points measured one after the other, the file whole after each, so that an interrupted run goes on."""
 
 import argparse
+import datetime
 import json
 import math
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +47,21 @@ def add_options(parser: argparse.ArgumentParser, rounds: str = "times each progr
     parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+
+
+def describe() -> dict[str, Any]:
+    """Device, processor count, versions and date: what a result file says about where it was made."""
+    import jax  # which `experiments.peers` must not start
+
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processors": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def read(path: Path) -> dict[str, Any]:

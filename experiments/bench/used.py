@@ -1,10 +1,11 @@
 """Memory in use as the driver counts it, which sees both frameworks' pools."""
 
+import multiprocessing
 import os
 import re
 import resource
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -38,9 +39,14 @@ def allocated_peak_bytes(device: str) -> int:
     return used_bytes(device)
 
 
-def apart(module: str, *words: str, **environment: str) -> tuple[int, int]:
-    """The two numbers that `python -m module words` prints last, in a process of its own: pools only grow."""
-    command = [sys.executable, "-m", module, *words]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
-    driver, allocated = done.stdout.split()[-2:]
-    return int(driver), int(allocated)
+def apart[*Arguments](
+    function: Callable[[*Arguments], tuple[int, int]], *arguments: *Arguments, **environment: str
+) -> tuple[int, int]:
+    """What the function returns in a process of its own, with that environment: pools of memory only grow."""
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning, initializer=_set_environment, initargs=(environment,)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.update(environment)

@@ -70,11 +70,9 @@ class Trainer:
         numbers = {
             "validation_loss": validation_loss,
             "unigram_entropy": self.dataset.unigram_entropy,
-            "parameters": self.program.parameters,
             "tokens_per_second": self._tokens_per_second(steps),
             "peak_bytes": memory.peak_bytes(),
-            "step_temporary_bytes": self.program.step_temporary_bytes,
-            "compile_seconds": self.program.compile_seconds,
+            **self.program.facts,
         }
         # JSON has no NaN, which stands for the speed of a session that had nothing left to train.
         self.log.write("summary", head, steps, **{k: number for k, number in numbers.items() if not math.isnan(number)})

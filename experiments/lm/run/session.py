@@ -1,5 +1,6 @@
 """One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
 
+import argparse
 import math
 from pathlib import Path
 
@@ -20,17 +21,8 @@ from experiments.lm.run.processes import is_first, largest
 from experiments.lm.run.report import report
 
 
-def train_heads(
-    config: TrainConfig,
-    dataset: Dataset,
-    run: Path,
-    backend: str,
-    *,
-    resume: bool,
-    overwrite: bool,
-    stop_after: int | None,
-) -> str:
-    """Trains the run's loss heads and writes its files.
+def train_heads(config: TrainConfig, dataset: Dataset, run: Path, backend: str, command: argparse.Namespace) -> str:
+    """Trains the run's loss heads and writes its files, as the command's `resume`, `overwrite` and `stop_after` say.
 
     The first head is compiled before the run's folder is made, so that a configuration that cannot be trained leaves
     nothing behind. A head whose summary is recorded was finished by an earlier session and is not trained again.
@@ -45,12 +37,12 @@ def train_heads(
         RunError: if the training fails.
         Stopped: if it is ended early.
     """
-    finished = _finished_heads(run) if resume else set()
+    finished = _finished_heads(run) if command.resume else set()
     waiting = [head for head in config.loss_heads() if head not in finished]
     first = _build(config, waiting[0], dataset) if waiting else None
-    if not resume and is_first():
-        run_directory.create(run, config, overwrite)
-    budget = math.inf if stop_after is None else stop_after
+    if not command.resume and is_first():
+        run_directory.create(run, config, command.overwrite)
+    budget = math.inf if command.stop_after is None else command.stop_after
     metrics = run_directory.metrics_path(run) if is_first() else None
     with stop_requests() as stop_signal, MetricsLog(metrics) as log:
         for head in waiting:
@@ -60,7 +52,7 @@ def train_heads(
             checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
             # A signal may reach the processes after different steps, or one only: all stop after the same one.
             trainer = Trainer(program, config, dataset, checkpoints, log, lambda: largest(stop_signal()), budget)
-            budget -= _run(trainer, resume)
+            budget -= _run(trainer, command.resume)
     if metrics is None:
         return ""
     records = list(read_records(metrics))
@@ -82,9 +74,10 @@ def _run(trainer: Trainer, resume: bool) -> int:
 
 def _build(config: TrainConfig, head: str, dataset: Dataset) -> Program:
     program = build(config, head, dataset.end_of_text)
+    temporaries, seconds = as_text(program.facts["step_temporary_bytes"]), program.facts["compile_seconds"]
     print(
-        f"{head}: {program.parameters:,} parameters, compiled in {program.compile_seconds:.1f} s; "
-        f"a step needs {as_text(program.step_temporary_bytes)} of temporaries",
+        f"{head}: {program.facts['parameters']:,} parameters, compiled in {seconds:.1f} s; "
+        f"a step needs {temporaries} of temporaries",
         flush=True,
     )
     return program
