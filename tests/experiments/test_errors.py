@@ -131,11 +131,17 @@ def test_resuming_what_is_not_a_run_is_refused(refused: Callable[..., str], tmp_
     assert "there is no run to resume in" in refused("--resume", out=tmp_path / "none")
 
 
-@pytest.fixture
-def stopped_run(train: Train, tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def stopped(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
-    train("--stop-after", "7", out=tmp_path / "run")
-    return tmp_path / "run"
+    train("--stop-after", "7", out=(run := tmp_path_factory.mktemp("stopped")))
+    return run
+
+
+@pytest.fixture
+def stopped_run(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(stopped, tmp_path / "run")
 
 
 def test_resuming_with_another_configuration_names_what_differs(refused: Callable[..., str], stopped_run: Path) -> None:
