@@ -19,7 +19,7 @@ from experiments.bench.programs import inputs
 SHAPE = (512, 4096, 256)
 
 
-def stand_in(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> dict[str, Any]:
+def traced(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> dict[str, Any]:
     """In place of a measurement: traces every program, which fails where one is wrong."""
     n, v, h = shape
     for program in programs.values():
@@ -37,8 +37,8 @@ def test_the_grid_is_the_papers_and_heads_are_those_of_published_models() -> Non
 def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "measure", stand_in)
-    monkeypatch.setattr(timing, "compile_seconds", stand_in)
+    monkeypatch.setattr(timing, "measure", traced)
+    monkeypatch.setattr(timing, "compile_seconds", traced)
     words = ["--dry-run", "--out", str(tmp_path)]
     assert gpu_head.main(["heads", "options", "windows", "compile", *words]) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
 def test_a_run_that_is_out_of_time_says_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "measure", stand_in)
+    monkeypatch.setattr(timing, "measure", traced)
     assert gpu_head.main(["heads", "--minutes", "0", "--dry-run", "--out", str(tmp_path)]) == 0
     assert "time is up with 7 points left; run the same command again to go on" in capsys.readouterr().out
 
