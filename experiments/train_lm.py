@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--coordinator", metavar="HOST:PORT", help="host of process 0, a port of it that is free, and the next one, too"
     )
     several.add_argument("--num-processes", type=int, metavar="INT", help="how many (default: what SLURM or MPI says)")
-    several.add_argument("--process-id", type=int, metavar="INT", help="which one this is, from 0 (default: what they say)")
+    several.add_argument("--process-id", type=int, metavar="INT", help="which one, from 0 (default: what they say)")
     for name, field in OPTIONS.items():
         defaults = [f"default: {field.default!r}"] if field.default != "" else []
         defaults += [f"on a GPU {field.metadata['accelerator']!r}"] if "accelerator" in field.metadata else []
