@@ -1,5 +1,7 @@
 """Calls of the library and of the oracle on one problem, and how their results are compared."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +15,15 @@ from tests.pallas_ce.problems import Problem
 Results = tuple[Any, dict[str, Any]]
 
 
-def library_loss(p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
-    """`linear_cross_entropy` in the problem's layout."""
+def call(function: Callable[..., Any], p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
+    """`function` of the problem's head, in its layout, of its labels and options, and of more options."""
     arrays = dict(arrays)
-    weight = arrays.pop("weight")
-    weight = weight if p.vocab_axis == 0 else weight.T
-    return linear_cross_entropy(
-        arrays.pop("hidden"), weight, p.labels, **arrays, vocab_axis=p.vocab_axis, **{**p.options, **options}
-    )
+    hidden, weight = arrays.pop("hidden"), arrays.pop("weight")
+    given = {"vocab_axis": p.vocab_axis, **arrays, **p.options, **options}
+    return function(hidden, weight if p.vocab_axis == 0 else weight.T, p.labels, **given)
+
+
+library_loss = functools.partial(call, linear_cross_entropy)
 
 
 def library_results(p: Problem, implementation: str, backward: Any, **options: Any) -> Results:

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_ce import Task, multi_task_cross_entropy
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.checks import assert_close, call, relative_error
 from tests.pallas_ce.problems import Problem, make
 
 FIRST_ON = st.sampled_from([True, False])  # of few examples the first is the simplest: here that is the richest
@@ -39,12 +39,14 @@ def _several(draw: Any) -> list[Problem]:
 
 
 def _ours(heads: list[Problem], hidden: Any, arrays: list[dict[str, Any]], shares: Any) -> Any:
-    tasks = {}
-    for i, (p, given, share) in enumerate(zip(heads, arrays, shares, strict=True)):
-        given = dict(given)
-        weight = given.pop("weight")
-        options = p.options | given | {"vocab_axis": p.vocab_axis}
-        tasks[f"task{i}"] = Task(weight if p.vocab_axis == 0 else weight.T, p.labels, share, options)
+    def task(share: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Task:
+        return Task(weight, labels, share, options)
+
+    given = zip(heads, arrays, shares, strict=True)
+    tasks = {
+        f"task{i}": call(functools.partial(task, share), p, {"hidden": hidden, **of_head})
+        for i, (p, of_head, share) in enumerate(given)
+    }
     found = multi_task_cross_entropy(hidden, tasks)
     return found.total, found
 

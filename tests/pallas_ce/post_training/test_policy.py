@@ -216,51 +216,6 @@ def test_advantages_of_equal_rewards_are_zero_and_none_has_a_gradient() -> None:
     assert np.all(np.asarray(jax.grad(lambda r: group_advantages(r, 2)[0])(jnp.array([1.0, 2.0]))) == 0)
 
 
-X = {"log_probs": jnp.zeros((2, 3)), "advantages": jnp.zeros(2)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"advantages": jnp.zeros(3)}, r"advantages has shape \(3,\); it must be \(2, 3\) or \(2,\)"),
-        ({"mask": jnp.ones((3, 2), bool)}, r"mask has shape \(3, 2\)"),
-        ({"old_log_probs": jnp.zeros(2)}, "old_log_probs has shape"),
-        ({"kl_coefficient": 0.1}, "kl_coefficient=0.1 needs ref_log_probs"),
-        ({"entropy_coefficient": 0.1}, "entropy_coefficient=0.1 needs entropy"),
-        ({"aggregation": "mean"}, "aggregation='mean' is unknown"),
-        ({"level": "word"}, "level='word' is unknown"),
-        ({"aggregation": "fixed_length"}, "length=None is needed"),
-        ({"length": 3}, "length=3 is needed for aggregation='fixed_length', and only there"),
-        ({"aggregation": "fixed_length", "length": 0}, "length=0 must be above 0"),
-        ({"aggregation": "fixed_length", "length": -5.0}, "length=-5.0 must be above 0"),
-        ({"ratio_limit": 1.1}, "ratio_limit=1.1 must lie above"),
-        ({"clip_low": 2.0}, "clip_low=2.0 must be between"),
-        ({"normalizer": 2, "aggregation": "none"}, "divides by nothing"),
-        ({"log_probs": jnp.float32(0)}, "log_probs is a scalar"),
-    ],
-)
-def test_errors_name_the_argument_and_what_would_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        policy_loss(**{**X, **options})
-
-
-def test_errors_of_dtypes_and_of_advantages() -> None:
-    with pytest.raises(TypeError, match="mask has dtype int32; it must be bool"):
-        policy_loss(**X, mask=jnp.ones((2, 3), int))
-    with pytest.raises(TypeError, match="log_probs has dtype int32"):
-        policy_loss(jnp.zeros((2, 3), int), jnp.zeros(2))
-    with pytest.raises(TypeError, match="length is a str that JAX cannot read"):
-        policy_loss(**X, aggregation="fixed_length", length="a")
-    with pytest.raises(TypeError, match="ratio_limit is a str"):
-        policy_loss(**X, ratio_limit="a")
-    with pytest.raises(TypeError, match=r"group_size=2\.0 must be an int"):
-        group_advantages(jnp.zeros(4), 2.0)
-    with pytest.raises(ValueError, match="group_size=2"):
-        group_advantages(jnp.zeros(3), 2)
-    with pytest.raises(ValueError, match="estimator='k4'"):
-        kl_estimate(jnp.zeros(3), jnp.zeros(3), "k4")  # type: ignore[arg-type]
-
-
 def test_a_fixed_length_of_a_large_batch_does_not_overflow() -> None:
     x = -jnp.ones((2, 3)), jnp.ones(2)
     want = policy_loss(*x, aggregation="fixed_length", length=1) / (32768.0 * 65536 / 2)
