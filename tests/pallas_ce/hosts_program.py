@@ -1,4 +1,4 @@
-"""Run by `test_several_hosts.py`, as two processes with four CPU devices each; prints the checks that passed.
+"""Run by `test_meshes.py`, as two processes with four CPU devices each; prints the checks that passed.
 
 Of `data=2, tensor=4` the data axis lies across the processes; with the axes laid the other way round, tensor does.
 """
@@ -46,14 +46,13 @@ def checks() -> Iterator[str]:
         yield f"{layout.name}, {mode}, tensor across={tensor}"
     layout, on = program.LAYOUTS[2], across(True)
     given = program.placed(layout, on, True)
-    specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
 
     def part(*args: Any) -> Any:
         axes = MeshAxes(**layout.axes)
         local = program.loss(*args, padded=True, vocabulary=layout.vocabulary, normalizer=10.0, mesh_axes=axes)
         return jax.lax.psum(local, "data")
 
-    mapped = jax.jit(program.gradients(jax.shard_map(part, mesh=on, in_specs=specs, out_specs=P())))
+    mapped = jax.jit(program.gradients(jax.shard_map(part, mesh=on, in_specs=layout.specs, out_specs=P())))
     whole = functools.partial(program.loss, padded=True, implementation="reference", normalizer=10.0)
     same(mapped(*given), program.gradients(whole)(*program.arrays(layout.vocabulary, True)))
     yield "shard_map"

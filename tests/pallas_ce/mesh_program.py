@@ -31,7 +31,7 @@ from pallas_ce import (
 
 B, T, H = 8, 8, 16
 MODES = ("recompute", "in_forward")
-DIFFERENTIATED = (0, 1, 2, 3, 5)
+DIFFERENTIATED, OF_HEAD = (0, 1, 2, 3, 5), (1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Layout:
     @property
     def bias(self) -> P:
         return P(self.weight[0] if len(self.weight) else None)
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """Of hidden, weight, bias, scale, labels and token weights."""
+        return self.hidden, self.weight, self.bias, P(), self.hidden, self.hidden
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -124,9 +129,8 @@ def expected(vocabulary: int, padded: bool) -> Any:
 
 
 def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
-    specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
     given = arrays(layout.vocabulary, padded)
-    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, specs, strict=True))
+    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, layout.specs, strict=True))
 
 
 def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
@@ -137,7 +141,9 @@ def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
 
 def auto() -> Iterator[str]:
     """Under jit, from the arrays' shardings alone; results lie as their inputs, and repeats are equal in every bit."""
-    for layout, mode, padded in itertools.product(LAYOUTS, MODES, (False, True)):
+    for i, (layout, mode, padded) in enumerate(itertools.product(LAYOUTS, MODES, (True, False))):
+        if i % 8 in (1, 7):  # without padding in one of the modes
+            continue
         given = placed(layout, mesh(), padded)
         step = jax.jit(gradients(functools.partial(loss, padded=padded, backward=mode)))
         got = step(*given)
@@ -178,73 +184,60 @@ def explicit() -> Iterator[str]:
         yield "top-k, samples, distillation, sampled softmax, random field"
 
 
+def differentiated(
+    local: Callable[..., Any],
+    axes: tuple[str, ...],
+    specs: tuple[P, ...],
+    argnums: tuple[int, ...],
+    inside: bool,
+    checked: bool,
+) -> Callable[..., Any]:
+    """Value and gradients of `local`'s sum over the axes that split the rows, taken inside a shard_map or outside."""
+
+    def add(x: Any) -> Any:
+        return jax.lax.psum(x, axes) if axes else x
+
+    def part(*args: Any) -> Any:
+        return add(local(*args))
+
+    def part_with_gradients(*args: Any) -> Any:
+        if checked:
+            return jax.value_and_grad(part, argnums)(*args)
+        value, found = jax.value_and_grad(local, argnums)(*args)
+        return add(value), tuple(add(x) if i in OF_HEAD else x for i, x in zip(argnums, found, strict=True))
+
+    if inside:
+        out_specs = P(), tuple(specs[i] for i in argnums)
+        return jax.shard_map(part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked)
+    mapped = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)
+    return jax.value_and_grad(mapped, argnums)
+
+
 def manual(checked: bool) -> Iterator[str]:
     """Inside shard_map, by axis name, differentiated inside and outside."""
     for layout, mode, inside in itertools.product(LAYOUTS, MODES, (False, True)):
         grad: Any = None if checked else "inside" if inside else "outside"
-        specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
         given = arrays(layout.vocabulary, True)
-        where = given[4] >= 0
-        count = jnp.sum(jnp.where(where, given[5] * (0.5 + given[4] % 3), 0))
+        count = jnp.sum(jnp.where(given[4] >= 0, given[5] * (0.5 + given[4] % 3), 0))
         local = functools.partial(
             loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
             mesh_axes=MeshAxes(**layout.axes, grad=grad),
         )  # fmt: skip
-
-        def add(x: Any, layout: Layout = layout) -> Any:
-            return jax.lax.psum(x, layout.only_rows) if layout.only_rows else x
-
-        def part(*args: Any, local: Any = local, add: Any = add) -> Any:
-            return add(local(*args))
-
-        def part_with_gradients(*args: Any, local: Any = local, add: Any = add, part: Any = part) -> Any:
-            if checked:
-                return gradients(part)(*args)
-            value, (d_hidden, *of_head) = gradients(local)(*args)
-            return add(value), (d_hidden, *map(add, of_head[:-1]), of_head[-1])
-
-        if inside:
-            out_specs: Any = (P(), (*specs[:4], specs[5]))
-            function = jax.shard_map(
-                part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked
-            )
-        else:
-            function = gradients(jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked))
+        function = differentiated(local, layout.only_rows, layout.specs, DIFFERENTIATED, inside, checked)
         reference = functools.partial(loss, padded=True, implementation="reference", normalizer=count)
         same(jax.jit(function)(*given), gradients(reference)(*given))
         yield f"{layout.name}, {mode}, inside={inside}"
+    hidden, weight = arrays(64, False)[:2]
+    given = hidden, weight, hidden[..., ::-1], weight
     for inside in (False, True):
         distilled = functools.partial(linear_distillation, normalizer=B * T)
-        hidden, weight = arrays(64, False)[:2]
-        given = hidden, weight, hidden[..., ::-1], weight
-        specs = (P(ALL), P(), P(ALL), P())
-
-        def whole(*args: Any, distilled: Any = distilled) -> Any:
-            return jax.lax.psum(distilled(*args), ALL)
-
-        def both(*args: Any, whole: Any = whole, distilled: Any = distilled) -> Any:
-            if checked:
-                return jax.value_and_grad(whole, (0, 1))(*args)
-            value, (d_hidden, d_weight) = jax.value_and_grad(distilled, (0, 1))(*args)
-            return jax.lax.psum(value, ALL), (d_hidden, jax.lax.psum(d_weight, ALL))
-
-        if inside:
-            function = jax.shard_map(
-                both, mesh=mesh(), in_specs=specs, out_specs=(P(), (P(ALL), P())), check_vma=checked
-            )
-        else:
-            function = jax.value_and_grad(
-                jax.shard_map(whole, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked), (0, 1)
-            )
+        function = differentiated(distilled, ALL, (P(ALL), P(), P(ALL), P()), (0, 1), inside, checked)
         same(jax.jit(function)(*given), jax.value_and_grad(distilled, (0, 1))(*given))
         yield f"distillation, inside={inside}"
     if checked:
-        alone = arrays(64, False)[:2]
-        mapped = jax.shard_map(
-            lambda h, w: jax.lax.psum(sampled(h, w, normalizer=B * T), ALL),
-            mesh=mesh(), in_specs=(P(ALL), P()), out_specs=P(),
-        )  # fmt: skip
-        same(jax.jit(jax.value_and_grad(mapped, (0, 1)))(*alone), jax.value_and_grad(sampled, (0, 1))(*alone))
+        local = functools.partial(sampled, normalizer=B * T)
+        function = differentiated(local, ALL, (P(ALL), P()), (0, 1), inside=False, checked=True)
+        same(jax.jit(function)(hidden, weight), jax.value_and_grad(sampled, (0, 1))(hidden, weight))
         yield "sampled softmax"
 
 

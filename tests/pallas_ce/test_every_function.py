@@ -58,8 +58,19 @@ def test_rows_that_do_not_count_may_hold_anything_and_get_nothing(name: str) -> 
     assert_close(got, jax.tree.map(np.asarray, want), 1e-6)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(got))
     assert np.all(np.asarray(got[1][0])[~counts] == 0)
-    nothing = _gradients(FUNCTIONS[name], jnp.full_like(HIDDEN, jnp.nan), WEIGHT, jnp.full(N, -100))
+    none = jnp.where(jnp.arange(N) % 2, V if name in LOSSES else -1, -100)
+    nothing = _gradients(FUNCTIONS[name], jnp.full_like(HIDDEN, jnp.nan), WEIGHT, none)
     assert not any(np.any(x) for x in floating(nothing))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("linear_sample")])
+def test_float64_is_served_in_float64(name: str) -> None:
+    with jax.enable_x64(True):
+        given = (jnp.asarray(x, jnp.float64) for x in (P.arrays["hidden"], P.arrays["weight"]))
+        run = functools.partial(_gradients, FUNCTIONS[name], *given, LABELS)
+        got, want = run(implementation="xla"), run(implementation="reference")
+        assert {x.dtype for x in floating(got)} == {np.dtype(np.float64)}
+        assert_close(got, jax.tree.map(np.asarray, want), 1e-11, floor=1e-11)
 
 
 @pytest.mark.parametrize("name", LOSSES)

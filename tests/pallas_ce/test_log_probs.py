@@ -64,26 +64,6 @@ def test_only_what_is_asked_for_is_returned() -> None:
     assert found.sum_sq_probs is None
 
 
-@pytest.mark.parametrize(("softcap", "targets"), [(None, None), (2.0, 3)])
-def test_a_temperature_given_as_number_scalar_or_rows_is_the_same(softcap: Any, targets: Any) -> None:
-    p = make(0, 20, 7, 30)
-    labels = p.labels if targets is None else np.stack([p.labels] * targets, axis=1)
-
-    def results(temperature: Any) -> Any:
-        def total(arrays: dict[str, Any], scale: Any) -> Any:
-            found = linear_log_probs(
-                arrays["hidden"], arrays["weight"], labels, temperature=temperature, logit_softcap=softcap,
-                logit_scale=scale, return_entropy=True,
-            )  # fmt: skip
-            return jnp.sum(found.log_probs) + 0.3 * jnp.sum(found.entropy)
-
-        return jax.value_and_grad(total, (0, 1))(p.arrays, jnp.float32(1.2))
-
-    want = jax.tree.map(lambda x: np.asarray(x, np.float64), results(0.7))
-    for temperature in (jnp.float32(0.7), jnp.full(20, 0.7)):
-        assert_close(results(temperature), want, 1e-5)
-
-
 def test_a_temperature_has_no_gradient() -> None:
     def total(temperature: Any) -> Any:
         return jnp.sum(linear_log_probs(HIDDEN, WEIGHT.at[0].set(2.0), jnp.arange(4), temperature=temperature))
@@ -119,17 +99,6 @@ def test_repeated_tokens_add_up_in_any_order_with_the_same_bits_each_time() -> N
 
     np.testing.assert_array_equal(gradient(np.arange(12)), gradient(np.arange(12)))
     assert_close(gradient(np.arange(12)[::-1]), np.asarray(gradient(np.arange(12)), np.float64), 1e-5)
-
-
-def test_float64_is_served_in_float64() -> None:
-    p = make(2, 20, 9, 40)
-    p.options = {"temperature": 0.7, "logit_softcap": 3.0}
-    with jax.enable_x64(True):
-        got = linear_log_probs(*(np.float64(p.arrays[k]) for k in ("hidden", "weight")), p.labels, **p.options)
-        assert got.dtype == np.float64
-        got = np.asarray(got)
-    values, _ = oracle.statistics(oracle.Logits(p.arrays, **p.options), p.labels)
-    assert_close(got, np.where(p.labels < 0, 0, values["log_prob"]), 1e-12)
 
 
 def test_no_array_of_rows_times_vocabulary() -> None:
