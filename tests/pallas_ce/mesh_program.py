@@ -3,7 +3,6 @@
 Every check compares a sharded call with the materialised loss on one device: its value and all gradients.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
@@ -28,109 +27,24 @@ from pallas_ce import (
     linear_top_k,
     sampled_softmax_cross_entropy,
 )
+from tests.pallas_ce.layouts import (
+    ALL,
+    DIFFERENTIATED,
+    LAYOUTS,
+    B,
+    H,
+    T,
+    arrays,
+    expected,
+    gradients,
+    loss,
+    mesh,
+    placed,
+    same,
+)  # fmt: skip
 
-B, T, H = 8, 8, 16
 MODES = ("recompute", "in_forward")
-DIFFERENTIATED, OF_HEAD = (0, 1, 2, 3, 5), (1, 2, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How hidden `[B, T, H]` and the weight `[V, H]` lie on the mesh `data=2, tensor=4`."""
-
-    name: str
-    hidden: P
-    weight: P
-    vocabulary: int = 64
-
-    @property
-    def bias(self) -> P:
-        return P(self.weight[0] if len(self.weight) else None)
-
-    @property
-    def specs(self) -> tuple[P, ...]:
-        """Of hidden, weight, bias, scale, labels and token weights."""
-        return self.hidden, self.weight, self.bias, P(), self.hidden, self.hidden
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """The arguments of `MeshAxes` beside `grad`."""
-        width = _flat(self.weight[1:])
-        split = _flat(self.weight[:1]) + width
-        return {
-            "vocabulary": _flat(self.weight[:1]),
-            "width": width,
-            "rows": tuple(axis for axis in _flat(self.hidden) if axis in split),
-        }
-
-    @property
-    def only_rows(self) -> tuple[str, ...]:
-        """The axes that split the rows only."""
-        return tuple(axis for axis in _flat(self.hidden) if axis not in self.axes["rows"])
-
-
-def _flat(spec: Any) -> tuple[str, ...]:
-    return tuple(axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,)))
-
-
-ALL = ("data", "tensor")
-LAYOUTS = (
-    Layout("DP 8", P(ALL), P()),
-    Layout("TP 8", P(), P(ALL)),
-    Layout("TP 4, DP 2", P("data"), P("tensor")),
-    Layout("SP 4, DP 2", P("data", "tensor"), P("tensor"), vocabulary=256),
-    Layout("FSDP 8 over V", P(ALL), P(ALL), vocabulary=32),
-    Layout("FSDP 8 over H", P(ALL), P(None, ALL)),
-    Layout("TP 4, FSDP 2 over V", P("data"), P(("tensor", "data")), vocabulary=32),
-    Layout("TP 4, FSDP 2 over H", P("data"), P("tensor", "data")),
-)
-
-
-def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> Mesh:
-    return jax.make_mesh(shape, ALL, axis_types=(kind,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
-
-
-def arrays(vocabulary: int, padded: bool) -> tuple[Any, ...]:
-    """hidden, weight, bias, scale, labels, token weights; with padding the last three entries do not exist."""
-    keys = jax.random.split(jax.random.key(vocabulary), 5)
-    labels = jax.random.randint(keys[3], (B, T), 0, vocabulary - 3 * padded).at[3].set(-100).at[:, 1].set(-100)
-    weights = jax.random.uniform(keys[4], (B, T))
-    hidden, weight = jax.random.normal(keys[0], (B, T, H)), jax.random.normal(keys[1], (vocabulary, H))
-    return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
-
-
-def loss(
-    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
-) -> Any:
-    """Every term of the loss at once."""
-    vocabulary = weight.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
-    classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
-    return linear_cross_entropy(
-        hidden, weight, labels, bias=bias, logit_scale=scale, token_weights=token_weights, class_weights=classes,
-        label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, vocab_size=vocabulary - 3 * padded if padded else None,
-        **options,
-    )  # fmt: skip
-
-
-def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.value_and_grad(function, argnums=DIFFERENTIATED)
-
-
-def same(got: Any, want: Any) -> None:
-    """Equal to float32 rounding, relative to the largest entry."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(y), initial=0.0)))
-
-
-@functools.cache
-def expected(vocabulary: int, padded: bool) -> Any:
-    function = functools.partial(loss, padded=padded, implementation="reference")
-    return gradients(function)(*arrays(vocabulary, padded))
-
-
-def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
-    given = arrays(layout.vocabulary, padded)
-    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, layout.specs, strict=True))
+OF_HEAD = (1, 2, 3)  # of the arguments of the loss: weight, bias and scale
 
 
 def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
@@ -148,8 +62,8 @@ def auto() -> Iterator[str]:
         step = jax.jit(gradients(functools.partial(loss, padded=padded, backward=mode)))
         got = step(*given)
         same(got, expected(layout.vocabulary, padded))
-        for gradient, i in zip(got[1], DIFFERENTIATED, strict=True):
-            assert gradient.sharding.is_equivalent_to(given[i].sharding, gradient.ndim), (layout, mode, i)
+        for gradient, place in zip(got[1], DIFFERENTIATED, strict=True):
+            assert gradient.sharding.is_equivalent_to(given[place].sharding, gradient.ndim), (layout, mode, place)
         jax.tree.map(np.testing.assert_array_equal, step(*given), got)
         yield f"{layout.name}, {mode}, padded={padded}"
 
@@ -174,9 +88,7 @@ def explicit() -> Iterator[str]:
             lambda h, w: linear_top_k(h, w, 3),
             lambda h, w: linear_sample(key, h, w),
             lambda h, w: linear_sample(key, h, w, top_k=3),
-            jax.value_and_grad(
-                lambda h, w: sampled_softmax_cross_entropy(h, w, jnp.argmax(h, axis=-1), key=key, num_samples=9)
-            ),
+            jax.value_and_grad(sampled),
             jax.value_and_grad(lambda h, w: linear_chain_crf(h, jnp.argmax(h, axis=-1), w[:H])),
             jax.value_and_grad(lambda h, w: linear_distillation(h, w, h[..., ::-1], w)),
         ):
@@ -185,12 +97,7 @@ def explicit() -> Iterator[str]:
 
 
 def differentiated(
-    local: Callable[..., Any],
-    axes: tuple[str, ...],
-    specs: tuple[P, ...],
-    argnums: tuple[int, ...],
-    inside: bool,
-    checked: bool,
+    local: Callable[..., Any], axes: tuple[str, ...], specs: Any, argnums: Any, inside: bool, checked: bool
 ) -> Callable[..., Any]:
     """Value and gradients of `local`'s sum over the axes that split the rows, taken inside a shard_map or outside."""
 

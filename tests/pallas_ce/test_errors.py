@@ -14,7 +14,7 @@ from pallas_ce import ClassSample
 HIDDEN, WEIGHT, LABELS = jnp.ones((4, 3)), jnp.ones((5, 3)), jnp.array([0, 1, 2, 4])
 LOGITS, INTEGERS, COMPLEX = jnp.zeros((2, 3)), jnp.zeros((2, 3), int), jnp.ones(4, complex)
 KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 5)
-NAN, INFINITY = float("nan"), float("inf")
+NAN, INFINITY, IN_FORWARD = float("nan"), float("inf"), {"backward": "in_forward"}
 TWICE, ONCE = jnp.zeros((4, 2), int), jnp.zeros(4, int)
 
 Row = tuple[dict[str, Any], type[Exception], str]
@@ -136,13 +136,9 @@ OF_A_LOSS: list[Row] = [
     ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is given with reduction='sum'; only reduction='m"),
     ({"reduction": "max"}, ValueError, "reduction='max' is unknown; choose from 'mean', 'sum', 'none'"),
     ({"backward": "fast"}, ValueError, "backward='fast' is unknown; choose from 'auto', 'recompute', 'in_forward'"),
-    ({"backward": "in_forward", "reduction": "none"}, ValueError, "needs a scalar loss, .* or backward='recompute'"),
+    ({**IN_FORWARD, "reduction": "none"}, ValueError, "needs a scalar loss, .* or backward='recompute'"),
     ({"backward": "recompute", "implementation": "reference"}, ValueError, "leave backward='auto'"),
-    (
-        {"backward": "in_forward", "scratch_bytes": 90, "implementation": "xla"},
-        ValueError,
-        "=90 .* one row .*in_forward",
-    ),
+    ({**IN_FORWARD, "scratch_bytes": 90, "implementation": "xla"}, ValueError, "=90 cannot hold one row .*in_forward"),
 ]
 ALONE = {"implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
 OF_ONE: dict[str, list[Row]] = {
@@ -194,7 +190,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"differentiate": "hidden"}, TypeError, r"differentiate='hidden' must be a sequence of names"),
         ({"differentiate": ("labels",)}, ValueError, r"differentiate names \['labels'\], .* choose from \('hid"),
         ({"reduction": "max"}, ValueError, "reduction='max' is unknown"),
-        ({"backward": "in_forward", "reduction": "none"}, ValueError, "needs a scalar loss"),
+        ({**IN_FORWARD, "reduction": "none"}, ValueError, "needs a scalar loss"),
         ({"hidden": [[1.0]]}, TypeError, "hidden is a list; it must be an array or a jax.ShapeDtypeStruct"),
     ],
     "linear_log_probs": [

@@ -111,7 +111,8 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
         multi_task_cross_entropy(hidden, {})
     with pytest.raises(TypeError, match="tasks is a list; it must be a mapping"):
         multi_task_cross_entropy(hidden, [Task(weight, labels)])  # type: ignore[arg-type]
-    cases: list[tuple[Task, Any, str]] = [
+    cases: list[tuple[Any, Any, str]] = [
+        ((weight, labels), TypeError, "it is a tuple; it must be a Task"),
         (Task(weight, labels, 1.0, {"reduction": "none"}), ValueError, "reduction='none' is not for several tasks"),
         (Task(weight, labels, 1.0, {"return_metrics": True}), ValueError, "return_metrics is not an option of a task"),
         (Task(weight, labels[:2]), ValueError, "labels have shape"),
@@ -122,9 +123,3 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
         with pytest.raises(kind, match=message) as raised:
             multi_task_cross_entropy(hidden, {"words": Task(weight, labels), "tags": task})
         assert raised.value.__notes__ == ["This is about the task 'tags'."]
-
-
-def test_what_is_no_task_is_named() -> None:
-    with pytest.raises(TypeError, match="it is a tuple; it must be a Task") as raised:
-        multi_task_cross_entropy(jnp.ones((2, 3)), {"tags": (jnp.ones((5, 3)), jnp.zeros(2, int))})  # type: ignore[dict-item]
-    assert raised.value.__notes__ == ["This is about the task 'tags'."]
