@@ -14,12 +14,12 @@ from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics.row import STATISTICS
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call, float32_floor, library_loss, library_results, oracle_results
-from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, statistics_problems
+from tests.pallas_ce.problems import STORED, STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 DIFFERENTIABLE = [name for name in STATISTICS if name != "argmax"]
 
 
-@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+@pytest.mark.parametrize(("implementation", "backward"), [*WAYS, *STORED])
 @hypothesis.given(p=problems())
 def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: Any) -> None:
     got, want = library_results(p, implementation, backward), oracle_results(p)
@@ -145,7 +145,7 @@ def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, b
     assert_close(got, want, 1e-11 if wide else 1e-5, floor=1e-12 if wide else 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "stored logits"])
 @hypothesis.given(p=problems())
 def test_non_uniform_cotangents_under_reduction_none(p: Problem, implementation: Any) -> None:
     p.options = {k: v for k, v in p.options.items() if k != "normalizer"} | {"reduction": "none"}
@@ -162,3 +162,15 @@ def test_non_uniform_cotangents_under_reduction_none(p: Problem, implementation:
     floor = 1e-6 * max(1.0, np.max(np.abs(want)))
     assert_close(values, want, 1e-5, floor=floor)
     assert_close(gradients, want_gradients, 1e-5, floor=floor)
+
+
+@pytest.mark.parametrize(("implementation", "backward"), STORED)
+def test_stored_logits_in_float64_are_served_in_float64(implementation: str, backward: Any) -> None:
+    p = make(2, 20, 9, 40)
+    p.options = {"z_loss": 0.01, "label_smoothing": 0.1}
+    with jax.enable_x64(True):
+        p.arrays = oracle.to64(p.arrays)
+        got = library_results(p, implementation, backward)
+        assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64)}
+        got = jax.tree.map(np.asarray, got)
+    assert_close(got, oracle_results(p), 1e-12, floor=1e-14)

@@ -1,5 +1,6 @@
 """`linear_distillation` against the definitions in float64."""
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -61,6 +62,8 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
     divergence, beta = data.draw(st.sampled_from(DIVERGENCES)), data.draw(st.sampled_from([0.1, 0.5, 0.9]))
     temperature = data.draw(st.sampled_from([1.0, 2.5, np.linspace(0.5, 3, n).astype(np.float32)]))
     weights = rng.uniform(0.2, 2, size=n).astype(np.float32)
+    reduction = data.draw(st.sampled_from(["mean", "none"]))
+    cotangent = rng.normal(size=n) if reduction == "none" else np.ones(())
     labels = np.where(rng.random(n) < 0.3, -100, 0)
     labels[0] = 0
     mask = np.where(np.arange(n) % 4 == 3, False, True)
@@ -70,26 +73,27 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
     scratch = None if implementation == "reference" else data.draw(st.sampled_from([None, least, 10 * least]))
 
     @jax.jit
-    @jax.value_and_grad
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def ours(given: dict[str, Any]) -> Any:
         given = dict(given)
         for side, name in (("", "vocab_axis"), ("teacher_", "teacher_vocab_axis")):
             given[side + "weight"] = given[side + "weight"] if axes[name] == 0 else given[side + "weight"].T
-        return linear_distillation(
+        value = linear_distillation(
             labels=labels, row_mask=mask, divergence=divergence, beta=beta, temperature=temperature,
-            implementation=implementation, scratch_bytes=scratch, **axes, **options, **given,
+            reduction=reduction, implementation=implementation, scratch_bytes=scratch, **axes, **options, **given,
         )  # fmt: skip
+        return jnp.sum(value * cotangent), value
 
     with jax.enable_x64(True):
 
         def theirs(given: dict[str, Any]) -> Any:
-            w = given["token_weights"]
-            return jnp.sum(jnp.where(counts, w * _definition(given, divergence, beta, temperature, options), 0)) / (
-                jnp.sum(jnp.where(counts, w, 0))
-            )
+            w = jnp.where(counts, given["token_weights"], 0)
+            rows = w * _definition(given, divergence, beta, temperature, options)
+            value = rows if reduction == "none" else rows.sum() / w.sum()
+            return jnp.sum(value * cotangent), value
 
         given = {k: jnp.asarray(x, jnp.float64) for k, x in (arrays | {"token_weights": weights}).items()}
-        want, gradients = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(theirs))(given))
+        want, gradients = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(theirs, has_aux=True))(given))
     got, found = ours(as_jax(arrays | {"token_weights": weights}))
     # The terms of a row are log-probabilities times probabilities; a divergence is a small difference of such sums.
     assert_close(got, want, 1e-5, floor=2e-6)
@@ -149,55 +153,23 @@ def test_columns_closed_in_both_heads_are_as_if_they_were_not_there(
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("scratch_bytes", [None, 1200])
-@pytest.mark.parametrize(("divergence", "closed"), [("forward_kl", "bias"), ("reverse_kl", "teacher_bias")])
-def test_an_infinite_divergence_is_infinite_without_a_gradient(
-    divergence: Any, closed: str, implementation: Any, scratch_bytes: int | None
+@pytest.mark.parametrize(
+    ("divergence", "side", "open_columns", "want"),
+    [
+        ("forward_kl", "bias", 17, np.inf),
+        ("reverse_kl", "teacher_bias", 17, np.inf),
+        *((divergence, side, 0, 0.0) for divergence in DIVERGENCES for side in ("bias", "teacher_bias")),
+    ],
+)
+def test_an_infinite_divergence_and_a_row_without_distribution_have_no_gradient(
+    divergence: Any, side: str, open_columns: int, want: float, implementation: Any, scratch_bytes: int | None
 ) -> None:
-    p = as_jax(two_heads(0, 5, 4, 30))
-    bias = {closed: jnp.where(jnp.arange(30) < 17, 0.0, -jnp.inf)}
-    run: Any = jax.value_and_grad(lambda h: linear_distillation(
-        **(p | {"hidden": h}), **bias, divergence=divergence, implementation=implementation, scratch_bytes=scratch_bytes
-    ))  # fmt: skip
-    value, gradient = run(p["hidden"])
-    assert value == np.inf
-    assert np.all(np.asarray(gradient) == 0)
-
-
-@every_divergence
-@pytest.mark.parametrize("side", ["bias", "teacher_bias"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_row_without_distribution_in_either_head_is_zero(divergence: Any, side: str, implementation: Any) -> None:
-    p = as_jax(two_heads(0, 5, 4, 30))
-    none = {side: jnp.full(30, -jnp.inf)}
-    run: Any = jax.value_and_grad(lambda p: linear_distillation(
-        **p, **none, divergence=divergence, implementation=implementation
-    ))  # fmt: skip
-    value, gradients = run(p)
-    assert value == 0
-    assert all(np.all(np.asarray(g) == 0) for g in gradients.values())
-
-
-@every_divergence
-def test_reduction_none_gives_each_row_and_takes_any_cotangent(divergence: Any) -> None:
-    p = as_jax(two_heads(2, 12, 5, 33))
-    p |= {k: x.reshape(3, 4, -1) for k, x in p.items() if k.endswith("hidden")}
-    cotangent, mask = np.linspace(-1, 2, 12).reshape(3, 4), np.arange(12).reshape(3, 4) % 5 != 2
-
-    def weighted(implementation: Any) -> Any:
-        def run(hidden: Any, weight: Any) -> Any:
-            rows = linear_distillation(**(p | {"hidden": hidden, "weight": weight}), divergence=divergence,
-                                       row_mask=mask, reduction="none", implementation=implementation)  # fmt: skip
-            return jnp.sum(rows * cotangent), rows
-
-        return jax.value_and_grad(run, (0, 1), has_aux=True)(p["hidden"], p["weight"])
-
-    (_, rows), gradients = weighted("xla")
-    (_, want_rows), want = jax.tree.map(np.asarray, weighted("reference"))
-    assert rows.shape == (3, 4)
-    assert np.all(np.asarray(rows)[~mask] == 0)
-    assert np.all(np.asarray(gradients[0])[~mask] == 0)
-    assert_close(rows, want_rows, 1e-5, floor=1e-6)
-    assert_close(gradients, want, 1e-5, floor=1e-6)
+    bias = {side: jnp.where(jnp.arange(30) < open_columns, 0.0, -jnp.inf)}
+    options: dict[str, Any] = {"implementation": implementation, "scratch_bytes": scratch_bytes}
+    run: Any = jax.value_and_grad(lambda p: linear_distillation(**p, **bias, divergence=divergence, **options))
+    value, gradients = run(as_jax(two_heads(0, 5, 4, 30)))
+    assert value == want
+    assert not any(np.any(g) for g in gradients.values())
 
 
 def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits() -> None:
