@@ -127,6 +127,17 @@ def test_columns_without_probability_are_never_drawn() -> None:
     assert np.all(np.isneginf(nothing.log_probs))
 
 
+def test_a_key_for_each_example_and_keys_of_the_old_kind() -> None:
+    p = make(0, 12, 5, 31)
+    hidden, weight = jnp.asarray(p.arrays["hidden"]).reshape(3, 4, 5), jnp.asarray(p.arrays["weight"])
+    keys = jax.random.split(KEY, 3)
+    found = jax.jit(jax.vmap(linear_sample, (0, 0, None)))(keys, hidden, weight)
+    for i in range(3):
+        np.testing.assert_array_equal(found.ids[i], linear_sample(keys[i], hidden[i], weight).ids)
+    old, new = (linear_sample(key, hidden[0], weight).ids for key in (jax.random.PRNGKey(7), KEY))
+    np.testing.assert_array_equal(old, new)
+
+
 def test_greedy_agrees_with_top_1() -> None:
     p = make(2, 40, 8, 300)
     rows = p.arrays["hidden"], p.arrays["weight"]
