@@ -9,6 +9,7 @@ import jax
 import pytest
 import torch
 
+from tests.torch_bridge import problems
 from torch_bridge import linear_cross_entropy, linear_log_probs, linear_row_statistics
 from torch_bridge.autograd import operator as ops
 from torch_bridge.dlpack import exchange
@@ -25,10 +26,7 @@ FUNCTIONS = {
 
 @pytest.fixture
 def head():
-    torch.manual_seed(0)
-    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
-    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
-    return hidden, weight, torch.randint(0, VOCABULARY, (ROWS,))
+    return problems.head(ROWS, WIDTH, VOCABULARY)
 
 
 def without_gradients(function, head):
