@@ -15,18 +15,14 @@ from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, ShapeClass, Table
 
 DEVICE = "NVIDIA H200"
 KEY = ShapeClass("forward", 8192, 131072, 4096, 0)
-CONFIG = Config(rows=64, columns=256, stages=3, cluster="rows", in_flight=1, row_group=4)
-PING_PONG = {"rows": 128, "columns": 192, "piece": 64, "ping_pong": True, "stages": 4} | {
-    "cluster": None,
-    "in_flight": 1,
-    "lead": 0,
-    "row_group": 12,
-}
+FIELDS = ("rows", "columns", "piece", "stages", "cluster", "in_flight", "ping_pong", "lead", "row_group")
+STORED = dict(zip(FIELDS, (64, 256, None, 3, "rows", 1, False, 0, 4), strict=True))
+PING_PONG = dict(zip(FIELDS, (128, 192, 64, 4, None, 1, True, 0, 12), strict=True))
+CONFIG = Config(**STORED)
 
 
 def document() -> dict[str, Any]:
-    config = {"rows": 64, "columns": 256, "piece": None, "stages": 3, "cluster": "rows", "in_flight": 1}
-    config |= {"ping_pong": False, "lead": 0, "row_group": 4}
+    config = dict(STORED)
     entry = {**KEY._asdict(), "config": config, "microseconds": 9.5, "rule_microseconds": 10}
     return {"format": 3, "device": DEVICE, "made": {"jax": "0.11.2"}, "entries": [entry]}
 
