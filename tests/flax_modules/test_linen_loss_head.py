@@ -3,55 +3,12 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-import pytest
 from jax.sharding import PartitionSpec
 
 from flax_modules.linen import LossHead
 from tests.flax_modules.oracle import assert_close, mean_cross_entropy, stored_logits
 
 FEATURES, VOCAB = 16, 37
-
-
-class TiedInSetup(nn.Module):
-    def setup(self):
-        self.embed = nn.Embed(VOCAB, FEATURES)
-        self.head = LossHead.tied(self.embed)
-
-    def __call__(self, tokens, labels):
-        return self.head(self.embed(tokens), labels)
-
-    def logits(self, tokens):
-        return self.head.logits(self.embed(tokens))
-
-
-class TiedCompact(nn.Module):
-    @nn.compact
-    def __call__(self, tokens, labels):
-        embed = nn.Embed(VOCAB, FEATURES, name="embed")
-        return LossHead.tied(embed)(embed(tokens), labels)
-
-
-@pytest.mark.parametrize("model", [TiedInSetup(), TiedCompact()])
-def test_a_tied_embedding_is_one_parameter_whose_gradient_sums_both_uses(model, labels):
-    tokens = jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, labels)
-    assert jax.tree.map(jnp.shape, variables) == {"params": {"embed": {"embedding": (VOCAB, FEATURES)}}}
-
-    def two_uses(table_in, table_out):
-        return mean_cross_entropy(stored_logits(table_in[tokens], table_out.T), labels)
-
-    table = variables["params"]["embed"]["embedding"]
-    as_input, as_output = jax.grad(two_uses, argnums=(0, 1))(table, table)
-    grads = jax.grad(model.apply)(variables, tokens, labels)
-    assert_close(grads["params"]["embed"]["embedding"], as_input + as_output)
-
-
-def test_a_tied_head_generates_without_labels(labels):
-    model, tokens = TiedInSetup(), jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, method="logits")
-    table = variables["params"]["embed"]["embedding"]
-    assert_close(model.apply(variables, tokens, method="logits"), stored_logits(table[tokens], table.T))
 
 
 def test_partitioning_metadata_is_that_of_the_initializers(hidden, labels):
@@ -106,22 +63,3 @@ def test_gradients_pass_through_scanned_layers_and_remat(hidden, labels):
     expected = jax.grad(canonical)(variables)
     assert_close(jax.grad(Model().apply)(variables, hidden, labels), expected)
     assert_close(jax.grad(Model(nn.remat(LossHead)).apply)(variables, hidden, labels), expected)
-
-
-def test_a_training_loop_reduces_the_loss(labels):
-    model, tokens = TiedInSetup(), jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, labels)
-    optimizer = optax.adam(0.1)
-    state = optimizer.init(variables)
-
-    @jax.jit
-    def step(variables, state):
-        loss, grads = jax.value_and_grad(model.apply)(variables, jnp.arange(13), jnp.arange(1, 14))
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(variables, updates), state, loss
-
-    losses = []
-    for _ in range(40):
-        variables, state, loss = step(variables, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.3 * losses[0]

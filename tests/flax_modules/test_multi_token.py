@@ -1,14 +1,10 @@
 """Multi-token prediction in either framework: k losses, each the plain one on labels shifted further."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
-from flax_modules import linen
 from flax_modules import nnx as on_nnx
 from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, shifted, stored_logits
 
@@ -145,62 +141,6 @@ def test_rows_shorter_than_the_number_of_tokens_have_nothing_to_count(mtp, hidde
     loss, grads = jax.value_and_grad(lambda params: apply(params, row, first, head_weights=1.0))(params)
     assert_close(loss, mean_cross_entropy(stored_logits(row, kernel(params)), first))
     assert not np.any(projections(grads)[0])
-
-
-class LinenInSetup(nn.Module):
-    def setup(self):
-        self.embed = nn.Embed(VOCAB, FEATURES)
-        self.head = linen.MultiTokenLossHead(linen.LossHead.tied(self.embed), K)
-
-    def __call__(self, tokens, labels):
-        return self.head(self.embed(tokens), labels)
-
-
-class LinenCompact(nn.Module):
-    @nn.compact
-    def __call__(self, tokens, labels):
-        embed = nn.Embed(VOCAB, FEATURES, name="embed")
-        return linen.MultiTokenLossHead(linen.LossHead.tied(embed), K, name="head")(embed(tokens), labels)
-
-
-class OnNnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, FEATURES, rngs=rngs)
-        self.head = on_nnx.MultiTokenLossHead(on_nnx.LossHead.tied(self.embed), K, rngs=rngs)
-
-    def __call__(self, tokens, labels):
-        return self.head(self.embed(tokens), labels)
-
-
-@pytest.mark.parametrize("model", [LinenInSetup, LinenCompact, OnNnx])
-def test_it_can_be_tied_to_an_embedding_of_the_model_and_trains(model, labels):
-    tokens = jnp.maximum(labels, 0)
-    params, apply = initialised(model(), tokens, labels)
-    assert sorted(x.shape for x in jax.tree.leaves(params)) == [(FEATURES, FEATURES)] * (K - 1) + [(VOCAB, FEATURES)]
-
-    def canonical(params):
-        table = params["embed"]["embedding"][...]
-        return sum(losses([table[tokens]] * K, [table.T] * K, labels)) / K  # projections are still zero
-
-    loss, grads = jax.value_and_grad(apply)(params, tokens, labels)
-    expected, expected_grads = jax.value_and_grad(canonical)(params)
-    assert_close(loss, expected)
-    assert_close(grads["embed"]["embedding"][...], expected_grads["embed"]["embedding"][...])
-
-    optimizer, tokens = optax.adam(0.03), jnp.arange(16).reshape(2, 8)
-
-    @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(apply)(params, tokens[:, :-1], tokens[:, 1:])
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, loss
-
-    state, found = optimizer.init(params), []
-    for _ in range(40):
-        params, state, loss = step(params, state)
-        found.append(float(loss))
-    assert found[-1] < 0.3 * found[0]
 
 
 def test_construction_names_what_is_wrong(framework, hidden, labels):

@@ -50,18 +50,6 @@ def test_the_kernels_of_each_mode_are_told_with_tiles_and_windows(options: dict[
         assert line == f"kernel          {launch.kernel}: {tile}, chosen by the default rule"
 
 
-def test_labels_and_temperatures_that_the_kernels_cannot_serve_are_xlas() -> None:
-    labels, temperatures = jax.ShapeDtypeStruct((64, 2), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
-    assert explain(*ARRAYS, temperature=0.7).implementation == "mosaic_gpu"
-    for name, rows in (("K=2", {"labels": labels}), ("no temperature for each row", {"temperature": temperatures})):
-        told = explain(*ARRAYS, reduction="none", **rows)  # type: ignore[arg-type]
-        assert told.implementation == "xla"
-        assert told.implementation_reason.startswith("mosaic_gpu cannot serve this call: ")
-        assert name in told.implementation_reason
-        with pytest.raises(ValueError, match=name):
-            explain(*ARRAYS, implementation="mosaic_gpu", **rows)  # type: ignore[arg-type]
-
-
 def test_kernels_are_refused_where_there_is_nothing_to_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "local_cuda", lambda: None)
     refusal = r"'mosaic_gpu' cannot serve this call: .* this process has no CUDA device; use"
