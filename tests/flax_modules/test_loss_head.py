@@ -37,16 +37,19 @@ def test_loss_and_gradients_are_those_of_stored_logits(make, hidden, labels, bac
     assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden))
 
 
-def test_every_option_reaches_loss_logits_and_statistics(make, hidden, labels):
+def test_every_option_reaches_loss_logits_and_statistics_and_padding_none(make, hidden, labels):
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0, "logit_scale": 2.0}
-    params, apply = make(padded_vocab_size=40, **options, **FAST)
-    kernel, targets = params["kernel"][:, :VOCAB], jnp.maximum(labels, 0)
-    logits = stored_logits(hidden, kernel, scale=2.0, softcap=3.0)
+    params, apply = make(padded_vocab_size=64, **options)
+    assert params["kernel"].shape == (FEATURES, 64)
+    logits, targets = stored_logits(hidden, params["kernel"][:, :VOCAB], scale=2.0, softcap=3.0), jnp.maximum(labels, 0)
     weights = jnp.linspace(0.5, 2.0, labels.size).reshape(labels.shape)
 
     assert_close(apply(params, hidden, method="logits"), logits)
     expected = mean_cross_entropy(logits, labels, weights, label_smoothing=0.1, z_loss=1e-2)
-    assert_close(apply(params, hidden, labels, token_weights=weights), expected)
+    loss, grads = jax.value_and_grad(apply)(params, hidden, labels, token_weights=weights)
+    assert_close(loss, expected)
+    assert not np.any(grads["kernel"][:, VOCAB:])
+    assert np.any(grads["kernel"][:, :VOCAB])
     names = ("lse", "target_logit", "argmax")
     stats = apply(params, hidden, targets, statistics=names, method="row_statistics")
     assert_close(stats.lse, jax.nn.logsumexp(logits, axis=-1))
@@ -80,17 +83,6 @@ def test_reduction_normalizer_class_weights_and_metrics_pass_through(make, hidde
     loss, metrics = apply(params, hidden, labels, return_metrics=True)
     assert_close(loss, per_token.sum() / 12)
     assert 12 in [int(value) for value in jax.tree.leaves(metrics)]
-
-
-def test_padding_is_in_neither_loss_nor_logits(make, hidden, labels):
-    params, apply = make(padded_vocab_size=64)
-    assert params["kernel"].shape == (FEATURES, 64)
-    logits = stored_logits(hidden, params["kernel"][:, :VOCAB])
-    loss, grads = jax.value_and_grad(apply)(params, hidden, labels)
-    assert_close(loss, mean_cross_entropy(logits, labels))
-    assert_close(apply(params, hidden, method="logits"), logits)
-    assert not np.any(grads["kernel"][:, VOCAB:])
-    assert np.any(grads["kernel"][:, :VOCAB])
 
 
 def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients(make, hidden, labels):
