@@ -13,16 +13,16 @@ from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Batch, HeadSpec
 from pallas_ce.modes import two_heads as pair
+from pallas_ce.modes.differentiation import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics import labels as label_rule
-from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.divergences import Divergence, Name
-from pallas_ce.statistics.reductions import reduce_rows
 
 
 def linear_distillation(
@@ -237,7 +237,7 @@ def _linear_distillation(
     if hidden.shape[0] == 0:
         values = jnp.zeros(0, spec.accumulator)
     elif static.streamed:
-        values = pair.row_divergences(static.call, hidden, head, mask, constant)
+        values = pair.row_divergences(static.call, Operands(Batch(hidden), head, mask, constant))
     else:
         inverse = None if constant.temperature is None else 1.0 / constant.temperature
         values = reference.divergences(

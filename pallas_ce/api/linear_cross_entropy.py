@@ -13,9 +13,9 @@ from pallas_ce.api.options import Options, call_metrics, read_options, row_loss,
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
@@ -220,45 +220,37 @@ def compute(
     static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same problem."""
-    rows = _rows(static, arrays, labels, options)
-    loss, batch, head, mask, given = rows
+    call, operands = _rows(static, arrays, labels, options)
+    given = operands.inputs
     if static.reduction == "none":
         unreduced = (given[0], given[1] | unnormalised(static.spec.accumulator))
-        names = loss.names | _extra(static)
-        value, found = evaluate.row_losses(static.how, names, loss, batch, head, mask, unreduced, known)
+        value, found = evaluate.row_losses(call, operands._replace(inputs=unreduced, known=known))
     else:
-        value, found = evaluate.total_loss(static.how, loss.names, _extra(static), *rows, known)
+        value, found = evaluate.total_loss(call, operands._replace(known=known))
     if not static.return_metrics:
         return value, None
-    assert batch.labels is not None
-    return value, call_metrics(loss, found, batch.labels, mask, given, static.how.total)
+    assert isinstance(call.row_total, CrossEntropy)
+    assert operands.batch.labels is not None
+    assert operands.mask is not None
+    return value, call_metrics(call.row_total, found, operands.batch.labels, operands.mask, given, static.how.total)
 
 
 def keep(
     static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, needs_grad: NeedsGrad
 ) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    rows = _rows(static, arrays, labels, options)
-    return evaluate.keep(static.how, rows.loss.names, _extra(static), *rows, needs_grad)
+    return evaluate.keep(*_rows(static, arrays, labels, options), needs_grad)
 
 
-def _extra(static: _Static) -> frozenset[str]:
-    return frozenset({"argmax"}) if static.return_metrics else frozenset()
-
-
-class _Rows(NamedTuple):
-    loss: CrossEntropy
-    batch: Batch
-    head: Head
-    mask: jax.Array
-    inputs: tuple[dict[str, jax.Array], dict[str, jax.Array]]
-
-
-def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options) -> _Rows:
+def _rows(
+    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options
+) -> tuple[Call[Settings], Operands]:
     """The call as rows, a head, and a row loss with its inputs."""
     spec = static.spec
     ids = label_rule.canonical(labels, spec.vocab_size)
     mask = label_rule.counted(ids, static.ignore_index)
     loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
     arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
-    return _Rows(loss, *inputs.batch_and_head(arrays, spec, ids), mask, (by_row, shared))
+    names = loss.names | ({"argmax"} if static.return_metrics else set())
+    batch, head = inputs.batch_and_head(arrays, spec, ids)
+    return Call(static.how, names, loss, loss.names), Operands(batch, head, mask, (by_row, shared))

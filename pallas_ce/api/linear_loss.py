@@ -17,6 +17,7 @@ from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, HeadSpec
 from pallas_ce.modes import evaluate
+from pallas_ce.modes.differentiation import Call, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
@@ -254,11 +255,9 @@ def _linear_loss(
     names = _statistics_read(static.row_loss, spec, batch, examples, n)
     unread = tuple(name for name in _available(ids is not None) if name not in names)
     row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n, batch.targets)
-    problem = (batch, head, mask, ((by_row, weights), (shared, inverse)))
-    if static.reduction == "none":
-        return evaluate.row_losses(static.how, primitive_names(names), row_total, *problem)[0]
-    total, _ = evaluate.total_loss(static.how, primitive_names(names), frozenset(), row_total, *problem)
-    return total
+    call = Call(static.how, primitive_names(names), row_total, primitive_names(names))
+    operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
+    return (evaluate.row_losses if static.reduction == "none" else evaluate.total_loss)(call, operands)[0]
 
 
 def _available(has_labels: bool) -> list[str]:

@@ -14,7 +14,7 @@ from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
@@ -200,7 +200,8 @@ def compute(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, known
     """Everything asked for. `known`: what `keep` has found for the same problem."""
     how, _, names, _ = static
     ids, batch, head, mask = _rows(static, arrays, labels)
-    found = from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, mask, known), names)
+    operands = Operands(batch, head, mask, known=known)
+    found = from_primitives(evaluate.statistics(Call(how, primitive_names(names)), operands), names)
     assert found.log_prob is not None
     counts = ids != label_rule.NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
@@ -211,7 +212,7 @@ def keep(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, needs_gr
     """What `compute` takes as `known`."""
     how, _, names, _ = static
     _, batch, head, mask = _rows(static, arrays, labels)
-    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, mask, ((), ()), needs_grad)
+    return evaluate.keep(Call(how, primitive_names(names)), Operands(batch, head, mask), needs_grad)
 
 
 def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array) -> tuple[jax.Array, Batch, Head, jax.Array]:

@@ -16,6 +16,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
+from pallas_ce.modes.differentiation import Call
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
@@ -183,7 +184,9 @@ def mean_squared_lse(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _mean_squared_lse(given: mode.Given, ignore_index: int | None, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _mean_squared_lse(
+    given: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+) -> jax.Array:
     spec = given.spec
     flat, _, mask = _rows(spec, ignore_index, logits, labels)
     if flat.size == 0:
@@ -236,7 +239,7 @@ class _Static:
     reduction: str
     ignore_index: int | None
     return_metrics: bool
-    given: mode.Given
+    given: mode.MaterializedSettings
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -254,7 +257,7 @@ def _cross_entropy(
     elif static.reduction == "none":
         found = mode.row_statistics(given, names, flat, weights, ids, mask)
     else:
-        call = mode.Call(given, loss, loss.names, names)
+        call = Call(given, names, loss, loss.names)
         found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
         found = jax.tree.map(jax.lax.stop_gradient, found)
     read, each = {name: found[name] for name in loss.names}, static.reduction == "none"

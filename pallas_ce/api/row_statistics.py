@@ -14,7 +14,7 @@ from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
@@ -179,7 +179,8 @@ def compute(
     """The statistics. `known`: what `keep` has found for the same problem."""
     how, spec, names = static
     batch, head = _rows(spec, arrays, labels)
-    return from_primitives(evaluate.statistics(how, primitive_names(names), batch, head, row_mask, known), names)
+    operands = Operands(batch, head, row_mask, known=known)
+    return from_primitives(evaluate.statistics(Call(how, primitive_names(names)), operands), names)
 
 
 def keep(
@@ -192,7 +193,7 @@ def keep(
     """What `compute` takes as `known`."""
     how, spec, names = static
     batch, head = _rows(spec, arrays, labels)
-    return evaluate.keep(how, primitive_names(names), frozenset(), None, batch, head, row_mask, ((), ()), needs_grad)
+    return evaluate.keep(Call(how, primitive_names(names)), Operands(batch, head, row_mask), needs_grad)
 
 
 def _rows(spec: HeadSpec, arrays: inputs.HeadArrays, labels: jax.Array | None) -> tuple[Batch, Head]:

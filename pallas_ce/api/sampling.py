@@ -199,7 +199,7 @@ def _linear_sample(static: _Static, key: Any, arrays: inputs.HeadArrays, row_mas
 
     with jax.named_scope("pallas_ce.sample"):
         by_row = (hidden, noise.row_keys(key, hidden.shape[0]), temperature)
-        found = over_rows_that_count(_block, static.streams, empty, by_row, head, mask)
+        found = over_rows_that_count(_block, static.streams.plan, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(leading), found)
 
 

@@ -51,12 +51,10 @@ class HeadSums(NamedTuple):
     Attributes:
         weight: the weight's shape, in the accumulator dtype or, where it is rounded at once, the weight's.
         bias: `[V']`.
-        logit_scale: `[]`; before the upstream scalar only. No backend's affair.
     """
 
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
+    weight: jax.Array | None
+    bias: jax.Array | None
 
 
 class Gradient(NamedTuple):

@@ -11,20 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import HeadSums, Plan
-from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import (
-    Gradients,
-    Saved,
-    first_order_only,
-    flags_of,
-    input_cotangents,
-    inputs_needing_grad,
-    is_zero,
-    values_of,
-    zero_cotangent,
-)
+from pallas_ce.modes.differentiation import Gradients, Operands, differentiable
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
@@ -58,34 +48,27 @@ class Call:
     shards: Shards
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def row_divergences(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> jax.Array:
-    """The divergence `[N]` of each row that counts, 0 in the others; differentiable in `hidden` and `head`."""
-    return _statistics(call, hidden, head, mask, teacher).value
+def _forward(call: Call, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
+    del needs_grad
+    found = _statistics(call, operands)
+    return found.value, found
 
 
-def _forward(call: Call, *primals: Any) -> tuple[jax.Array, Saved]:
-    hidden, head, mask, teacher = values_of(primals)
-    found = _statistics(call, *first_order_only((hidden, head, mask, teacher)))
-    saved = Saved(Batch(hidden), head, mask, (found, teacher), flags_of(inputs_needing_grad(*primals[:2])))
-    return found.value, saved
+def _backward(
+    call: Call, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
+) -> Gradients:
+    teacher: Teacher = operands.inputs
+    with jax.named_scope("pallas_ce.distillation"):
+        operation = streamed(call.shards, functools.partial(_gradients, call, needs_grad))
+        more = (teacher.hidden, teacher.temperature, found, cotangent)
+        return sweep.finished(
+            operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
+        )
 
 
-def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
-    gradients = Gradients()
-    if saved.needs_grad and not is_zero(cotangent):
-        used, cotangent = first_order_only((saved, cotangent))
-        found, teacher = used.kept
-        with jax.named_scope("pallas_ce.distillation"):
-            operation = streamed(call.shards, functools.partial(_gradients, call, saved.needs_grad))
-            more = (teacher.hidden, teacher.temperature, found, cotangent)
-            d_hidden, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
-        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
-    d_batch, d_head, d_mask = input_cotangents(saved, gradients)
-    return d_batch.hidden, d_head, d_mask, zero_cotangent(saved.kept[1])
-
-
-row_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
+# The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
+# its operands are the `Teacher`.
+row_divergences = differentiable(_forward, _backward)
 
 
 def _tile_logits(
@@ -104,8 +87,8 @@ def _log_probs(
     return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
 
 
-def _statistics(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | None, teacher: Teacher) -> PairStatistics:
-    divergence = call.divergence
+def _statistics(call: Call, operands: Operands) -> PairStatistics:
+    divergence, head, teacher = call.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
         hidden, teacher_hidden, temperature = by_row
@@ -132,13 +115,13 @@ def _statistics(call: Call, hidden: jax.Array, head: Head, mask: jax.Array | Non
         return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
     with jax.named_scope("pallas_ce.divergence"):
-        by_row = (hidden, teacher.hidden, teacher.temperature)
-        return over_rows_that_count(visit, call.streams, empty, by_row, (head, teacher.head), mask)
+        by_row = (operands.batch.hidden, teacher.hidden, teacher.temperature)
+        return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
     call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
-) -> tuple[jax.Array | None, HeadSums]:
+) -> tuple[jax.Array | None, Gradients]:
     hidden, mask = rows.batch.hidden, rows.mask
     teacher_hidden, temperature, found, cotangent = rows.more
     plan = call.streams.plan(hidden.shape[0], "recompute")

@@ -92,7 +92,7 @@ def _scaled_loss(problem: cross_entropy_steps.Problem, known: Known | None) -> A
     """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one."""
     if known is None or problem.arrays.logit_scale is not None:
         return {}
-    sums = {"input": known.hidden, "linear_weight": known.weight, "linear_bias": known.bias}
+    sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
     return {name: x for name, x in sums.items() if x is not None}
 
 

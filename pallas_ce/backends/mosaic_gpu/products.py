@@ -160,7 +160,7 @@ def products(
         # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
         operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / scale))
     operand = operand[:rows, : spec.vocab_size]
-    for_hidden, (weight_sum, bias_sum) = None, sums[:2]
+    for_hidden, (weight_sum, bias_sum) = None, sums
     if needs.hidden_product:
         for_hidden = scale[:, None] * work.for_hidden(operand)
     if weight_sum is not None:

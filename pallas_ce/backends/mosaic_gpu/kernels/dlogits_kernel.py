@@ -77,6 +77,12 @@ def vectors_by_row(coefficients: Coefficients, lse: jax.Array | None) -> dict[st
     return found
 
 
+# The fields of `Coefficients` that the epilogue's formula has.
+_TRANSLATED = frozenset(
+    ("prob", "prob_log_prob", "prob_sq", "prob_deviation_sq", "entropy", "target", "argmax", "logit_weights")
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DlogitsEpilogue(Epilogue):
     """Stores a tile's dlogits: as "dlogits", or in place of the "matrix" that the tile is from."""
@@ -122,6 +128,8 @@ class DlogitsEpilogue(Epilogue):
         def row(name: str) -> jax.Array:
             return layouts.along_columns(by_row[name], shape)
 
+        if missing := sorted(self.present - _TRANSLATED):
+            raise NotImplementedError(f"implementation='mosaic_gpu' has no term for {missing} in dlogits: use 'xla'")
         terms = []
         if "prob" in self.present:
             inner = row("prob")
