@@ -10,7 +10,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient`, carried out as
   `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `flatten_head`, `label_array`, `canonical_labels`,
+- A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`,
   `counted_labels`, `NO_TARGET`.
 - The types of options: `Backward`, `Implementation`, `Reduction`.
 """
@@ -25,7 +25,6 @@ from pallas_ce.api.checks import logits_spec as read_logits_spec
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.inputs import flatten as flatten_head
 from pallas_ce.api.inputs import read_head as read_head
 from pallas_ce.backends.device import local_cuda as local_cuda
 from pallas_ce.backends.protocol import Backward as Backward
@@ -33,7 +32,7 @@ from pallas_ce.backends.protocol import Implementation as Implementation
 from pallas_ce.head import LogitsSpec as LogitsSpec
 from pallas_ce.head import NeedsGrad as NeedsGrad
 from pallas_ce.modes.differentiation import Known as Known
-from pallas_ce.modes.materialized import Given as MaterializedSettings
+from pallas_ce.modes.materialized import Settings as MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
@@ -60,7 +59,6 @@ __all__ = [
     "check_temperature",
     "counted_labels",
     "cross_entropy_steps",
-    "flatten_head",
     "label_array",
     "local_cuda",
     "log_probs_steps",

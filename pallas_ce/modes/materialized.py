@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_ce.modes import differentiation as diff
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
-from pallas_ce.modes.materialized_blocks import Given as Given
+from pallas_ce.modes.materialized_blocks import Settings as Settings
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
@@ -35,13 +35,13 @@ class Call:
     """Static facts of a summed row loss.
 
     Attributes:
-        given: how it is carried out.
+        settings: how it is carried out.
         row_loss: `(statistics [n], inputs) -> [n]`, each row's share of the total.
         read: the primitive statistics that `row_loss` reads.
         names: those to return, `read` included.
     """
 
-    given: Given
+    settings: Settings
     row_loss: RowLoss
     read: frozenset[str]
     names: frozenset[str]
@@ -55,9 +55,13 @@ class Residual(NamedTuple):
 
 
 def _zeros(
-    given: Given, names: frozenset[str], logits: jax.Array, logit_weights: jax.Array | None, labels: jax.Array | None
+    settings: Settings,
+    names: frozenset[str],
+    logits: jax.Array,
+    logit_weights: jax.Array | None,
+    labels: jax.Array | None,
 ) -> Statistics:
-    shapes = jax.eval_shape(functools.partial(block_statistics, given, names), logits, logit_weights, labels)
+    shapes = jax.eval_shape(functools.partial(block_statistics, settings, names), logits, logit_weights, labels)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
@@ -72,35 +76,35 @@ def _select(mask: jax.Array | None, found: Statistics) -> Statistics:
     return {name: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for name, x in found.items()}
 
 
-def _entered(given: Given, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """`operation(given, by_row, shared)`, split over the mesh, and of each part by what serves it."""
+def _entered(settings: Settings, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """`operation(settings, by_row, shared)`, split over the mesh, and of each part by what serves it."""
 
     def chosen(by_row: Any, shared: Any) -> Any:
         rows = jax.tree.leaves(by_row)[0].shape[0]
-        return at_lowering(given.variants(rows), operation, by_row, shared)
+        return at_lowering(settings.variants(rows), operation, by_row, shared)
 
     return over_rows_only(chosen)
 
 
-def _forward_statistics(given: Given, names: frozenset[str], *arrays: Any) -> Statistics:
-    def operation(given: Given, by_row: Any, logit_weights: Any) -> Statistics:
+def _forward_statistics(settings: Settings, names: frozenset[str], *arrays: Any) -> Statistics:
+    def operation(settings: Settings, by_row: Any, logit_weights: Any) -> Statistics:
         logits, labels, _ = by_row
 
         def body(block: RowBlock, found: Statistics) -> Statistics:
             block_logits, block_labels, valid = _take(block, by_row)
-            values = block_statistics(given, names, block_logits, logit_weights, block_labels)
+            values = block_statistics(settings, names, block_logits, logit_weights, block_labels)
             return put_all(block, found, _select(valid, values))
 
-        return given.blocks(logits.shape[0]).for_each(body, _zeros(given, names, logits, logit_weights, labels))
+        return settings.blocks(logits.shape[0]).for_each(body, _zeros(settings, names, logits, logit_weights, labels))
 
     logits, logit_weights, labels, mask = arrays
-    with jax.named_scope("pallas_ce.given.forward"):
-        return _entered(given, operation)((logits, labels, mask), logit_weights)
+    with jax.named_scope("pallas_ce.materialized.forward"):
+        return _entered(settings, operation)((logits, labels, mask), logit_weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
-    given: Given,
+    settings: Settings,
     names: frozenset[str],
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -110,35 +114,35 @@ def row_statistics(
     """Primitive statistics of `logits [N, columns]`, N and V at least 1; differentiable in the logits, any cotangents.
 
     Args:
-        given: how.
+        settings: how.
         names: which statistics.
         logits: as stored.
         logit_weights: `[columns]`, the u of `mean_logit`.
         labels: `[N]` or `[N, K]` int32, -1 for no target.
         mask: `[N]` bool; the statistics of rows where it is False are 0, and so is their gradient.
     """
-    return _forward_statistics(given, names, logits, logit_weights, labels, mask)
+    return _forward_statistics(settings, names, logits, logit_weights, labels, mask)
 
 
-def _forward(given: Given, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
+def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
     values = diff.values_of(primals)
     saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
-    found = _forward_statistics(given, names | saved, *diff.first_order_only(values, _INSTEAD))
+    found = _forward_statistics(settings, names | saved, *diff.first_order_only(values, _INSTEAD))
     return {name: found[name] for name in names}, (values, {name: found[name] for name in saved})
 
 
-def _backward(given: Given, names: frozenset[str], saved: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
+def _backward(settings: Settings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
     del names
     cotangents = {name: g for name, g in cotangents.items() if name != "argmax" and not diff.is_zero(g)}
     if not cotangents:
         return None, None, None, None
     (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
     logits, logit_weights, labels, mask = arrays
-    return row_gradient(given, logits, logit_weights, labels, mask, kept, cotangents), None, None, None
+    return row_gradient(settings, logits, logit_weights, labels, mask, kept, cotangents), None, None, None
 
 
 def row_gradient(
-    given: Given,
+    settings: Settings,
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
@@ -148,21 +152,21 @@ def row_gradient(
 ) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(given: Given, by_row: Any, logit_weights: Any) -> jax.Array:
+    def operation(settings: Settings, by_row: Any, logit_weights: Any) -> jax.Array:
         logits, *rest = by_row
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             block_labels, valid, statistics, cotangents = _take(block, rest)
             coefficients = _coefficients(cotangents, statistics, block_labels)
             values = block_gradient(
-                given, coefficients, block.take(buffer), logit_weights, block_labels, statistics, valid
+                settings, coefficients, block.take(buffer), logit_weights, block_labels, statistics, valid
             )
             return block.put(buffer, values)
 
-        return given.blocks(logits.shape[0]).for_each(body, logits)
+        return settings.blocks(logits.shape[0]).for_each(body, logits)
 
-    with jax.named_scope("pallas_ce.given.backward"):
-        return _entered(given, operation)((logits, labels, mask, kept, cotangents), logit_weights)
+    with jax.named_scope("pallas_ce.materialized.backward"):
+        return _entered(settings, operation)((logits, labels, mask, kept, cotangents), logit_weights)
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
@@ -204,8 +208,8 @@ def statistics_and_handle(
         mask: `[N]` bool, which rows count; None: all.
         inputs: `(by_row, shared)` for `row_loss`.
     """
-    found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
-    return with_handle(found, inputs, call.given.spec.accumulator)
+    found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.settings.spec.accumulator)
 
 
 def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
@@ -213,21 +217,21 @@ def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Arr
     logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
     residual = Residual(diff.absent(), diff.absent())
     if needs_grad:
-        with jax.named_scope("pallas_ce.given.forward_and_gradient"):
-            operation = _entered(call.given, functools.partial(_statistics_and_gradient, call))
+        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
+            operation = _entered(call.settings, functools.partial(_statistics_and_gradient, call))
             by_row = (logits, labels, mask, inputs[0])
             found, *made = operation(by_row, (logit_weights, inputs[1]))
         residual = Residual(*(diff.absent() if x is None else x for x in made))
     else:
-        found = _forward_statistics(call.given, call.names, logits, logit_weights, labels, mask)
-    return with_handle(found, inputs, call.given.spec.accumulator), residual
+        found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+    return with_handle(found, inputs, call.settings.spec.accumulator), residual
 
 
-def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any) -> Any:
+def _statistics_and_gradient(call: Call, settings: Settings, by_row: Any, shared: Any) -> Any:
     """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
     logits, labels, *_ = by_row
     logit_weights, shared_inputs = shared
-    spec = given.spec
+    spec = settings.spec
     names = call.names | coef.saved_statistics(call.read)
     largest = 0.0 if logit_weights is None else jnp.max(jnp.abs(logit_weights))
 
@@ -235,7 +239,7 @@ def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any)
         found, buffer, factors = carry
         block_labels, valid, row_inputs = _take(block, by_row[1:])
         block_logits = block.take(buffer)
-        statistics = block_statistics(given, names, block_logits, logit_weights, block_labels)
+        statistics = block_statistics(settings, names, block_logits, logit_weights, block_labels)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
         statistics = jax.lax.optimization_barrier(_select(valid, statistics))
         cotangents = row_cotangents(call.row_loss, call.read, statistics, block, (row_inputs, shared_inputs))
@@ -245,12 +249,12 @@ def _statistics_and_gradient(call: Call, given: Given, by_row: Any, shared: Any)
         if factors is not None:
             coefficients, factor = coef.normalise(coefficients, largest)
             factors = block.put(factors, jnp.broadcast_to(factor, block_logits.shape[:1]))
-        values = block_gradient(given, coefficients, block_logits, logit_weights, block_labels, statistics, valid)
+        values = block_gradient(settings, coefficients, block_logits, logit_weights, block_labels, statistics, valid)
         return put_all(block, found, statistics), block.put(buffer, values), factors
 
-    factors = jnp.zeros(logits.shape[0], spec.accumulator) if given.normalises else None
-    carry = (_zeros(given, names, logits, logit_weights, labels), logits, factors)
-    found, gradient, factors = given.blocks(logits.shape[0]).for_each(body, carry)
+    factors = jnp.zeros(logits.shape[0], spec.accumulator) if settings.normalises else None
+    carry = (_zeros(settings, names, logits, logit_weights, labels), logits, factors)
+    found, gradient, factors = settings.blocks(logits.shape[0]).for_each(body, carry)
     return {name: found[name] for name in call.names}, gradient, factors
 
 
@@ -260,8 +264,8 @@ def _fused_backward(call: Call, residual: Residual, cotangents: tuple[Any, Any])
     if not made or diff.is_zero(upstream):
         return None, None, None, None, None
     (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
-    spec = call.given.spec
-    scale = upstream * factor[:, None] if call.given.normalises else upstream
+    spec = call.settings.spec
+    scale = upstream * factor[:, None] if call.settings.normalises else upstream
     return (scale * dlogits.astype(spec.accumulator)).astype(spec.dtype), None, None, None, None
 
 

@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Settings:
     """How a call is carried out; static and hashable.
 
     Attributes:
@@ -37,7 +37,7 @@ class Given:
     implementation: str = "xla"
     default: Default | None = None
 
-    def variants(self, rows: int) -> tuple["Given", ...]:
+    def variants(self, rows: int) -> tuple["Settings", ...]:
         """How the `rows` that a device holds are worked on; see `entry.at_lowering`."""
         if self.default is None:
             return (self,)
@@ -67,7 +67,7 @@ class Given:
 
 def decide(
     spec: LogitsSpec, logits: jax.Array, implementation: str | None, *, chunk: int | None = None, several: bool = False
-) -> Given:
+) -> Settings:
     """How a call is carried out.
 
     Args:
@@ -92,7 +92,7 @@ def decide(
         return refusal(name, spec)
 
     name, _, default = select.select(implementation, refused, logits, checked=bool(varying(logits)))
-    return Given(spec, chunk, name, default)
+    return Settings(spec, chunk, name, default)
 
 
 def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:
@@ -102,7 +102,7 @@ def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> s
 
 
 def block_statistics(
-    given: Given,
+    settings: Settings,
     names: frozenset[str],
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -111,16 +111,16 @@ def block_statistics(
     """Primitive statistics of a block of rows.
 
     Args:
-        given: how.
+        settings: how.
         names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
         logits: `[n, columns]`, as stored.
         logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
         labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
     """
-    spec = given.spec
+    spec = settings.spec
     targets = names & {"target_logit", "log_prob"}
     streamed = names - targets | ({"lse"} if "log_prob" in names else set())
-    partial = _partial(given, logits, logit_weights, streamed)
+    partial = _partial(settings, logits, logit_weights, streamed)
     found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
     if targets:
         assert labels is not None
@@ -139,16 +139,16 @@ def block_statistics(
     return found
 
 
-def _partial(given: Given, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
+def _partial(settings: Settings, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
     """The `Partial` over the whole vocabulary, of statistics that need no target."""
-    if given.kernels is not None and names:
-        return given.kernels.statistics(given.spec, logits, logit_weights, names)
-    columns, valid = _columns(given.spec)
-    return partial_of_tile(given.spec.capped(logits), columns, valid, None, logit_weights, names)
+    if settings.kernels is not None and names:
+        return settings.kernels.statistics(settings.spec, logits, logit_weights, names)
+    columns, valid = _columns(settings.spec)
+    return partial_of_tile(settings.spec.capped(logits), columns, valid, None, logit_weights, names)
 
 
 def block_gradient(
-    given: Given,
+    settings: Settings,
     coefficients: coef.Coefficients,
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -160,10 +160,10 @@ def block_gradient(
 
     With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
     """
-    spec = given.spec
-    if given.kernels is not None:
+    spec = settings.spec
+    if settings.kernels is not None:
         residual = Residual(statistics.get("lse"), statistics.get("argmax"))
-        return given.kernels.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
+        return settings.kernels.dlogits(spec, coefficients, logits, logit_weights, labels, residual, valid_rows)
     columns, valid = _columns(spec)
     several = None if labels is None or labels.ndim == 1 else coefficients.target
     if several is not None:

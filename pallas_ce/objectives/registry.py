@@ -230,7 +230,7 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 
 
 def _check(config: LossConfig) -> None:
-    arguments.chunk("ce_chunk_size", config.ce_chunk_size, 4096)
+    arguments.chunk("ce_chunk_size", config.ce_chunk_size)
     arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
     arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
 
