@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the module's docstring as it stands."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def positive(word: str) -> int:
     """An int above 0, for `argparse`."""
-    try:
-        number = int(word)
-    except ValueError:
-        number = 0
-    if number < 1:
+    if not (word.isascii() and word.isdigit() and int(word)):
         raise argparse.ArgumentTypeError(f"{word!r} is no positive int")
-    return number
+    return int(word)
 
 
 def command(name: str, words: Sequence[str]) -> str:
@@ -44,9 +45,9 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
+def write_record(path: Path, record: Any) -> None:
     """Writes a result file in one step."""
-    write_atomically(path, json.dumps(record, indent=2) + "\n")
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
 def read_record(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:

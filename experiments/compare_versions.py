@@ -6,7 +6,6 @@ other have it, one right after the other, so that both meet the same clocks; wha
 Points come in a mixed order, and each is written when it is measured; run the command again to go on.
 """
 
-import argparse
 import functools
 import importlib
 import random
@@ -17,12 +16,11 @@ from typing import Any
 import jax
 
 import pallas_ce
-from experiments.bench import command, timing
-from experiments.bench.machine import describe
+from experiments.bench import timing
 from experiments.bench.points import GRID, HEADS, OPTIONS_SHAPE
-from experiments.bench.programs import Program, both, inputs
-
-Shape = tuple[int, int, int]
+from experiments.bench.programs import Program, Shape, both, inputs
+from experiments.bench.results import ResultFile, add_options, describe, run
+from experiments.command_line import parser_of
 
 # Statistics of the forward with all that a kernel can be asked for, and the cross entropy's options.
 _STATISTICS = ("log_prob", "entropy", "sum_sq_probs", "mean_logit")
@@ -47,14 +45,10 @@ def programs_of(package: Any, *, options: bool) -> dict[str, Program]:
 
 def measure(shape: Shape, other: Any, rounds: int, *, options: bool = False) -> dict[str, Any]:
     """Of each program at one shape: milliseconds of both versions, and the median of the rounds' ratios."""
-    data = inputs(*shape)
     versions = {"this": programs_of(pallas_ce, options=options), "other": programs_of(other, options=options)}
     # One right after the other.
     programs = {f"{name}|{version}": versions[version][name] for name in versions["this"] for version in versions}
-    ready = timing.compile_all(programs, dict.fromkeys(programs, data))
-    for program in ready.values():
-        jax.block_until_ready(program(*data))
-    found = timing.in_turn({n: functools.partial(timing.back_to_back, ready[n], data) for n in ready}, rounds)
+    found = timing.compiled_in_turn(programs, dict.fromkeys(programs, inputs(*shape)), rounds, timing.back_to_back)
     results = {}
     for name in versions["this"]:
         this, before = found[f"{name}|this"], found[f"{name}|other"]
@@ -65,20 +59,21 @@ def measure(shape: Shape, other: Any, rounds: int, *, options: bool = False) -> 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes each point as it goes; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("other", help="import name of the other version")
-    command.add_options(parser)
+    add_options(parser)
     options = parser.parse_args(words)
     other = importlib.import_module(options.other)
-    points: dict[str, Shape] = {f"{n}x{v}": (n, v, h) for n, v, h in GRID} | HEADS | {"options": OPTIONS_SHAPE}
-    order = sorted(random.Random(1).sample(list(points), len(points)), key=lambda name: name != "options")
-    return command.run_file(
-        "compare_versions",
+    shapes: dict[str, Shape] = {f"{n}x{v}": (n, v, h) for n, v, h in GRID} | HEADS | {"options": OPTIONS_SHAPE}
+    order = sorted(random.Random(1).sample(list(shapes), len(shapes)), key=lambda name: name != "options")
+    points = {
+        name: functools.partial(measure, shapes[name], other, options.rounds, options=name == "options")
+        for name in order
+    }
+    return run(
+        [ResultFile("compare_versions", "python -m experiments.compare_versions", points)],
         describe() | {"rounds": options.rounds},
-        order,
-        lambda name: name,
-        lambda name: measure(points[name], other, options.rounds, options=name == "options"),
-        lambda name, record: print(name, {k: round(r["ratio"], 4) for k, r in record["results"].items()}, flush=True),
+        lambda _, record: str({name: round(result["ratio"], 4) for name, result in record["results"].items()}),
         options,
     )
 

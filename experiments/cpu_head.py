@@ -4,81 +4,62 @@ Forward and backward at N 2048, H 512, V 32768 in float32. Prints ratios to the 
 writes them, with the machine and versions, to `experiments/results/cpu_head.json`.
 """
 
-import argparse
-import functools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from experiments.bench.machine import describe
-from experiments.bench.timing import in_turn, temporary_mib
-from experiments.command_line import command, positive, write_record
-from pallas_ce import linear_cross_entropy
+from experiments.bench.programs import Program, both, of_logits, ours
+from experiments.bench.results import describe
+from experiments.bench.timing import back_to_back, compiled_in_turn
+from experiments.command_line import command, parser_of, positive, write_record
 
 RESULTS = Path(__file__).parent / "results" / "cpu_head.json"
 
 
-def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross entropy of stored float32 logits."""
-    logits = hidden @ weight.T
-    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - target)
-
-
-def contenders() -> dict[str, Callable[..., jax.Array]]:
+def contenders() -> dict[str, Program]:
     """The losses compared, canonical first."""
     return {
-        "canonical": canonical,
-        "in_forward": lambda h, w, t: linear_cross_entropy(h, w, t, backward="in_forward", implementation="xla"),
-        "recompute": lambda h, w, t: linear_cross_entropy(h, w, t, backward="recompute", implementation="xla"),
+        "canonical": lambda hidden, weight, labels: of_logits(hidden @ weight.T, labels),
+        "in_forward": ours("xla", backward="in_forward"),
+        "recompute": ours("xla", backward="recompute"),
     }
 
 
 def measure(tokens: int, width: int, vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds and temporary MiB of each contender's loss and gradients, timed in turn."""
+    """Median seconds and temporary MiB of each contender's loss and gradients, and their ratios to the canonical's."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, width))
     weight = jax.random.normal(keys[1], (vocabulary, width)) / width**0.5
     labels = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
-    programs: dict[str, Any] = {
-        name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden, weight, labels).compile()
-        for name, loss in contenders().items()
-    }
-
-    def milliseconds(program: Any) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(hidden, weight, labels))
-        return 1e3 * (time.perf_counter() - start)
-
-    found = in_turn({name: functools.partial(milliseconds, program) for name, program in programs.items()}, repeats)
+    programs = {name: both(loss) for name, loss in contenders().items()}
+    found = compiled_in_turn(programs, dict.fromkeys(programs, (hidden, weight, labels)), repeats, back_to_back)
+    base = found["canonical"]
     return {
-        name: {"seconds": 1e-3 * found[name]["ms"], "temporary_mib": temporary_mib(program)}
-        for name, program in programs.items()
+        name: {
+            "seconds": 1e-3 * result["ms"],
+            "temporary_mib": result["temporary_mib"],
+            "time_ratio": result["ms"] / base["ms"],
+            "memory_ratio": result["temporary_mib"] / base["temporary_mib"],
+        }
+        for name, result in found.items()
     }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
     words = sys.argv[1:] if words is None else words
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(words)
     shape = {"tokens": 2048, "width": 512, "vocabulary": 32768}
     found = measure(**shape, repeats=options.repeats)
-    base = found["canonical"]
     print(f"{'':12}{'seconds':>10}{'ratio':>8}{'temporary MiB':>16}{'ratio':>8}")
     for name, row in found.items():
-        row["time_ratio"] = row["seconds"] / base["seconds"]
-        row["memory_ratio"] = row["temporary_mib"] / base["temporary_mib"]
-        print(
-            f"{name:12}{row['seconds']:10.3f}{row['time_ratio']:8.2f}{row['temporary_mib']:16.1f}{row['memory_ratio']:8.2f}"
-        )
+        seconds, mib, time_ratio, memory_ratio = row.values()
+        print(f"{name:12}{seconds:10.3f}{time_ratio:8.2f}{mib:16.1f}{memory_ratio:8.2f}")
     write_record(options.out, {"command": command("cpu_head", words), **describe(), "shape": shape, "results": found})
 
 

@@ -16,34 +16,14 @@ it is measured; run the command again to go on. `python -m experiments.gpu_repor
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from experiments.bench import command, timing
-from experiments.bench.command import Clocked, Section
-from experiments.bench.points import Point, Setting, sections, standard
-
-COMPILE = "compile"
-_COMPILE_SHAPE = (8192, 131072, 4096)
+from experiments.bench.command import run_sections
+from experiments.bench.points import SECTIONS
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes each section as it goes; returns the exit status."""
-    return command.run("gpu_head", __doc__, _sections, words)
-
-
-def _sections(setting: Setting) -> dict[str, Section]:
-    compiled = Point(COMPILE, setting.shape(_COMPILE_SHAPE), lambda: standard(setting))
-    timed = {name: Section(points, _timed) for name, points in sections(setting).items()}
-    return {COMPILE: Section([compiled], _compiled), **timed}
-
-
-def _compiled(point: Point, how: Clocked) -> dict[str, Any]:
-    del how
-    return timing.compile_seconds(point.shape, point.programs())
-
-
-def _timed(point: Point, how: Clocked) -> dict[str, Any]:
-    return timing.measure(point.shape, point.programs(), *how) | point.facts()
+    return run_sections("gpu_head", __doc__, SECTIONS, words, kernels_only=("windows",))
 
 
 if __name__ == "__main__":

@@ -16,32 +16,25 @@ log-probabilities picked from logits in PyTorch.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import command, materialized_logits, timing
-from experiments.bench.command import Clocked, Section
-from experiments.bench.points import Point, Setting
-from experiments.bench.programs import Program, checked
+from experiments.bench import materialized_logits, timing
+from experiments.bench.command import Point, Sections, run_sections
+from experiments.bench.programs import Program, Shape, both
 from pallas_ce import linear_log_probs, linear_top_k
+from pallas_ce.backends.protocol import Implementation
 
 _SHAPE = (16384, 131072, 4096)
 _GIVEN_SHAPE = (8192, 131072, 1)
 _K = 64
-_MORE_SCRATCH = 640 * 2**20
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes each section as it goes; returns the exit status."""
-    return command.run("gpu_losses", __doc__, sections, words)
-
-
-def log_probs(setting: Setting) -> dict[str, Program]:
+def log_probs(implementation: Implementation, _: Shape) -> dict[str, Program]:
     """Log-probability and entropy, and all gradients through both."""
-    implementation = checked(setting.implementation)
 
     def forward(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
         return linear_log_probs(hidden, weight, labels, return_entropy=True, implementation=implementation)
@@ -52,45 +45,37 @@ def log_probs(setting: Setting) -> dict[str, Program]:
         total: jax.Array = jnp.sum(jnp.cos(angle) * found.log_probs + jnp.sin(angle) * found.entropy)
         return total
 
-    return {"forward": forward, "both": jax.value_and_grad(weighted, argnums=(0, 1))}
+    return {"forward": forward, "both": both(weighted)}
 
 
-def top_k(setting: Setting) -> dict[str, Program]:
+def top_k(implementation: Implementation, shape: Shape) -> dict[str, Program]:
     """The k largest logits, with the default scratch and with more, for blocks of 1024 rows."""
-    implementation = checked(setting.implementation)
 
     def found(scratch_bytes: int | None) -> Program:
         return lambda hidden, weight, labels: linear_top_k(
             hidden, weight, _K, implementation=implementation, scratch_bytes=scratch_bytes
         )
 
-    return {"forward": found(None), "forward more scratch": found(_MORE_SCRATCH // setting.divisor**2)}
+    return {"forward": found(None), "forward more scratch": found(5 * 1024 * shape[1])}
 
 
-def sections(setting: Setting) -> dict[str, Section]:
-    """All sections by name."""
-
-    def linear(name: str, programs: Callable[[Setting], dict[str, Program]]) -> Section:
-        return Section([Point(name, setting.shape(_SHAPE), lambda: programs(setting))], _beside_products)
-
-    def measure_materialized(point: Point, how: Clocked) -> dict[str, Any]:
-        return materialized_logits.measure(point.shape, point.programs(), *how)
-
-    given = Point("given", setting.shape(_GIVEN_SHAPE), lambda: materialized_logits.programs(setting.implementation))
-    return {
-        "log_probs": linear("log_probs", log_probs),
-        "top_k": linear("top_k", top_k),
-        "given": Section([given], measure_materialized),
-    }
-
-
-def _beside_products(point: Point, how: Clocked) -> dict[str, Any]:
-    record = timing.measure(point.shape, point.programs(), *how)
-    n, _, h = point.shape
-    for name, result in record["results"].items():
-        if name.startswith("both"):
-            result["beside_accumulator_mib"] = result["temporary_mib"] - 4 * n * h / 2**20
+def _measure_log_probs(shape: Shape, *given: Any) -> dict[str, Any]:
+    record = timing.measure(shape, *given)
+    result = record["results"]["both"]
+    result["beside_accumulator_mib"] = result["temporary_mib"] - 4 * shape[0] * shape[2] / 2**20
     return record
+
+
+SECTIONS: Sections = {
+    "log_probs": {"log_probs": Point(_SHAPE, log_probs, _measure_log_probs)},
+    "top_k": {"top_k": Point(_SHAPE, top_k)},
+    "given": {"given": Point(_GIVEN_SHAPE, materialized_logits.programs, materialized_logits.measure)},
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes each section as it goes; returns the exit status."""
+    return run_sections("gpu_losses", __doc__, SECTIONS, words)
 
 
 if __name__ == "__main__":

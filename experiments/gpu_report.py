@@ -5,18 +5,18 @@ Reads `gpu_head_*.json`, `peers*.json`, `ladder.json` and `gpu_scaling_*.json` i
 to the ladder of versions.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.bench import ladder, report, scaling
 from experiments.bench.results import FOLDER, ResultError
+from experiments.command_line import parser_of
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Writes the report; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where result files are")
     parser.add_argument("--step", default=None, metavar="TEXT", help="add the grid's figures to the ladder")
     options = parser.parse_args(words)

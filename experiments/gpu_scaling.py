@@ -29,12 +29,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench.machine import describe
-from experiments.bench.results import FOLDER
+from experiments.bench import programs
+from experiments.bench.programs import Program, Shape, bare, both, ours
+from experiments.bench.results import FOLDER, describe
 from experiments.bench.scaling import file_name
 from experiments.bench.timing import in_turn
-from experiments.command_line import positive, write_atomically
-from pallas_ce import linear_cross_entropy
+from experiments.command_line import parser_of, positive, write_record
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 _NCCL = {"NCCL_NVLS_ENABLE": "0"}
@@ -65,56 +65,33 @@ LAYOUTS = {
     "sequence": Layout(P("gpu"), P("gpu")),
     "data": Layout(P("gpu"), P(), more_rows=True),
 }
-_STRONG, _WEAK = ("tensor", "sequence"), ("data", "apart")
-
-Loss = Callable[..., jax.Array]
-
-
-class Shape(NamedTuple):
-    """N tokens (of each GPU, for `data`), V vocabulary entries, H features."""
-
-    n: int
-    v: int
-    h: int
 
 
 def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     """Cross entropy of stored bfloat16 logits; the target's is picked by a sum, which needs no gather of the logits."""
-    logits = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=hidden.dtype)
-    wide = logits.astype(jnp.float32)
+    wide = bare(hidden, weight, labels).astype(jnp.float32)
     chosen = jnp.arange(weight.shape[0]) == labels[:, None]
     return jnp.mean(jax.nn.logsumexp(wide, axis=1) - jnp.sum(jnp.where(chosen, wide, 0), axis=1))
 
 
-def contenders(implementation: Any) -> dict[str, Loss]:
+def contenders(implementation: Any) -> dict[str, Program]:
     """The losses compared."""
-    return {
-        "in_forward": lambda h, w, t: linear_cross_entropy(
-            h, w, t, backward="in_forward", implementation=implementation
-        ),
-        "recompute": lambda h, w, t: linear_cross_entropy(h, w, t, backward="recompute", implementation=implementation),
-        "canonical": canonical,
-    }
+    modes = {mode: ours(implementation, backward=mode) for mode in ("in_forward", "recompute")}
+    return modes | {"canonical": canonical}
 
 
-def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normal hidden states and weight, for logits of standard deviation 1, and random labels, made where they lie."""
-    n = shape.n * mesh.size if layout.more_rows else shape.n
+def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """The inputs of every benchmark of the head, made where they lie."""
+    n, v, h = shape
     places = tuple(NamedSharding(mesh, spec) for spec in (layout.hidden, layout.weight, layout.hidden))
-
-    def make() -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 3)
-        hidden = jax.random.normal(keys[0], (n, shape.h), jnp.bfloat16)
-        weight = jax.random.normal(keys[1], (shape.v, shape.h), jnp.bfloat16) / jnp.bfloat16(shape.h**0.5)
-        return hidden, weight, jax.random.randint(keys[2], (n,), 0, shape.v)
-
-    made: tuple[jax.Array, jax.Array, jax.Array] = jax.jit(make, out_shardings=places)()
+    rows = n * mesh.size if layout.more_rows else n
+    made: tuple[jax.Array, ...] = jax.jit(lambda: programs.inputs(rows, v, h), out_shardings=places)()
     return made
 
 
-def _program(loss: Loss, layout: Layout, mesh: Mesh) -> Callable[..., Any]:
+def _program(loss: Program, layout: Layout, mesh: Mesh) -> Callable[..., Any]:
     """Loss and both gradients; the mean of the losses where each GPU has its own."""
-    step = jax.value_and_grad(loss, argnums=(0, 1))
+    step = both(loss)
     if not layout.apart:
         return step
 
@@ -136,7 +113,7 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
         RuntimeError: if the losses of a layout differ by more than the rounding of bfloat16 logits.
     """
     losses_of = contenders(implementation)
-    programs: dict[tuple[str, str], Any] = {}
+    compiled: dict[tuple[str, str], Any] = {}
     data: dict[str, tuple[jax.Array, ...]] = {}
     for name, layout in LAYOUTS.items():
         devices = jax.devices()[: 1 if layout.alone else gpus]
@@ -146,63 +123,56 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
         for loss_name, loss in losses_of.items():
             jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
             # One after the other: XLA chooses among cuBLAS's products by timing them.
-            programs[name, loss_name] = jitted.lower(*data[name]).compile()
+            compiled[name, loss_name] = jitted.lower(*data[name]).compile()
     losses: dict[tuple[str, str], float] = {}
 
     def milliseconds(key: tuple[str, str]) -> float:
         start = time.perf_counter()
         for _ in range(iterations):
-            result = programs[key](*data[key[0]])
+            result = compiled[key](*data[key[0]])
         jax.block_until_ready(result)
         taken = 1e3 * (time.perf_counter() - start) / iterations
         losses[key] = float(jnp.mean(result[0]))
         return taken
 
-    timed = in_turn({key: functools.partial(milliseconds, key) for key in programs}, rounds)
+    timed = in_turn({key: functools.partial(milliseconds, key) for key in compiled}, rounds)
     records = []
     for name in LAYOUTS:
-        found = {loss: losses[name, loss] for loss in losses_of}
+        found = {key: losses[name, key] for key in losses_of}
         if not all(math.isclose(loss, found["canonical"], rel_tol=2**-8) for loss in found.values()):
             raise RuntimeError(f"{name} on {gpus} GPUs: the losses differ: {found}")
-        results = {
-            loss: {**timed[name, loss], "loss": found[loss], **_memory(programs[name, loss])} for loss in losses_of
-        }
+        results: dict[str, dict[str, Any]] = {}
+        for key in losses_of:
+            plan = compiled[name, key].memory_analysis()
+            results[key] = {
+                **timed[name, key],
+                "loss": found[key],
+                "inputs_mib": plan.argument_size_in_bytes / 2**20,
+                "outputs_mib": plan.output_size_in_bytes / 2**20,
+                "temporary_mib": plan.temp_size_in_bytes / 2**20,
+            }
         records.append({"layout": name, "gpus": gpus, "results": results})
     return with_ratios(records)
 
 
-def _memory(program: Any) -> dict[str, float]:
-    """MiB on one GPU, as the compiler planned them."""
-    plan = program.memory_analysis()
-    sizes = {"inputs": plan.argument_size_in_bytes, "outputs": plan.output_size_in_bytes}
-    sizes["temporary"] = plan.temp_size_in_bytes
-    return {f"{name}_mib": size / 2**20 for name, size in sizes.items()}
-
-
 def with_ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a number of GPUs with what follows from one another; see the module's docstring.
+    """Adds to the records of a number of GPUs what follows from one another; see the module's docstring.
 
     `efficiency` is of what so many times the first GPU would do, `to_tensor` sequence's time by tensor's,
     `to_canonical` ours by the canonical loss's of the same layout.
     """
     by_layout = {record["layout"]: record["results"] for record in records}
-    completed = []
     for record in records:
-        layout, gpus = record["layout"], record["gpus"]
-        results = {}
-        for name, found in record["results"].items():
-            ms, one, ratios = found["ms"], by_layout["one"][name]["ms"], {}
-            if layout in _STRONG:
-                ratios["efficiency"] = one / (gpus * ms)
-            elif layout in _WEAK:
-                ratios["efficiency"] = one / ms
-            if layout == "sequence":
-                ratios["to_tensor"] = ms / by_layout["tensor"][name]["ms"]
+        layout, results = LAYOUTS[record["layout"]], record["results"]
+        for name, found in results.items():
+            if not layout.alone:
+                split = 1 if layout.more_rows else record["gpus"]
+                found["efficiency"] = by_layout["one"][name]["ms"] / (split * found["ms"])
+            if record["layout"] == "sequence":
+                found["to_tensor"] = found["ms"] / by_layout["tensor"][name]["ms"]
             if name != "canonical":
-                ratios["to_canonical"] = ms / record["results"]["canonical"]["ms"]
-            results[name] = found | ratios
-        completed.append(record | {"results": results})
-    return completed
+                found["to_canonical"] = found["ms"] / results["canonical"]["ms"]
+    return records
 
 
 def _counts(asked: Sequence[int] | None, parser: argparse.ArgumentParser) -> list[int]:
@@ -215,13 +185,6 @@ def _counts(asked: Sequence[int] | None, parser: argparse.ArgumentParser) -> lis
         if not 2 <= count <= there:
             parser.error(f"--gpus asks for {count} devices; it must be at least 2, and there are {there}")
     return sorted(set(asked))
-
-
-def _check_divides(shape: Shape, gpus: Sequence[int], parser: argparse.ArgumentParser) -> None:
-    for name, size in (("N", shape.n), ("V", shape.v)):
-        for count in gpus:
-            if size % count:
-                parser.error(f"--shape has {name} {size}, which does not divide evenly over {count} GPUs")
 
 
 def _is_there(path: Path, document: dict[str, Any], parser: argparse.ArgumentParser) -> bool:
@@ -237,7 +200,7 @@ def _is_there(path: Path, document: dict[str, Any], parser: argparse.ArgumentPar
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and writes, one number of GPUs after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--gpus", type=positive, nargs="+", metavar="COUNT", help="default: 2, 4, 8, as many as there are"
     )
@@ -255,14 +218,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in _NCCL.items():
         if os.environ.setdefault(name, value) != value:
             parser.error(f"{name} is {os.environ[name]}; these measurements are made with {name}={value}")
-    gpus, shape = _counts(options.gpus, parser), Shape(*options.shape)
-    _check_divides(shape, gpus, parser)
-    made_by = {"shape": shape, "rounds": [options.rounds], "iterations": [options.iterations]}
-    words = [f"--{name} {' '.join(map(str, values))}" for name, values in made_by.items()]
+    gpus, shape = _counts(options.gpus, parser), tuple(options.shape)
+    for name, size in zip("NV", shape, strict=False):
+        for count in gpus:
+            if size % count:
+                parser.error(f"--shape has {name} {size}, which does not divide evenly over {count} GPUs")
     facts: dict[str, Any] = {
         **describe(),
         "environment": {name: os.environ.get(name, "") for name in (*_NCCL, "XLA_FLAGS")},
-        **shape._asdict(),
+        **dict(zip("nvh", shape, strict=True)),
         "implementation": options.implementation,
     }
     waiting = [
@@ -270,12 +234,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     while waiting and time.monotonic() - start < options.budget:
         count = waiting.pop(0)
-        found = measure(count, shape, options.rounds, options.iterations, options.implementation)
-        command = " ".join(["python -m experiments.gpu_scaling", f"--gpus {count}", *words])
-        text = json.dumps({"command": command, **facts, "records": found}, indent=2)
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out / file_name(count), f"{text}\n")
-        for record in found:
+        records = measure(count, shape, options.rounds, options.iterations, options.implementation)
+        command = (
+            f"python -m experiments.gpu_scaling --gpus {count} --shape {' '.join(map(str, shape))} "
+            f"--rounds {options.rounds} --iterations {options.iterations}"
+        )
+        write_record(options.out / file_name(count), {"command": command, **facts, "records": records})
+        for record in records:
             for contender, numbers in record["results"].items():
                 shown = "  ".join(f"{k} {number:.4g}" for k, number in numbers.items() if k not in ("loss", "samples"))
                 where = f"{record['layout']} on {record['gpus']}"

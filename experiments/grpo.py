@@ -9,9 +9,7 @@ Writes rewards, and the temporary memory of an update and of sampling, with the 
 file. `--plot-only` just draws.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +20,19 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
-from experiments.bench.machine import describe
-from experiments.command_line import command, positive, read_record, save_figure, write_record
+from experiments.bench.results import describe
+from experiments.bench.timing import temporary_mib
+from experiments.command_line import command, parser_of, positive, read_record, save_figure, write_record
 from experiments.lm.config import TrainConfig
-from experiments.lm.model.transformer import LanguageModel
+from experiments.lm.model.objective import kernel
+from experiments.lm.model.program import Params, TrainState
+from experiments.lm.model.transformer import LanguageModel, Transformer
 from pallas_ce import LogProbs, PolicyMetrics, group_advantages, linear_log_probs, linear_sample, policy_loss
 
 RESULTS = Path(__file__).parent / "results" / "grpo.json"
 VOCABULARIES = [2048, 8192, 32768, 131072]
 MEMORY_SHAPE = {"prompts": 8, "group": 4, "length": 128}  # 4096 tokens
 END = 0  # the token that ends an answer
-
-Params = nnx.State[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -86,46 +85,39 @@ class Rollout(NamedTuple):
     ref_log_probs: jax.Array
 
 
-class Head(NamedTuple):
-    """A way from hidden states to tokens and their probabilities, at a temperature.
+class Streamed:
+    """From hidden states to tokens and their probabilities at a temperature, without logits."""
 
-    Attributes:
-        log_probs: of labels, with entropies: `(hidden, kernel, labels, temperature)`.
-        sample: a token for each row: `(key, hidden, kernel, temperature)`.
-    """
+    @staticmethod
+    def log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
+        """Of labels, with entropies."""
+        return linear_log_probs(hidden, kernel, labels, vocab_axis=1, temperature=temperature, return_entropy=True)
 
-    log_probs: Callable[[jax.Array, jax.Array, jax.Array, float], LogProbs]
-    sample: Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array]
-
-
-def _streamed_log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
-    return linear_log_probs(hidden, kernel, labels, vocab_axis=1, temperature=temperature, return_entropy=True)
+    @staticmethod
+    def sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
+        """A token for each row."""
+        return linear_sample(key, hidden, kernel, vocab_axis=1, temperature=temperature).ids
 
 
-def _streamed_sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
-    return linear_sample(key, hidden, kernel, vocab_axis=1, temperature=temperature).ids
+class Stored:
+    """The same with stored logits."""
+
+    @staticmethod
+    def log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
+        """Of labels, with entropies."""
+        log_p = jax.nn.log_softmax(hidden @ kernel / temperature)
+        counts = labels >= 0
+        chosen = jnp.take_along_axis(log_p, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        return LogProbs(jnp.where(counts, chosen, 0.0), jnp.where(counts, entropy, 0.0))
+
+    @staticmethod
+    def sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
+        """A token for each row."""
+        return jax.random.categorical(key, hidden @ kernel / temperature)
 
 
-def _stored_log_probs(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, temperature: float) -> LogProbs:
-    log_p = jax.nn.log_softmax(hidden @ kernel / temperature)
-    counts = labels >= 0
-    chosen = jnp.take_along_axis(log_p, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return LogProbs(jnp.where(counts, chosen, 0.0), jnp.where(counts, entropy, 0.0))
-
-
-def _stored_sample(key: jax.Array, hidden: jax.Array, kernel: jax.Array, temperature: float) -> jax.Array:
-    return jax.random.categorical(key, hidden @ kernel / temperature)
-
-
-HEADS = {"streamed": Head(_streamed_log_probs, _streamed_sample), "stored": Head(_stored_log_probs, _stored_sample)}
-
-
-class State(NamedTuple):
-    """All that an update changes."""
-
-    params: Params
-    optimizer: optax.OptState
+HEADS: dict[str, type[Streamed | Stored]] = {"streamed": Streamed, "stored": Stored}
 
 
 class Loop:
@@ -138,35 +130,35 @@ class Loop:
         self.graph = nnx.graphdef(nnx.eval_shape(self._model, 0))
 
     def _model(self, seed: int) -> LanguageModel:
-        size = self.config.width
-        shape = TrainConfig(
-            vocab_size=self.config.vocabulary, width=size, layers=1, attention_heads=2, mlp_width=2 * size
-        )
+        v, size = self.config.vocabulary, self.config.width
+        shape = TrainConfig(vocab_size=v, width=size, layers=1, attention_heads=2, mlp_width=2 * size)
         return LanguageModel(shape, -1, rngs=nnx.Rngs(jax.random.key(seed)))
 
-    def initial_state(self, seed: int) -> State:
+    def _merged(self, params: Params) -> tuple[Transformer, jax.Array]:
+        """The body, and the head's kernel."""
+        model: LanguageModel = nnx.merge(self.graph, params)
+        return model.body, kernel(model)
+
+    def initial_state(self, seed: int) -> TrainState:
         """A model that knows nothing."""
         params = nnx.state(self._model(seed), nnx.Param)
-        return State(params, self.optimizer.init(params))
+        return TrainState(params, self.optimizer.init(params))
 
     def log_probs(self, params: Params, tokens: jax.Array, mask: jax.Array) -> LogProbs:
         """Of the answers' tokens `[B, length]`; those behind an answer's end are ignored."""
-        model: LanguageModel = nnx.merge(self.graph, params)
+        body, kernel = self._merged(params)
         labels = jnp.where(mask, tokens[:, 1:], -100)
-        assert model.head.kernel is not None
-        return self.head.log_probs(model.body(tokens[:, :-1]), model.head.kernel[...], labels, self.config.temperature)
+        return self.head.log_probs(body(tokens[:, :-1]), kernel, labels, self.config.temperature)
 
     def sample(self, params: Params, key: jax.Array) -> jax.Array:
         """Prompts and sampled answers `[B, 1 + length]`, place by place."""
         config = self.config
-        model: LanguageModel = nnx.merge(self.graph, params)
-        assert model.head.kernel is not None
-        kernel = model.head.kernel[...]
+        body, kernel = self._merged(params)
         prompts = jnp.repeat(jnp.arange(config.prompts), config.group)
         blank = jnp.zeros((prompts.size, 1 + config.length), jnp.int32).at[:, 0].set(prompts)
 
         def extend(place: jax.Array, tokens: jax.Array) -> jax.Array:
-            hidden = model.body(tokens[:, :-1])[:, place]
+            hidden = body(tokens[:, :-1])[:, place]
             drawn = self.head.sample(jax.random.fold_in(key, place), hidden, kernel, config.temperature)
             return tokens.at[:, place + 1].set(drawn)
 
@@ -183,7 +175,7 @@ class Loop:
         old, ref = (self.log_probs(p, tokens, mask).log_probs for p in (params, initial))
         return Rollout(tokens, mask, rewards, old, ref)
 
-    def update(self, state: State, rollout: Rollout) -> tuple[State, PolicyMetrics]:
+    def update(self, state: TrainState, rollout: Rollout) -> tuple[TrainState, PolicyMetrics]:
         """One step of GRPO."""
         advantages = group_advantages(rollout.rewards, self.config.group)
 
@@ -204,7 +196,7 @@ class Loop:
 
         gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), optimizer), metrics
+        return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 
 
 def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, list[float]]:
@@ -213,39 +205,30 @@ def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, li
     state = loop.initial_state(seed)
     initial = state.params
     sample, judge, update = jax.jit(loop.sample), jax.jit(loop.judge), jax.jit(loop.update)
-    history: dict[str, list[float]] = {"reward": [], "kl": [], "entropy": [], "clipped": []}
+    history: list[dict[str, Any]] = []
     for iteration in range(config.iterations):
         tokens = sample(state.params, jax.random.fold_in(jax.random.key(seed), iteration))
         rollout = judge(state.params, initial, tokens)
         for _ in range(config.epochs):
             state, metrics = update(state, rollout)
-        history["reward"].append(float(jnp.mean(rollout.rewards)))
-        assert metrics.kl is not None
-        assert metrics.entropy is not None
-        history["kl"].append(float(metrics.kl))
-        history["entropy"].append(float(metrics.entropy))
-        history["clipped"].append(float(metrics.clipped_low + metrics.clipped_high))
-    return history
+        clipped = metrics.clipped_low + metrics.clipped_high
+        history.append(
+            {"reward": jnp.mean(rollout.rewards), "kl": metrics.kl, "entropy": metrics.entropy, "clipped": clipped}
+        )
+    return {name: [float(numbers[name]) for numbers in history] for name in history[0]}
 
 
-def temporary_bytes(config: Config, head: str) -> dict[str, int]:
-    """Memory of an update and of sampling beside their inputs and outputs, as the compiler planned it."""
+def memory(config: Config, head: str) -> dict[str, float]:
+    """Temporary MiB of an update and of sampling, as the compiler planned it."""
     loop = Loop(config, head)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(loop.initial_state, 0)
     tokens = jax.eval_shape(loop.sample, state.params, key)
     rollout = jax.eval_shape(loop.judge, state.params, state.params, tokens)
     return {
-        "update": _temporary_bytes(loop.update, state, rollout),
-        "sampling": _temporary_bytes(loop.sample, state.params, key),
+        "update": temporary_mib(jax.jit(loop.update).lower(state, rollout).compile()),
+        "sampling": temporary_mib(jax.jit(loop.sample).lower(state.params, key).compile()),
     }
-
-
-def _temporary_bytes(function: Callable[..., Any], *arguments: Any) -> int:
-    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
-    if memory is None:
-        raise RuntimeError(f"the compiler for {jax.devices()[0].device_kind} does not tell what memory a program takes")
-    return int(memory.temp_size_in_bytes)
 
 
 def measure_memory(vocabularies: list[int]) -> dict[str, Any]:
@@ -253,8 +236,8 @@ def measure_memory(vocabularies: list[int]) -> dict[str, Any]:
     mib: dict[str, dict[str, list[float]]] = {step: {head: [] for head in HEADS} for step in ("update", "sampling")}
     for head in HEADS:
         for vocabulary in vocabularies:
-            for step, found in temporary_bytes(Config(vocabulary=vocabulary, **MEMORY_SHAPE), head).items():
-                mib[step][head].append(found / 2**20)
+            for step, found in memory(Config(vocabulary=vocabulary, **MEMORY_SHAPE), head).items():
+                mib[step][head].append(found)
     return {"shape": MEMORY_SHAPE, "vocabulary": vocabularies, "temporary_mib": mib}
 
 
@@ -278,7 +261,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Trains, measures, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--iterations", type=positive, default=Config.iterations)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocabularies", type=positive, nargs="+", default=VOCABULARIES, help="for the memory")
@@ -291,20 +274,12 @@ def main(arguments: list[str] | None = None) -> None:
         history = train(config, seed=options.seed)
         print(f"reward {history['reward'][0]:.3f} -> {history['reward'][-1]:.3f} in {config.iterations} iterations")
         memory = measure_memory(options.vocabularies)
-        for i, vocabulary in enumerate(options.vocabularies):
-            for step, mib in memory["temporary_mib"].items():
-                ours, theirs = mib["streamed"][i], mib["stored"][i]
-                print(
-                    f"V {vocabulary}, {step}: {ours:.1f} MiB streamed, {theirs:.1f} stored, ratio {ours / theirs:.3f}"
-                )
-        record = {
-            "command": command("grpo", words),
-            **describe(),
-            "config": asdict(config),
-            "training": history,
-            "memory": memory,
-        }
-        write_record(options.out, record)
+        for step, mib in memory["temporary_mib"].items():
+            for vocabulary, ours, theirs in zip(options.vocabularies, mib["streamed"], mib["stored"], strict=True):
+                shown = f"{ours:.1f} MiB streamed, {theirs:.1f} stored, ratio {ours / theirs:.3f}"
+                print(f"V {vocabulary}, {step}: {shown}")
+        made = {"command": command("grpo", words), **describe()}
+        write_record(options.out, {**made, "config": asdict(config), "training": history, "memory": memory})
     plot(read_record(parser, options.out), options.out.with_suffix(".png"))
 
 

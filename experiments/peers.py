@@ -7,17 +7,20 @@ and ratios to those are what is compared. Those named by `--peers`, as need be w
 each other, have a result file of their own.
 """
 
-import argparse
+import functools
 import platform
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from experiments.bench import command
-from experiments.bench.peers import PEERS
+from experiments.bench.peers import PEERS, torch_missing
 from experiments.bench.points import GRID
+from experiments.bench.results import ResultFile, add_options, run
+from experiments.command_line import parser_of
 
 
 def versions() -> dict[str, str]:
@@ -31,13 +34,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def result_file(peers: Sequence[str] | None, measure: Any) -> ResultFile:
+    """The grid measured by `measure(shape)`; peers that are named have a file of their own."""
+    chosen = [] if peers is None else ["--peers", *peers]
+    command = shlex.join(["python", "-m", "experiments.peers", *chosen])
+    points = {f"{n}x{v}": functools.partial(measure, (n, v, h)) for n, v, h in GRID}
+    return ResultFile(re.sub(r"\W+", "_", "_".join(["peers", *chosen[1:]])), command, points)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes as it goes; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", nargs="+", choices=[peer.name for peer in PEERS], default=None)
-    command.add_options(parser)
+    add_options(parser)
     options = parser.parse_args(words)
-    if reason := command.without_torch(True, ", and peers are only measured on one"):
+    if reason := torch_missing(True, ", and peers are only measured on one"):
         print(reason, file=sys.stderr)
         return 2
     import torch
@@ -56,22 +67,12 @@ def main(words: Sequence[str] | None = None) -> int:
         **versions(),
     }
 
-    def told(name: str, record: dict[str, Any]) -> None:
-        shown = {k: round(r["ratio"], 3) for k, r in record["results"].items() if "ratio" in r}
-        print(f"peers {name}: {shown}", flush=True)
-        for peer, reason in record["left_out"].items():
-            print(f"peers {name}: {peer} left out, {reason}", flush=True)
+    def shown(_: str, record: dict[str, Any]) -> str:
+        ratios = {name: round(r["ratio"], 3) for name, r in record["results"].items() if "ratio" in r}
+        return "".join([str(ratios), *(f"; {peer} left out, {reason}" for peer, reason in record["left_out"].items())])
 
-    return command.run_file(
-        "peers",
-        machine,
-        GRID,
-        lambda shape: f"{shape[0]}x{shape[1]}",
-        lambda shape: torch_timing.measure(shape, chosen, options.rounds),
-        told,
-        options,
-        ("--peers", *options.peers) if options.peers else (),
-    )
+    measure = functools.partial(torch_timing.measure, peers=chosen, rounds=options.rounds)
+    return run([result_file(options.peers, measure)], machine, shown, options)
 
 
 if __name__ == "__main__":

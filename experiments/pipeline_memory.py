@@ -16,8 +16,6 @@ from the stage before, and their gradients are made, but nothing is sent. Peaks 
 frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
-import argparse
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
-from experiments.bench.machine import describe
-from experiments.bench.used import allocated_peak_bytes, used_bytes
-from experiments.command_line import command, positive, save_figure, write_record
+from experiments.bench.results import describe
+from experiments.bench.used import allocated_peak_bytes, apart, used_bytes
+from experiments.command_line import command, parser_of, positive, save_figure, write_record
 from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
@@ -148,15 +146,6 @@ def measured(name: str, shape: dict[str, int], device: str, implementation: str 
     return used_bytes(device) - before, allocated_peak_bytes(device)
 
 
-def measured_apart(name: str, shape: dict[str, int], device: str, implementation: str | None) -> tuple[int, int]:
-    """`measured` in a process of its own."""
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
-    words += [] if implementation is None else [f"--implementation={implementation}"]
-    command = [sys.executable, "-m", "experiments.pipeline_memory", f"--measure={name}", f"--device={device}", *words]
-    driver, allocated = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-2:]
-    return int(driver), int(allocated)
-
-
 def compare(found: dict[str, int]) -> dict[str, dict[str, float]]:
     """Each contender's peak, and what it saves of the head's and of the whole stage's memory with logits."""
     base = found["logits"]
@@ -196,22 +185,18 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Counts, measures where there is a GPU, prints, writes and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positive, default=4096, help="of a microbatch")
     parser.add_argument("--width", type=positive, default=2048)
     parser.add_argument("--vocabulary", type=positive, default=151_936)
     parser.add_argument("--in-flight", type=positive, default=4)
     parser.add_argument("--implementation", default=None, help="of the fused loss")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; by default on a GPU if there is one")
-    parser.add_argument("--measure", choices=list(contenders()), help="measure one contender here and print its bytes")
     parser.add_argument("--out", type=Path, help=f"by default {RESULTS.name}, for the default case on a GPU alone")
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
     device = options.device or ("cuda" if torch.cuda.is_available() else None)
     shape = {name: getattr(options, name) for name in ("tokens", "width", "vocabulary", "in_flight")}
-    if options.measure:
-        print(*measured(options.measure, shape, device or "cpu", options.implementation))
-        return
     published = device == "cuda" and all(parser.get_default(name) == size for name, size in shape.items())
     out = options.out or (RESULTS if published else None)
     record = {
@@ -223,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "counted": compare({name: counted(name, shape, options.implementation) for name in contenders()}),
     }
     if device:
-        found = {name: measured_apart(name, shape, device, options.implementation) for name in contenders()}
+        found = {name: apart(measured, name, shape, device, options.implementation) for name in contenders()}
         record["measured"] = compare({name: driver for name, (driver, _) in found.items()})
         record["allocators"] = compare({name: allocated for name, (_, allocated) in found.items()})
     for how in ("counted", "measured", "allocators"):

@@ -19,8 +19,7 @@ the vocabulary, which `--plot FILE.json` draws again.
 
 import argparse
 import functools
-import os
-import statistics
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,10 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from experiments.command_line import command, positive, read_record, save_figure, write_record
+from experiments.bench import torch_timing
+from experiments.bench.results import describe
+from experiments.bench.timing import in_turn
+from experiments.command_line import command, parser_of, positive, read_record, save_figure, write_record
 from torch_bridge.selective import selective_log_softmax
 
 RESULTS = Path(__file__).parent / "results"
@@ -72,47 +74,36 @@ def methods(compiled: bool) -> dict[str, Method]:
     return found | {"ours": selective_log_softmax}
 
 
-def _forward(method: Method, logits: torch.Tensor, index: torch.Tensor) -> None:
+def forward(method: Method, logits: torch.Tensor, index: torch.Tensor) -> Any:
+    """What the method returns; PyTorch records nothing."""
     with torch.no_grad():
-        method(logits, index)
+        return method(logits, index)
 
 
-def _forward_backward(method: Method, logits: torch.Tensor, index: torch.Tensor) -> None:
-    torch.autograd.grad(method(logits, index).float().sum(), logits)
+def forward_backward(method: Method, logits: torch.Tensor, index: torch.Tensor) -> Any:
+    """The gradient of what it returns."""
+    return torch.autograd.grad(method(logits, index).float().sum(), logits)
 
 
-PASSES = {"forward": _forward, "forward_backward": _forward_backward}
-
-
-def peak_bytes(run: Callable[[], None], device: str) -> int:
+def peak_bytes(run: Callable[[], Any], device: str) -> int:
     """What `run` has allocated at its peak beside what was there before."""
     if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch_timing.peak_bytes(run)
     profile: Any = torch.profiler.profile
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
 
 
-def seconds(run: Callable[[], None], device: str) -> float:
+def milliseconds(run: Callable[[], Any]) -> float:
     """Wall time of `run`, all of its work done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch_timing.synchronize()
     start = time.perf_counter()
     run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    torch_timing.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def measure(
@@ -128,33 +119,26 @@ def measure(
     with torch.no_grad():
         exact = torch.stack([naive(*sequence) for sequence in zip(logits.float(), index, strict=True)])
     rows = []
-    for pass_name, run_pass in PASSES.items():
+    for run_pass in (forward, forward_backward):
         runs = {name: functools.partial(run_pass, method, logits, index) for name, method in chosen.items()}
         found: dict[str, dict[str, Any]] = {}
         for name, run in runs.items():
-            found[name] = {"method": name, "pass": pass_name, "dtype": dtype, "vocabulary": vocabulary}
+            found[name] = {"method": name, "pass": run_pass.__name__, "dtype": dtype, "vocabulary": vocabulary}
             try:
                 run()  # compiles, and warms up
                 found[name]["peak_bytes"] = peak_bytes(run, device)
             except torch.OutOfMemoryError:
                 found[name]["out_of_memory"] = True
                 torch.cuda.empty_cache()
-        timed: dict[str, list[float]] = {name: [] for name in found if "peak_bytes" in found[name]}
-        for _ in range(repeats):
-            for name, times in timed.items():
-                times.append(seconds(runs[name], device))
+        fitting = {name: run for name, run in runs.items() if "peak_bytes" in found[name]}
+        timed = in_turn({name: functools.partial(milliseconds, run) for name, run in fitting.items()}, repeats)
         for name, row in found.items():
             if name in timed:
-                row["seconds"] = statistics.median(timed[name])
-                row["largest_error"] = _largest_error(chosen[name], logits, index, exact)
+                row["seconds"] = 1e-3 * timed[name]["ms"]
+                row["largest_error"] = float((forward(chosen[name], logits, index).float() - exact).abs().max())
             row["logits_bytes"] = logits.nbytes
             rows.append(row)
     return rows
-
-
-def _largest_error(method: Method, logits: torch.Tensor, index: torch.Tensor, exact: torch.Tensor) -> float:
-    with torch.no_grad():
-        return float((method(logits, index).float() - exact).abs().max())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -162,21 +146,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{'dtype':9}{'vocabulary':>11} {'pass':17}{'method':17}{'MiB':>10}{'ms':>10}{'time ratio':>11}{'error':>9}"
     ]
-    base = {_key(row): row.get("seconds") for row in rows if row["method"] == "naive"}
+    base: dict[str, Any] = {}
     for row in rows:
+        base = row if row["method"] == "naive" else base  # the first of those that it is compared with
         name = f"{row['dtype']:9}{row['vocabulary']:>11} {row['pass']:17}{row['method']:17}"
         if "seconds" not in row:
             lines.append(name + f"{'out of memory':>20}")
             continue
-        naive_seconds = base[_key(row)]
-        ratio = f"{row['seconds'] / naive_seconds:.2f}" if naive_seconds else "–"
-        mib, milliseconds = row["peak_bytes"] / 2**20, row["seconds"] * 1e3
-        lines.append(f"{name}{mib:10.1f}{milliseconds:10.2f}{ratio:>11}{row['largest_error']:9.1e}")
+        ratio = f"{row['seconds'] / base['seconds']:.2f}" if "seconds" in base else "–"
+        mib, ms = row["peak_bytes"] / 2**20, row["seconds"] * 1e3
+        lines.append(f"{name}{mib:10.1f}{ms:10.2f}{ratio:>11}{row['largest_error']:9.1e}")
     return "\n".join(lines)
-
-
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["dtype"], row["vocabulary"], row["pass"]
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -202,20 +182,11 @@ def plot(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _describe(device: str) -> dict[str, Any]:
-    # JAX, whose versions the description names, would otherwise claim most of the GPU's memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from experiments.bench.machine import describe
-
-    found = describe() | {"torch": torch.__version__}
-    return found | ({"device": torch.cuda.get_device_name()} if device == "cuda" else {})
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints, writes and draws."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     large = device == "cuda"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     vocabularies = [8192, 16384, 32768, 65536, 131072] if large else [2048, 4096, 8192, 16384]
     parser.add_argument("--vocabularies", type=positive, nargs="+", default=vocabularies)
     parser.add_argument("--tokens", type=positive, default=1024 if large else 256, help="of a sequence")
@@ -237,10 +208,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(rows))
     record = {
         "command": command("selective_log_softmax", words),
-        **_describe(device),
-        "batch": options.batch,
-        "tokens": options.tokens,
-        "repeats": options.repeats,
+        **describe(),
+        "device": torch.cuda.get_device_name() if large else "cpu",
+        "torch": torch.__version__,
+        **{name: getattr(options, name) for name in ("batch", "tokens", "repeats")},
         "results": rows,
     }
     write_record(options.out, record)

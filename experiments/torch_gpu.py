@@ -9,15 +9,15 @@ to go on:
     given   bandwidth of losses of stored logits, forward and backward, by that of a copy
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from experiments.bench import command
+from experiments.bench.peers import torch_missing
+from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
-from experiments.command_line import positive
+from experiments.command_line import parser_of, positive
 
 _HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
 _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
@@ -27,22 +27,18 @@ _MODES = ("in_forward", "recompute")
 _DRY_DIVISOR = 64
 
 
-class Point(NamedTuple):
-    """One measurement: its key in the result file, and how it is made."""
-
-    name: str
-    measure: Callable[[], dict[str, Any]]
-
-
-def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> list[Point]:
+def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> dict[str, Callable[[], Record]]:
     """All points, cheap ones first; `divisor` is of every size."""
     from experiments.bench import bridge, torch_materialized
 
-    found = []
-    for n, v, _ in _GIVEN_SHAPES:
-        small = max(16, n // divisor), max(16, v // divisor), 0
-        measured = functools.partial(torch_materialized.measure, small, device, rounds)
-        found.append(Point(f"given {n}x{v}", measured))
+    def sizes(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        n, v, h = (max(16, size // divisor) for size in shape)
+        return n, v, h
+
+    found: dict[str, Callable[[], Record]] = {
+        f"given {shape[0]}x{shape[1]}": functools.partial(torch_materialized.measure, sizes(shape), device, rounds)
+        for shape in _GIVEN_SHAPES
+    }
     kinds: list[tuple[str, tuple[tuple[int, int, int], ...], Callable[..., dict[str, Any]]]] = [
         ("host", _HOST_SHAPES, functools.partial(bridge.host_time, calls=calls)),
         ("device", _DEVICE_SHAPES, functools.partial(bridge.device_time, rounds=rounds)),
@@ -51,56 +47,52 @@ def points(implementation: str, device: str, divisor: int, rounds: int, calls: i
     for kind, shapes, measure in kinds:
         for shape in shapes:
             for mode in _MODES:
-                n, v, h = (max(16, size // divisor) for size in shape)
                 setting = bridge.Setting(implementation, mode, device)
                 name = f"{kind} {'x'.join(map(str, shape))} {mode}"
-                found.append(Point(name, functools.partial(measure, (n, v, h), setting=setting)))
+                found[name] = functools.partial(measure, sizes(shape), setting=setting)
     return found
 
 
-def told(name: str, record: dict[str, Any]) -> None:
-    """Prints a point's figures beside what is asked for."""
+def shown(name: str, record: Record) -> str:
+    """A point's figures beside what is asked for."""
     if overhead := record.get("overhead_us"):
-        shown = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US[key]})" for key, us in overhead.items()]
-        shown += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
-    elif name.startswith("given"):
-        shown = [f"share of the copy's bandwidth (asked: {GIVEN_SHARE} where logits are overwritten)"]
-    else:
+        figures = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US[key]})" for key, us in overhead.items()]
+        figures += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
+    elif "ratio" in record:
         asked = DEVICE_RATIO if name.startswith("device") else MEMORY_RATIO
-        shown = [f"{record['ratio']:.3f} of the native call's (asked: {asked})"]
+        figures = [f"{record['ratio']:.3f} of the native call's (asked: {asked})"]
+    else:
+        figures = [f"share of the copy's bandwidth (asked: {GIVEN_SHARE} where logits are overwritten)"]
     for key, result in record["results"].items():
-        shown.append(f"{key} " + ", ".join(f"{unit} {x:.4g}" for unit, x in result.items() if unit != "samples"))
-    print(f"{name}: " + "; ".join(shown), flush=True)
+        figures.append(f"{key} " + ", ".join(f"{unit} {x:.4g}" for unit, x in result.items() if unit != "samples"))
+    return "; ".join(figures)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes as it goes; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--implementation", default=None, help='of the loss; "mosaic_gpu" if not given')
-    command.add_options(parser, "times that each device time is taken")
+    add_options(parser, "times that each device time is taken")
     parser.add_argument("--calls", type=positive, default=100, help="calls whose host time is taken")
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA on the CPU, to see that it works")
     options = parser.parse_args(words)
     if options.dry_run and options.out is None:
         parser.error("--dry-run needs --out: its results are not those of a GPU")
-    if reason := command.without_torch(not options.dry_run, "; --dry-run shows on a CPU that the command works"):
+    if reason := torch_missing(not options.dry_run, "; --dry-run shows on a CPU that the command works"):
         print(reason, file=sys.stderr)
         return 2
     import torch
 
     import torch_bridge  # before JAX starts, which leaves the device's memory to both  # noqa: F401
-    from experiments.bench.machine import describe
 
     implementation = options.implementation or ("xla" if options.dry_run else "mosaic_gpu")
     device, divisor = ("cpu", _DRY_DIVISOR) if options.dry_run else ("cuda", 1)
     facts = {"torch": torch.__version__, "implementation": implementation}
-    return command.run_file(
-        "torch_gpu",
+    made = points(implementation, device, divisor, options.rounds, options.calls)
+    return run(
+        [ResultFile("torch_gpu", "python -m experiments.torch_gpu", made)],
         describe() | facts | {"rounds": options.rounds, "calls": options.calls},
-        points(implementation, device, divisor, options.rounds, options.calls),
-        lambda point: point.name,
-        lambda point: point.measure(),
-        told,
+        shown,
         options,
     )
 

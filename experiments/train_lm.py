@@ -7,26 +7,15 @@ batch and the vocabulary are larger. `--head both` trains the same model through
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.lm.config import (
-    TrainConfig,
-    check,
-    default_config,
-    field_types,
-    merge,
-    read_toml,
-    refuse_changes,
-)
+from experiments.lm.config import OPTIONS, TrainConfig, check, default_config, merge, read_toml, refuse_changes, type_of
 from experiments.lm.errors import RunError, Stopped, UsageError
 from experiments.lm.run.processes import by_first, joined, read_group
-
-_PACKAGES = ("jax", "flax", "optax", "tokenizers", "tqdm", "orbax.checkpoint", "matplotlib")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,31 +41,19 @@ def _parser() -> argparse.ArgumentParser:
         "--coordinator", metavar="HOST:PORT", help="host of process 0, a port of it that is free, and the next one, too"
     )
     several.add_argument("--num-processes", type=int, metavar="INT", help="how many (default: what SLURM or MPI says)")
-    several.add_argument("--process-id", type=int, metavar="INT", help="which one this is, from 0 (likewise)")
-    types = field_types()
-    for field in dataclasses.fields(TrainConfig):
-        accelerator = field.metadata["accelerator"]
-        default = f"default: {field.default!r}" if field.default != "" else ""
-        default += f", on a GPU {accelerator!r}" if accelerator is not None else ""
-        text = f"{field.metadata['help']} {f'({default})' if default else ''}".rstrip()
-        flag = "--" + field.name.replace("_", "-")
+    several.add_argument("--process-id", type=int, metavar="INT", help="which one, from 0 (default: what they say)")
+    for name, field in OPTIONS.items():
+        defaults = [f"default: {field.default!r}"] if field.default != "" else []
+        defaults += [f"on a GPU {field.metadata['accelerator']!r}"] if "accelerator" in field.metadata else []
+        text = f"{field.metadata['help']} {f'({", ".join(defaults)})' if defaults else ''}".rstrip()
+        flag = "--" + name.replace("_", "-")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if types[field.name] is bool:
+        if type_of(name) is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            choices = field.metadata["choices"]
-            metavar = "|".join(choices) if choices else types[field.name].__name__.upper()
-            parser.add_argument(flag, type=types[field.name], metavar=metavar, **options)
+            metavar = "|".join(field.metadata.get("choices", [type_of(name).__name__.upper()]))
+            parser.add_argument(flag, type=type_of(name), metavar=metavar, **options)
     return parser
-
-
-def _check_packages() -> None:
-    for name in _PACKAGES:
-        # A dotted name cannot be looked up where its parent is missing.
-        parts = name.split(".")
-        found = all(importlib.util.find_spec(".".join(parts[: end + 1])) is not None for end in range(len(parts)))
-        if not found:
-            raise UsageError(f"the package {parts[0]} is missing; run: pip install 'pallas-ce[experiments]'")
 
 
 def _start_jax() -> str:
@@ -95,15 +72,6 @@ def _start_jax() -> str:
         raise UsageError(f"JAX cannot start (JAX_PLATFORMS={platforms}): {str(error) or 'no such device'}") from error
 
 
-def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the TOML file and the command line set, the command line having the last word; names and types checked."""
-    defaults = TrainConfig()
-    values = read_toml(Path(arguments.config)) if arguments.config is not None else {}
-    merge(defaults, values, str(arguments.config))
-    given = {name: value for name, value in vars(arguments).items() if name in field_types()}
-    return values | given
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Carries out a parsed command, as one of several processes or alone.
 
@@ -115,14 +83,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.stop_after is not None and arguments.stop_after < 1:
         raise UsageError(f"--stop-after is {arguments.stop_after}; it must be at least 1")
     group = read_group(arguments.coordinator, arguments.num_processes, arguments.process_id, os.environ)
-    overrides = _overrides(arguments)
-    _check_packages()
+    # The command line has the last word over the file.
+    overrides = read_toml(Path(arguments.config)) if arguments.config is not None else {}
+    merge(TrainConfig(), overrides, str(arguments.config))  # checks names and types
+    overrides |= {name: value for name, value in vars(arguments).items() if name in OPTIONS}
     with joined(group):
         _train(arguments, overrides)
 
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
-    # Imported here because they need the packages that have just been checked for.
+    # Imported here because they need packages that may be missing.
     from experiments.lm.data.dataset import load_dataset
     from experiments.lm.model.mesh import make_layout, refuse_other_padding
     from experiments.lm.run import run_directory
@@ -144,16 +114,7 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     layout = make_layout(config)
     if config.mesh:
         print(f"mesh: {layout}", flush=True)
-    report = train_heads(
-        config,
-        load_dataset(config),
-        folder,
-        backend,
-        resume=arguments.resume,
-        overwrite=arguments.overwrite,
-        stop_after=arguments.stop_after,
-    )
-    print(report)
+    print(train_heads(config, load_dataset(config), folder, backend, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _parser().parse_args(argv, arguments)
         run(arguments)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        return _end(f"error: the package {package} is missing; run: pip install 'pallas-ce[experiments]'", 2)
     except (UsageError, RunError) as error:
         return _end(f"error: {error}", error.exit_code)
     except Stopped as stop:

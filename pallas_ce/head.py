@@ -80,7 +80,7 @@ class HeadSpec:
         return 1.0 / (self.whole_vocab_size or self.vocab_size)
 
     def with_padding(self) -> "HeadSpec":
-        """Likewise, with the padding for vocabulary."""
+        """The same facts, with the padding for vocabulary."""
         whole = self.whole_vocab_size or self.vocab_size
         return dataclasses.replace(self, vocab_size=self.weight_rows, whole_vocab_size=whole)
 
@@ -296,7 +296,7 @@ class NeedsGrad:
 
     @property
     def bias_sum(self) -> bool:
-        """Likewise for the sum of dlogits over the rows."""
+        """The scale's gradient also comes from the bias's, the sum of dlogits over the rows."""
         return self.bias or self.logit_scale
 
     @property

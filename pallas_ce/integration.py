@@ -32,7 +32,7 @@ from pallas_ce.backends.protocol import Implementation as Implementation
 from pallas_ce.head import LogitsSpec as LogitsSpec
 from pallas_ce.head import NeedsGrad as NeedsGrad
 from pallas_ce.modes.differentiation import Known as Known
-from pallas_ce.modes.materialized import Settings as MaterializedSettings
+from pallas_ce.modes.materialized import MaterializedSettings as MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal

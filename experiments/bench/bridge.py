@@ -6,14 +6,11 @@ on the host also a function of PyTorch's that computes nothing.
 """
 
 import functools
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +18,8 @@ import torch
 
 import torch_bridge
 from experiments.bench import direct, timing, torch_timing
-from experiments.bench.programs import Program, both, ours
-from experiments.bench.used import allocated_peak_bytes, used_bytes
-
-Caller = Literal["bridge", "native", "unmasked", "direct", "nothing"]
-Shape = tuple[int, int, int]
+from experiments.bench.programs import Shape, both, ours
+from experiments.bench.used import allocated_peak_bytes, apart, used_bytes
 
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
 _QUEUED_CYCLES = 25_000_000
@@ -49,33 +43,49 @@ class Setting(NamedTuple):
         device: "cuda", or "cpu" to see that the commands work.
     """
 
-    implementation: str
-    mode: str
+    implementation: Any
+    mode: Any
     device: str
 
 
 def synchronize(result: Any) -> None:
     """Waits until `result` is there and the device has nothing left to do, for either framework."""
     jax.block_until_ready(result)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch_timing.synchronize()
 
 
-def callers(setting: Setting) -> tuple[Caller, ...]:
+def callers(setting: Setting) -> tuple[str, ...]:
     """Those that the setting has."""
-    alone = setting.device == "cuda" and setting.mode == "in_forward" and setting.implementation == "mosaic_gpu"
+    alone = setting == Setting("mosaic_gpu", "in_forward", "cuda")
     return ("bridge", "native", "unmasked", "direct") if alone else ("bridge", "native")
 
 
-def made(caller: Caller, setting: Setting, differentiate: bool) -> Callable[..., Any]:
-    """`(hidden, weight, labels) -> loss`, or loss and gradients, of that caller."""
+def made(caller: str, setting: Setting, differentiate: bool) -> Callable[..., Any]:
+    """`(hidden, weight, labels) -> loss`, or loss and gradients, of that caller.
+
+    All take tensors, but "native", which is compiled and takes arrays; `backward` is as a training step calls it.
+    """
+    implementation, mode, _ = setting
     if caller == "native":
-        return native(setting, differentiate)
-    if caller == "direct":
-        return called(direct.loss, differentiate)
-    if caller == "nothing":
-        return called(lambda hidden, weight, _: _Nothing.apply(hidden, weight), differentiate)  # type: ignore[no-untyped-call]
-    return bridged(setting, differentiate, **{} if caller == "bridge" else {"ignore_index": None})
+        native = ours(implementation, backward=mode)
+        compiled: Callable[..., Any] = jax.jit(both(native) if differentiate else native)
+        return compiled
+    bridged = functools.partial(torch_bridge.linear_cross_entropy, backward=mode, implementation=implementation)
+    losses: dict[str, Callable[..., Any]] = {
+        "bridge": bridged,
+        "unmasked": functools.partial(bridged, ignore_index=None),
+        "direct": direct.loss,
+        "nothing": lambda hidden, weight, _: _Nothing.apply(hidden, weight),  # type: ignore[no-untyped-call]
+    }
+    loss = losses[caller]
+
+    def forward_and_backward(hidden: Any, weight: Any, labels: Any) -> Any:
+        hidden.grad = weight.grad = None
+        value = loss(hidden, weight, labels)
+        value.backward()
+        return value, (hidden.grad, weight.grad)
+
+    return forward_and_backward if differentiate else torch.no_grad()(loss)
 
 
 class _Nothing(torch.autograd.Function):
@@ -92,42 +102,16 @@ class _Nothing(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
-def bridged(setting: Setting, differentiate: bool, **options: Any) -> Callable[..., Any]:
-    """`(hidden, weight, labels) -> loss`, or loss and gradients, of tensors."""
-
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return torch_bridge.linear_cross_entropy(
-            hidden, weight, labels, backward=cast(Any, setting.mode), implementation=setting.implementation, **options
-        )
-
-    return called(loss, differentiate)
-
-
-def called(loss: Callable[..., Any], differentiate: bool) -> Callable[..., Any]:
-    """The loss, or loss and gradients; `backward` as a training step calls it."""
-
-    def forward(*given: Any) -> Any:
-        with torch.no_grad():
-            return loss(*given)
-
-    def forward_and_backward(hidden: Any, weight: Any, labels: Any) -> Any:
-        hidden.grad = weight.grad = None
-        value = loss(hidden, weight, labels)
-        value.backward()
-        return value, (hidden.grad, weight.grad)
-
-    return forward_and_backward if differentiate else forward
-
-
-def native(setting: Setting, differentiate: bool) -> Callable[..., Any]:
-    """The same of arrays, compiled."""
-    loss: Program = ours(setting.implementation, backward=setting.mode)
-    return cast(Callable[..., Any], jax.jit(both(loss) if differentiate else loss))
-
-
 def as_arrays(hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
     """The tensors' memory as arrays, ready when work that PyTorch has queued is done."""
     return tuple(torch_bridge.to_jax(x) for x in (hidden, weight, labels.int()))
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds until `run` returns, and what it returns."""
+    start = time.perf_counter()
+    result = run()
+    return 1e6 * (time.perf_counter() - start), result
 
 
 def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
@@ -151,28 +135,18 @@ def host_time(shape: Shape, setting: Setting, calls: int) -> dict[str, Any]:
             if setting.device == "cuda" and number:
                 torch.cuda._sleep(_QUEUED_CYCLES)
             for _ in range(min(calls, _IN_A_ROW) if number else _WARM_CALLS):
-                start = time.perf_counter()
-                result = run(*given)
-                samples[name].append(1e6 * (time.perf_counter() - start))
+                us, result = _timed(functools.partial(run, *given))
+                samples[name].append(us)
             synchronize(result)
-    medians = {name: statistics.median(taken[_WARM_CALLS:]) for name, taken in samples.items()}
-    overhead = {name: medians[f"bridge {name}"] - medians[f"native {name}"] for name in _CALLS}
-    found = {name: {"us": medians[name], "samples": taken[_WARM_CALLS:]} for name, taken in samples.items()}
-    array = torch_bridge.to_jax(tensors[0])
-    exchange = {
-        "to_jax": _median_us(lambda: torch_bridge.to_jax(tensors[0]), calls),
-        "to_torch": _median_us(lambda: torch_bridge.to_torch(array), calls),
+    found: dict[str, dict[str, Any]] = {
+        name: {"us": statistics.median(taken[_WARM_CALLS:]), "samples": taken[_WARM_CALLS:]}
+        for name, taken in samples.items()
     }
+    overhead = {name: found[f"bridge {name}"]["us"] - found[f"native {name}"]["us"] for name in _CALLS}
+    array = torch_bridge.to_jax(tensors[0])
+    exchanges = {"to_jax": lambda: torch_bridge.to_jax(tensors[0]), "to_torch": lambda: torch_bridge.to_torch(array)}
+    exchange = {name: statistics.median(_timed(run)[0] for _ in range(calls)) for name, run in exchanges.items()}
     return {"n": n, "v": v, "h": h, "results": found, "overhead_us": overhead, "exchange_us": exchange}
-
-
-def _median_us(run: Callable[[], Any], calls: int) -> float:
-    samples = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        run()
-        samples.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(samples)
 
 
 def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
@@ -204,40 +178,30 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
         peaks; the bridge's over the native call's in the driver's count.
     """
     n, v, h = shape
+    # Neither may take its memory beforehand, or nothing could be told from the driver's count. One GPU only: JAX's
+    # own function for PyTorch may leave results on another.
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
     found: dict[str, dict[str, float]] = {}
     for caller in callers(setting):
-        before = used_bytes(setting.device)
-        order = json.dumps({"caller": caller, "shape": shape, "setting": setting})
-        # Neither may take its memory beforehand, or nothing could be told from the driver's count. One GPU only: JAX's
-        # own function for PyTorch may leave results on another.
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
-        command = [sys.executable, "-m", "experiments.bench.bridge", order]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-        driver, in_use = json.loads(done.stdout.splitlines()[-1])
-        found[caller] = {
-            "driver_mib": (driver - (before if setting.device == "cuda" else 0)) / 2**20,
-            "in_use_mib": in_use / 2**20,
-        }
+        before = used_bytes(setting.device) if setting.device == "cuda" else 0
+        driver, in_use = apart(peak_of, caller, shape, setting, **environment)
+        found[caller] = {"driver_mib": (driver - before) / 2**20, "in_use_mib": in_use / 2**20}
     ratio = found["bridge"]["driver_mib"] / found["native"]["driver_mib"]
     return {"n": n, "v": v, "h": h, "results": found, "ratio": ratio}
 
 
-def peak_of(caller: Caller, shape: Shape, setting: Setting) -> tuple[int, int]:
+def peak_of(caller: str, shape: Shape, setting: Setting) -> tuple[int, int]:
     """`used_bytes` and `allocated_peak_bytes` after a few calls; in a fresh process."""
     n, v, h = shape
     if caller != "native":
-        hidden = torch.zeros(n, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.zeros(v, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
-        given: tuple[Any, ...] = (hidden, weight, torch.zeros(n, device=setting.device, dtype=torch.int64))
+        matrices = [
+            torch.zeros(size, h, device=setting.device, dtype=torch.bfloat16, requires_grad=True) for size in (n, v)
+        ]
+        given: list[Any] = [*matrices, torch.zeros(n, device=setting.device, dtype=torch.int64)]
     else:
-        given = (jnp.zeros((n, h), jnp.bfloat16), jnp.zeros((v, h), jnp.bfloat16), jnp.zeros(n, jnp.int32))
+        given = [jnp.zeros((n, h), jnp.bfloat16), jnp.zeros((v, h), jnp.bfloat16), jnp.zeros(n, jnp.int32)]
     run = made(caller, setting, True)
     for _ in range(_CALLS_FOR_MEMORY):
         synchronize(run(*given))
     return used_bytes(setting.device), allocated_peak_bytes(setting.device)
-
-
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    print(json.dumps(peak_of(given["caller"], tuple(given["shape"]), Setting(*given["setting"]))))

@@ -6,39 +6,21 @@ holds nothing that was not measured.
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from experiments.bench import summary
 from experiments.bench.results import ResultError
-from experiments.command_line import write_atomically
+from experiments.bench.summary import FORWARD, IN_FORWARD, RECOMPUTE, geometric_mean, ratios
+from experiments.command_line import write_record
 
 FILE = "ladder.json"
+_PROGRAMS = (FORWARD, IN_FORWARD, RECOMPUTE)
+_FIELDS = ("what", "date", "device", "points", *_PROGRAMS)
 
-
-class Step(NamedTuple):
-    """One version.
-
-    Attributes:
-        what: what changed, in a line.
-        date: of the measurement.
-        device: it was made on.
-        points: points of the grid that were measured.
-        forward: geometric mean of the ratio to the bare product.
-        in_forward: of forward+backward, to three products.
-        recompute: likewise.
-    """
-
-    what: str
-    date: str
-    device: str
-    points: int
-    forward: float
-    in_forward: float
-    recompute: float
+Step = dict[str, Any]
 
 
 def step_from(grid: dict[str, Any], what: str) -> Step:
-    """The step of a grid's result document.
+    """The step of a grid's result document: geometric means of the ratios to the bare product, or to three products.
 
     Raises:
         ResultError: it holds no points.
@@ -46,11 +28,8 @@ def step_from(grid: dict[str, Any], what: str) -> Step:
     points, machine = grid["points"], grid["machine"]
     if not points:
         raise ResultError("the grid's result file holds no points: run `python -m experiments.gpu_head grid` first")
-    means = (
-        summary.geometric_mean(list(summary.ratios(points, program).values()))
-        for program in (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE)
-    )
-    return Step(what, machine["date"], machine["device"], len(points), *(round(mean, 4) for mean in means))
+    means = {program: round(geometric_mean(ratios(points, program).values()), 4) for program in _PROGRAMS}
+    return {"what": what, "date": machine["date"], "device": machine["device"], "points": len(points), **means}
 
 
 def load(path: Path) -> list[Step]:
@@ -62,22 +41,20 @@ def load(path: Path) -> list[Step]:
     if not path.exists():
         return []
     try:
-        return [Step(**step) for step in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
+        return [{field: step[field] for field in _FIELDS} for step in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError) as error:
         raise ResultError(f"{path} is not a ladder: {error}; repair it by hand") from error
 
 
 def add(path: Path, step: Step) -> None:
     """Adds a step at the end."""
-    steps = [*load(path), step]
-    write_atomically(path, json.dumps([step._asdict() for step in steps], indent=1) + "\n")
+    write_record(path, [*load(path), step])
 
 
-def table(steps: list[Step]) -> str:
-    """The steps as a markdown table."""
-    lines = ["| version | measured | points | forward | in_forward | recompute |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {s.what} | {s.date}, {s.device} | {s.points} | {s.forward:.3f} | {s.in_forward:.3f} | {s.recompute:.3f} |"
+def table(steps: list[Step]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows."""
+    rows = [
+        [s["what"], f"{s['date']}, {s['device']}", f"{s['points']}", *(f"{s[program]:.3f}" for program in _PROGRAMS)]
         for s in steps
     ]
-    return "\n".join(lines)
+    return ["version", "measured", "points", *_PROGRAMS], rows

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.programs import Program, checked
+from experiments.bench.programs import Program, Shape, of_logits
 from experiments.bench.timing import Clock, in_turn, temporary_mib
 from pallas_ce import cross_entropy
+from pallas_ce.backends.protocol import Implementation
 
 # The yardstick is the faster of these; each reads the array once and writes it once.
 COPIES: dict[str, Program] = {
@@ -25,20 +26,14 @@ _COPY_PASSES = 2
 _DONATED = "donated"
 
 
-def plain(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross entropy in plain JAX."""
-    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)
-    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) - target)
-
-
-def programs(implementation: str) -> dict[str, Program]:
+def programs(implementation: Implementation, _: Shape | None = None) -> dict[str, Program]:
     """Ours by this implementation and by XLA, with logits that are kept and that are donated, and plain JAX."""
     found: dict[str, Program] = {}
     for name in dict.fromkeys((implementation, "xla")):
-        ours = functools.partial(cross_entropy, implementation=checked(name))
+        ours = functools.partial(cross_entropy, implementation=name)
         both = jax.value_and_grad(ours)
         found |= {f"forward {name}": ours, f"kept {name}": both, f"{_DONATED} {name}": both}
-    return found | {"forward plain": plain, "kept plain": jax.value_and_grad(plain)}
+    return found | {"forward plain": of_logits, "kept plain": jax.value_and_grad(of_logits)}
 
 
 class _InPlace:
@@ -52,11 +47,7 @@ class _InPlace:
         return loss
 
 
-def _donates(name: str) -> bool:
-    return name.startswith(_DONATED)
-
-
-def measure(shape: tuple[int, int, int], contenders: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
+def measure(shape: Shape, contenders: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
     """Times, memory and bandwidth at one shape `(N, V, anything)`, bfloat16, the programs in turn.
 
     Args:
@@ -74,10 +65,10 @@ def measure(shape: tuple[int, int, int], contenders: dict[str, Program], rounds:
     logits = jax.random.normal(keys[0], (n, v), jnp.bfloat16)
     labels = jax.random.randint(keys[1], (n,), 0, v)
     compiled: dict[str, Any] = {
-        name: jax.jit(program, donate_argnums=(0,) if _donates(name) else ()).lower(logits, labels).compile()
+        name: jax.jit(program, donate_argnums=(0,) if name.startswith(_DONATED) else ()).lower(logits, labels).compile()
         for name, program in (COPIES | contenders).items()
     }
-    ready = {n: _InPlace(program, logits) if _donates(n) else program for n, program in compiled.items()}
+    ready = {n: _InPlace(program, logits) if n.startswith(_DONATED) else program for n, program in compiled.items()}
     for program in ready.values():
         jax.block_until_ready(program(logits, labels))
     timed = {name: functools.partial(clock, program, (logits, labels)) for name, program in ready.items()}

@@ -29,6 +29,15 @@ class Peer(NamedTuple):
         return None
 
 
+def torch_missing(on_gpu: bool, or_else: str) -> str | None:
+    """Why PyTorch cannot measure here, and what to do `or_else` without a GPU; None where it can."""
+    try:
+        import torch
+    except ImportError:
+        return "this is measured in PyTorch, which is missing: pip install 'pallas-ce[torch]'"
+    return f"PyTorch finds no GPU{or_else}" if on_gpu and not torch.cuda.is_available() else None
+
+
 def _stored(wide: bool) -> Loss:
     from torch.nn import functional
 

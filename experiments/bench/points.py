@@ -1,19 +1,21 @@
-"""What is measured, section by section: each point is one shape with the programs that are timed in turn at it."""
+"""What `experiments.gpu_head` measures, section by section: each point is a shape, and programs timed in turn at it."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.programs import Program, both, canonical, checked, ignoring, ours, statistics_of
-from pallas_ce import explain
+from experiments.bench import timing
+from experiments.bench.command import Point, Sections
+from experiments.bench.programs import Program, Shape, both, canonical, ignoring, ours
+from pallas_ce import explain, linear_row_statistics
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
+from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.row import finalise
 
@@ -28,6 +30,7 @@ HEADS = {
     "GPT-2": (8192, 50257, 768),
 }
 OPTIONS_SHAPE = (16384, 131072, 4096)
+_COMPILE_SHAPE = (8192, 131072, 4096)
 _MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
 _SHARES = (0.0, 0.001, 0.05, 0.3)
 _WINDOWS_SHAPE = (1024, 262144, 4096)
@@ -36,82 +39,56 @@ WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 _NAMES = frozenset({"lse"})
 
 
-class Point(NamedTuple):
-    """One measurement.
-
-    Attributes:
-        name: its key in the result file.
-        shape: N, V, H.
-        programs: by name; those whose name begins with "forward" are compared with one product, others with three.
-        facts: what else its record holds.
-    """
-
-    name: str
-    shape: tuple[int, int, int]
-    programs: Callable[[], dict[str, Program]]
-    facts: Callable[[], dict[str, Any]] = dict
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """How a run differs from the published one.
-
-    Attributes:
-        implementation: of ours.
-        divisor: of every size; above 1 it only shows that the commands work.
-    """
-
-    implementation: str = "mosaic_gpu"
-    divisor: int = 1
-
-    def shape(self, full: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The sizes measured in place of these."""
-        n, v, h = (max(16, size // self.divisor) for size in full)
-        return n, v, h
-
-
-def standard(setting: Setting) -> dict[str, Program]:
-    """What grid and heads compare."""
-    name = setting.implementation
+def modes(implementation: Implementation) -> dict[str, Program]:
+    """Our forward, and forward and backward in both modes."""
     return {
-        "forward": ours(name),
-        "forward canonical": canonical,
-        "in_forward": both(ours(name, backward="in_forward")),
-        "recompute": both(ours(name, backward="recompute")),
-        "canonical": both(canonical),
+        "forward": ours(implementation),
+        "in_forward": both(ours(implementation, backward="in_forward")),
+        "recompute": both(ours(implementation, backward="recompute")),
     }
 
 
-def variants(setting: Setting) -> dict[str, Program]:
+def standard(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """What grid and heads compare."""
+    return modes(implementation) | {"forward canonical": canonical, "canonical": both(canonical)}
+
+
+def _arrays(shape: Shape) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    n, v, h = shape
+    return jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
+
+
+def variants(implementation: Implementation, shape: Shape) -> dict[str, Program]:
     """Ignored rows, a frozen weight, half the scratch and less, entropy as well as log-probability."""
-    name = setting.implementation
-    n, v, h = setting.shape(OPTIONS_SHAPE)
-    arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
-    budget = explain(*arrays, implementation=checked(name), backward="in_forward").scratch_bytes
-    in_forward = ours(name, backward="in_forward")
-    recompute = ours(name, backward="recompute")
+    budget = explain(*_arrays(shape), implementation=implementation, backward="in_forward").scratch_bytes
+    in_forward = ours(implementation, backward="in_forward")
+    recompute = ours(implementation, backward="recompute")
+
+    def statistics(*names: str) -> Program:
+        return lambda hidden, weight, labels: linear_row_statistics(
+            hidden, weight, labels, statistics=names, implementation=implementation
+        )
+
     return {
         "in_forward": both(in_forward),
         "in_forward quarter": both(ignoring(in_forward, 0.75)),
         "in_forward frozen weight": jax.value_and_grad(in_forward),
-        "in_forward half scratch": both(ours(name, backward="in_forward", scratch_bytes=budget // 2)),
-        "in_forward eighth scratch": both(ours(name, backward="in_forward", scratch_bytes=budget // 8)),
+        "in_forward half scratch": both(ours(implementation, backward="in_forward", scratch_bytes=budget // 2)),
+        "in_forward eighth scratch": both(ours(implementation, backward="in_forward", scratch_bytes=budget // 8)),
         "recompute": both(recompute),
         "recompute quarter": both(ignoring(recompute, 0.75)),
-        "forward log_prob": statistics_of(name, "log_prob"),
-        "forward log_prob and entropy": statistics_of(name, "log_prob", "entropy"),
+        "forward log_prob": statistics("log_prob"),
+        "forward log_prob and entropy": statistics("log_prob", "entropy"),
     }
 
 
-def masked(setting: Setting) -> dict[str, Program]:
+def masked(implementation: Implementation, _: Shape) -> dict[str, Program]:
     """Every pass with shares of the rows ignored, from none to a third."""
-    name = setting.implementation
-    losses = {
-        "forward": ours(name),
-        "in_forward": both(ours(name, backward="in_forward")),
-        "recompute": both(ours(name, backward="recompute")),
+    return {
+        f"{name} {share:.1%}": ignoring(loss, share)
+        for name, loss in modes(implementation).items()
+        for share in _SHARES
     }
-    return {f"{k} {share:.1%}": ignoring(loss, share) for k, loss in losses.items() for share in _SHARES}
 
 
 def windowed(windows: int | None) -> Program:
@@ -128,34 +105,27 @@ def windowed(windows: int | None) -> Program:
     return run
 
 
-def chosen_windows(setting: Setting) -> dict[str, int]:
-    """How many windows the forward chooses, which are in the sweep, too."""
-    n, v, h = setting.shape(_WINDOWS_SHAPE)
-    arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
-    (launch,) = explain(*arrays, implementation=checked(setting.implementation), differentiate=()).launches
-    return {"chosen_windows": launch.windows}
-
-
-def window_sweep(setting: Setting) -> dict[str, Program]:
+def window_sweep(_: Implementation, shape: Shape) -> dict[str, Program]:
     """The forward with given numbers of windows, and with the chosen one."""
-    if checked(setting.implementation) != "mosaic_gpu":
-        return {}
-    most = -(-setting.shape(_WINDOWS_SHAPE)[1] // config.Config().columns)
-    swept = {f"forward {w} windows": windowed(w) for w in WINDOWS if w <= most}
-    return {"forward": windowed(None)} | swept
+    most = -(-shape[1] // config.Config().columns)
+    return {"forward": windowed(None)} | {f"forward {w} windows": windowed(w) for w in WINDOWS if w <= most}
 
 
-def sections(setting: Setting) -> dict[str, list[Point]]:
-    """All points by section; a section that the implementation cannot serve is empty."""
-    sweep = Point(
-        "windows", setting.shape(_WINDOWS_SHAPE), lambda: window_sweep(setting), lambda: chosen_windows(setting)
-    )
-    return {
-        "grid": [Point(f"{n}x{v}", setting.shape((n, v, h)), lambda: standard(setting)) for n, v, h in GRID],
-        "heads": [Point(model, setting.shape(shape), lambda: standard(setting)) for model, shape in HEADS.items()],
-        "options": [Point("options", setting.shape(OPTIONS_SHAPE), lambda: variants(setting))],
-        "windows": [sweep] if window_sweep(setting) else [],
-        "masked": [
-            Point(f"{n}x{v}x{h}", setting.shape((n, v, h)), lambda: masked(setting)) for n, v, h in _MASKED_SHAPES
-        ],
-    }
+def _measure_windows(shape: Shape, *given: Any) -> dict[str, Any]:
+    """Also how many windows the forward chooses, which are in the sweep, too."""
+    (launch,) = explain(*_arrays(shape), implementation="mosaic_gpu", differentiate=()).launches
+    return timing.measure(shape, *given) | {"chosen_windows": launch.windows}
+
+
+def _measure_compilation(shape: Shape, programs: dict[str, Program], *_: Any) -> dict[str, Any]:
+    return timing.compile_seconds(shape, programs)
+
+
+SECTIONS: Sections = {
+    "compile": {"compile": Point(_COMPILE_SHAPE, standard, _measure_compilation)},
+    "grid": {f"{n}x{v}": Point((n, v, h), standard) for n, v, h in GRID},
+    "heads": {model: Point(shape, standard) for model, shape in HEADS.items()},
+    "options": {"options": Point(OPTIONS_SHAPE, variants)},
+    "windows": {"windows": Point(_WINDOWS_SHAPE, window_sweep, _measure_windows)},
+    "masked": {f"{n}x{v}x{h}": Point((n, v, h), masked) for n, v, h in _MASKED_SHAPES},
+}

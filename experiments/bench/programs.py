@@ -1,15 +1,17 @@
 """What is timed: bare products, stored logits, and our losses, all `(hidden, weight, labels) -> ...` in bfloat16."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce import linear_cross_entropy
 from pallas_ce.backends.protocol import Implementation
 
 Program = Callable[..., Any]
+Shape = tuple[int, int, int]
 
 # What every point times beside its own programs; `THREE` is the floor of forward and backward.
 BARE = "bare"
@@ -40,28 +42,18 @@ def for_weight(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.A
 
 def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     """Cross entropy of stored bfloat16 logits, the fastest of the plain ways."""
-    logits = bare(hidden, weight, labels)
+    return of_logits(bare(hidden, weight, labels), labels)
+
+
+def of_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross entropy in plain JAX."""
     target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)
     return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) - target)
 
 
-def checked(implementation: str) -> Implementation:
-    """The implementation of that name."""
-    return next(name for name in get_args(Implementation) if name == implementation)
-
-
-def ours(implementation: str, **options: Any) -> Program:
+def ours(implementation: Implementation | None, **options: Any) -> Program:
     """Our loss with these options."""
-    chosen = checked(implementation)
-    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, implementation=chosen, **options)
-
-
-def statistics_of(implementation: str, *names: str) -> Program:
-    """Our row statistics of these names."""
-    chosen = checked(implementation)
-    return lambda hidden, weight, labels: linear_row_statistics(
-        hidden, weight, labels, statistics=names, implementation=chosen
-    )
+    return functools.partial(linear_cross_entropy, implementation=implementation, **options)
 
 
 def both(loss: Program) -> Program:

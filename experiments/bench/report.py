@@ -26,7 +26,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     """All tables."""
     sections = {name: document["points"] for name, document in documents.items()}
     parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
-    parts += ["## Targets", _targets(sections)]
+    parts += ["## Targets", targets_table(summary.targets(sections))]
     peers = [points for name, points in sections.items() if name.startswith("peers")]
     if "grid" in sections and peers:
         won, counted = summary.wins(sections["grid"], *peers)
@@ -37,7 +37,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
     if steps:
-        parts += ["## Versions tried", ladder.table(steps)]
+        parts += ["## Versions tried", table(*ladder.table(steps))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -47,14 +47,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _targets(sections: summary.Sections) -> str:
-    rows = []
-    for target in summary.TARGETS:
-        found = target.found(sections)
-        shown = "not measured" if found is None else f"{found:.4g}"
-        verdict = "" if found is None else ("yes" if target.reached(found) else "no")
-        rows.append([target.what, f"{'≥' if target.at_least else '≤'} {target.bound:g}", shown, verdict])
-    return table(["figure", "target", "measured", "reached"], rows)
+def targets_table(targets: list[summary.Target], digits: str = ".4g") -> str:
+    """Each target beside what was measured."""
+    return table(["figure", "target", "measured", "reached"], [target.row(digits) for target in targets])
 
 
 def _machine(document: dict[str, Any]) -> str:

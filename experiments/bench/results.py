@@ -1,20 +1,67 @@
-"""Result files: one for each section, whole after every point, so that an interrupted run loses nothing and goes on."""
+"""Result files: points measured one after the other, the file whole after each, so that an interrupted run goes on."""
 
+import argparse
+import datetime
 import json
-from collections.abc import Callable, Iterable
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.command_line import write_atomically
+from experiments.command_line import positive, write_record
 
 FOLDER = Path(__file__).parents[1] / "results"
 
 # What points of one file must share to be compared.
 SAME = ("device", "jax", "torch", "clock", "implementation")
 
+Record = dict[str, Any]
+
 
 class ResultError(Exception):
     """A result file that cannot be read or gone on with; the message says what to do."""
+
+
+class ResultFile(NamedTuple):
+    """What one result file holds.
+
+    Attributes:
+        name: of the file, without its suffix.
+        command: how it is made.
+        points: by name, what measures a point and returns its record.
+    """
+
+    name: str
+    command: str
+    points: Mapping[str, Callable[[], Record]]
+
+
+def add_options(parser: argparse.ArgumentParser, rounds: str = "times each program of a point is timed") -> None:
+    """The options of a command that calls `run`; `rounds` says what is repeated."""
+    parser.add_argument("--rounds", type=positive, default=7, help=rounds)
+    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
+    parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+
+
+def describe() -> dict[str, Any]:
+    """Device, processor count, versions and date: what a result file says about where it was made."""
+    import jax  # which `experiments.peers` must not start
+
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processors": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -32,92 +79,65 @@ def read(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-class Results:
-    """The results of one section, under way.
-
-    Args:
-        path: the file; results that it holds are kept.
-        command: how it is made.
-        machine: `experiments.bench.machine.describe()`.
-        again: whether to forget what the file holds.
-
-    Raises:
-        ResultError: the file is not a result file, or comes from another device or version.
-    """
-
-    def __init__(self, path: Path, command: str, machine: dict[str, Any], again: bool = False) -> None:
-        self.path = path
-        self.document: dict[str, Any] = {"command": command, "machine": machine, "points": {}}
-        if again or not path.exists():
-            return
-        old = read(path)
-        for name in SAME:
-            ours, theirs = machine.get(name), old["machine"].get(name)
-            if ours != theirs:
-                raise ResultError(
-                    f"{path} was measured with {name} {theirs!r} and this is {ours!r}: ratios would mix. Pass --again "
-                    "to measure all of it anew, or --out for another folder"
-                )
-        self.document["points"] = old["points"]
-
-    @property
-    def points(self) -> dict[str, dict[str, Any]]:
-        """What has been measured, by name."""
-        return dict(self.document["points"])
-
-    def add(self, name: str, record: dict[str, Any]) -> None:
-        """Adds a point and writes the file."""
-        self.document["points"][name] = record
-        write_atomically(self.path, json.dumps(self.document, indent=1) + "\n")
-
-
-class Budget:
-    """Time for a run: a point is only begun if one as long as the longest so far would still end in time.
-
-    Args:
-        seconds: in all, or None for as much as it takes.
-        now: the clock.
-    """
-
-    def __init__(self, seconds: float | None, now: Callable[[], float]) -> None:
-        self._now, self._longest, self._last = now, 0.0, now()
-        self._end = None if seconds is None else self._last + seconds
-
-    def allows_another(self) -> bool:
-        """Called before each point."""
-        now = self._now()
-        self._longest, self._last = max(self._longest, now - self._last), now
-        return self._end is None or now + self._longest < self._end
-
-
-def run_points[P](
-    points: Iterable[P],
-    name_of: Callable[[P], str],
-    measure: Callable[[P], dict[str, Any]],
-    results: Results,
-    budget: Budget,
-    told: Callable[[str, dict[str, Any]], None],
+def run(
+    files: Sequence[ResultFile],
+    machine: Record,
+    shown: Callable[[str, Record], str],
+    options: argparse.Namespace,
 ) -> int:
-    """Measures the points that `results` lacks; returns how many are left when time runs out.
+    """Measures the points that the files lack, prints each and writes it; returns the exit status.
+
+    Args:
+        files: what is measured, in order.
+        machine: what measures; a file of another device or version is not gone on with.
+        shown: what to print of a point's name and record.
+        options: those of `add_options`. A point is only begun if one as long as the longest so far would end in time.
 
     Raises:
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
-    missing = [point for point in points if name_of(point) not in results.points]
+    start = time.monotonic()
+    end = math.inf if options.minutes is None else start + 60 * options.minutes
+    longest, left = 0.0, 0
     failed: list[Exception] = []
-    left = 0
-    for done, point in enumerate(missing):
-        if not budget.allows_another():
-            left = len(missing) - done
-            break
-        try:
-            record = measure(point)
-        except Exception as error:
-            error.add_note(f"while {name_of(point)} was measured")
-            failed.append(error)
-            continue
-        results.add(name_of(point), record)
-        told(name_of(point), record)
+    for file in files:
+        path = (options.out or FOLDER) / f"{file.name}.json"
+        document: dict[str, Any] = {"command": file.command, "machine": machine, "points": {}}
+        if path.exists() and not options.again:
+            try:
+                document["points"] = _points_to_go_on_with(path, machine)
+            except ResultError as error:
+                print(error, file=sys.stderr)
+                return 2
+        for name in [name for name in file.points if name not in document["points"]]:
+            began = time.monotonic()
+            if began + longest >= end:
+                left += 1
+                continue
+            try:
+                record = file.points[name]()
+            except Exception as error:
+                error.add_note(f"while {name} was measured")
+                failed.append(error)
+            else:
+                document["points"][name] = record
+                write_record(path, document)
+                print(f"[{time.monotonic() - start:5.0f}s] {file.name} {name}: {shown(name, record)}", flush=True)
+            longest = max(longest, time.monotonic() - began)
+    if left:
+        print(f"time is up with {left} points left; run the same command again to go on")
     if failed:
         raise ExceptionGroup(f"{len(failed)} points failed", failed)
-    return left
+    return 0
+
+
+def _points_to_go_on_with(path: Path, machine: Record) -> Record:
+    old = read(path)
+    for name in SAME:
+        ours, theirs = machine.get(name), old["machine"].get(name)
+        if ours != theirs:
+            raise ResultError(
+                f"{path} was measured with {name} {theirs!r} and this is {ours!r}: ratios would mix. Pass --again "
+                "to measure all of it anew, or --out for another folder"
+            )
+    return dict(old["points"])

@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from experiments.bench.report import table
+from experiments.bench.report import table, targets_table
+from experiments.bench.summary import Target
 from experiments.command_line import save_figure, write_atomically
 
 Record = dict[str, Any]
@@ -21,27 +22,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda document: int(document["records"][0]["gpus"]))
 
 
-class Target(NamedTuple):
-    """A figure of one layout, and its bound.
-
-    Attributes:
-        layout: as in `gpu_scaling`.
-        figure: of a contender's results.
-        bounds: by the number of GPUs.
-        least: whether the bound is the least that will do, not the most.
-    """
-
-    layout: str
-    figure: str
-    bounds: dict[int, float]
-    least: bool
-
-
-TARGETS = (
-    Target("tensor", "efficiency", {2: 0.97, 4: 0.93}, True),
-    Target("data", "efficiency", {2: 0.94, 4: 0.94}, True),
-    Target("sequence", "to_tensor", {2: 1.04, 4: 1.04}, False),
-)
+# By layout: a figure of its results, its bound for each number of GPUs, and whether that is the least that will do.
+_ASKED = {
+    "tensor": ("efficiency", {2: 0.97, 4: 0.93}, True),
+    "data": ("efficiency", {2: 0.94, 4: 0.94}, True),
+    "sequence": ("to_tensor", {2: 1.04, 4: 1.04}, False),
+}
 _MODES = ("in_forward", "recompute")
 _COLUMNS = ("ms", "efficiency", "to_tensor", "to_canonical", "inputs_mib", "temporary_mib")
 
@@ -49,40 +35,35 @@ _COLUMNS = ("ms", "efficiency", "to_tensor", "to_canonical", "inputs_mib", "temp
 def markdown(documents: list[dict[str, Any]]) -> str:
     """Targets, and all that was measured."""
     records = _records(documents)
-    made = [
-        f"`{document['command']}`: "
-        + ", ".join(f"{name} {document[name]}" for name in ("device", "python", "jax", "date", "n", "v", "h"))
-        + "."
-        for document in documents
-    ]
-    parts = ["# The head on several GPUs", *made, "## Targets", _targets(records)]
+    facts = ("device", "python", "jax", "date", "n", "v", "h")
+    made = [f"`{d['command']}`: {', '.join(f'{name} {d[name]}' for name in facts)}." for d in documents]
+    targets = targets_table(_targets(records), ".3f")
+    parts = ["# The head on several GPUs", *made, "## Targets", targets, "## Times and memory of one GPU"]
     rows = [
         [record["layout"], f"{record['gpus']}", name, *(_number(result.get(column)) for column in _COLUMNS)]
         for record in records
         for name, result in record["results"].items()
     ]
-    parts += ["## Times and memory of one GPU", table(["layout", "GPUs", "loss", *_COLUMNS], rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, table(["layout", "GPUs", "loss", *_COLUMNS], rows)]) + "\n"
 
 
 def _records(documents: list[dict[str, Any]]) -> list[Record]:
     return [record for document in documents for record in document["records"]]
 
 
-def _targets(records: list[Record]) -> str:
-    rows = []
-    for target in TARGETS:
-        for record in records:
-            bound = target.bounds.get(record["gpus"])
-            if record["layout"] != target.layout or bound is None:
-                continue
-            for mode in _MODES:
-                value = record["results"][mode][target.figure]
-                reached = value >= bound if target.least else value <= bound
-                what = f"{target.layout} on {record['gpus']}, {mode}: {target.figure}"
-                sign = "≥" if target.least else "≤"
-                rows.append([what, f"{sign} {bound:g}", f"{value:.3f}", "yes" if reached else "no"])
-    return table(["figure", "target", "measured", "reached"], rows)
+def _targets(records: list[Record]) -> list[Target]:
+    return [
+        Target(
+            f"{layout} on {record['gpus']}, {mode}: {figure}",
+            bounds[record["gpus"]],
+            record["results"][mode][figure],
+            at_least,
+        )
+        for layout, (figure, bounds, at_least) in _ASKED.items()
+        for record in records
+        if record["layout"] == layout and record["gpus"] in bounds
+        for mode in _MODES
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.programs import BARE, THREE, Program, bare, for_hidden, for_weight, inputs
+from experiments.bench.programs import BARE, THREE, Program, Shape, bare, for_hidden, for_weight, inputs
 
 # Programs whose compilation is timed differ by so many rows.
 _COMPILED_STEP = 8
@@ -91,17 +91,6 @@ def temporary_mib(program: Any) -> float:
     return float(program.memory_analysis().temp_size_in_bytes / 2**20)
 
 
-def compile_all(
-    programs: dict[str, Program], arguments: dict[str, tuple[Any, ...]], most: int | None = None
-) -> dict[str, Any]:
-    """Compiles programs, at most so many at once; None: on as many threads as the machine has."""
-    with concurrent.futures.ThreadPoolExecutor(most) as pool:
-        jobs = {
-            n: pool.submit(lambda p, a: jax.jit(p).lower(*a).compile(), p, arguments[n]) for n, p in programs.items()
-        }
-        return {name: job.result() for name, job in jobs.items()}
-
-
 def _compiled_at_once(logits_bytes: int) -> int | None:
     """How many programs: XLA chooses their products by timing some, on arrays as large as the logits of its own."""
     bound = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -121,10 +110,35 @@ def in_turn[Name](runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name in list(runs)[:: 1 - 2 * (number % 2)]:
-            sample = runs[name]()
-            if number:
-                samples[name].append(sample)
-    return {name: {"ms": statistics.median(taken), "samples": taken} for name, taken in samples.items()}
+            samples[name].append(runs[name]())
+    return {name: {"ms": statistics.median(taken[1:]), "samples": taken[1:]} for name, taken in samples.items()}
+
+
+def compiled_in_turn(
+    programs: Mapping[str, Program],
+    arguments: Mapping[str, tuple[Any, ...]],
+    rounds: int,
+    clock: Clock,
+    at_once: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """`in_turn` of compiled programs, and the `temporary_mib` of each.
+
+    Args:
+        programs: by name.
+        arguments: of each.
+        rounds: how often each is timed.
+        clock: by which.
+        at_once: at most so many are compiled together; None: as many as the machine has threads.
+    """
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        compiled = pool.map(lambda name: jax.jit(programs[name]).lower(*arguments[name]).compile(), programs)
+        ready: dict[str, Any] = dict(zip(programs, compiled, strict=True))
+    for name, program in ready.items():  # a first launch of each sets up what later ones find
+        jax.block_until_ready(program(*arguments[name]))
+    found = in_turn({name: functools.partial(clock, ready[name], arguments[name]) for name in ready}, rounds)
+    for name, program in ready.items():
+        found[name]["temporary_mib"] = temporary_mib(program)
+    return found
 
 
 def with_ratios(found: dict[str, dict[str, Any]]) -> None:
@@ -135,7 +149,7 @@ def with_ratios(found: dict[str, dict[str, Any]]) -> None:
             result["ratio"] = result["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
 
 
-def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
+def measure(shape: Shape, extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
     """The bare products and `extra` programs at one shape.
 
     Returns:
@@ -147,17 +161,12 @@ def measure(shape: tuple[int, int, int], extra: dict[str, Program], rounds: int,
     logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
     programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
     arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
-    ready = compile_all(programs, arguments, _compiled_at_once(logits.nbytes))
-    for name, program in ready.items():  # a first launch of each sets up what later ones find
-        jax.block_until_ready(program(*arguments[name]))
-    found = in_turn({name: functools.partial(clock, ready[name], arguments[name]) for name in ready}, rounds)
-    for name, program in ready.items():
-        found[name]["temporary_mib"] = temporary_mib(program)
+    found = compiled_in_turn(programs, arguments, rounds, clock, _compiled_at_once(logits.nbytes))
     with_ratios(found)
     return {"n": n, "v": v, "h": h, "results": found}
 
 
-def compile_seconds(shape: tuple[int, int, int], programs: dict[str, Program]) -> dict[str, Any]:
+def compile_seconds(shape: Shape, programs: dict[str, Program]) -> dict[str, Any]:
     """Seconds to trace, lower and compile each program, one after the other, in a process that has compiled before.
 
     Each has a number of rows of its own, so that it finds neither kernels nor autotuning results of those before it.

@@ -8,7 +8,7 @@ import torch
 
 import torch_bridge
 from experiments.bench import timing
-from experiments.bench.torch_timing import peak_mib
+from experiments.bench.torch_timing import peak_bytes, synchronize
 
 # Passes over the logits that a loss and its gradient take at least, and a copy.
 _PASSES, _COPY_PASSES = 3, 2
@@ -49,15 +49,10 @@ def measure(shape: tuple[int, int, int], device: str, rounds: int) -> dict[str, 
 
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
     runs |= {name: functools.partial(differentiated, loss) for name, loss in contenders().items()}
-    peaks = {name: peak_mib(run) for name, run in runs.items() if name != COPY and device == "cuda"}
+    peaks = {name: peak_bytes(run) / 2**20 for name, run in runs.items() if name != COPY and device == "cuda"}
 
-    def wait(_: Any) -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    found = timing.in_turn(
-        {name: functools.partial(timing.per_launch, run, wait) for name, run in runs.items()}, rounds
-    )
+    timed = {name: functools.partial(timing.per_launch, run, synchronize) for name, run in runs.items()}
+    found = timing.in_turn(timed, rounds)
     for name, result in found.items():
         if name in peaks:
             result["peak_mib"] = peaks[name]

@@ -1,13 +1,13 @@
 """Timing of peers in PyTorch by the device's own events, beside the bare products, after a check against float32."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from experiments.bench import timing
 from experiments.bench.peers import Loss, Peer
-from experiments.bench.programs import BARE, THREE
+from experiments.bench.programs import BARE, THREE, Shape
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -19,15 +19,11 @@ _LAUNCHES = 5
 _CHUNK = 1024
 
 
-class Exact(NamedTuple):
-    """The loss and gradients from float32 logits."""
-
-    loss: float
-    hidden: Any
-    weight: Any
+# The loss, and the gradients of hidden and weight.
+Exact = tuple[float, Any, Any]
 
 
-def inputs(shape: tuple[int, int, int], device: str) -> tuple[Any, Any, Any]:
+def inputs(shape: Shape, device: str) -> tuple[Any, Any, Any]:
     """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
     n, v, h = shape
     torch.manual_seed(0)
@@ -36,31 +32,28 @@ def inputs(shape: tuple[int, int, int], device: str) -> tuple[Any, Any, Any]:
     return hidden, weight, torch.randint(0, v, (n,), device=device)
 
 
+def synchronize(_: Any = None) -> None:
+    """Waits until the GPU, where there is one, has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def exact(hidden: Any, weight: Any, labels: Any) -> Exact:
-    """Loss and gradients in float32, chunk by chunk of rows."""
-    with torch.no_grad():
-        wide = weight.float()
-        loss, for_hidden, for_weight = 0.0, torch.empty_like(hidden, dtype=torch.float32), torch.zeros_like(wide)
-        for start in range(0, len(hidden), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            part = hidden[rows].float()
-            log_probs = torch.log_softmax(part @ wide.T, dim=1)
-            loss -= log_probs.gather(1, labels[rows, None]).sum().item()
-            dlogits = log_probs.exp_()
-            dlogits[torch.arange(len(part), device=part.device), labels[rows]] -= 1.0
-            dlogits /= len(hidden)
-            for_hidden[rows] = dlogits @ wide
-            for_weight += dlogits.T @ part
-    return Exact(loss / len(hidden), for_hidden, for_weight)
+    """Loss and gradients from float32 logits, chunk by chunk of rows."""
+    wide_hidden, wide_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    total = 0.0
+    for rows, chunk in zip(wide_hidden.split(_CHUNK), labels.split(_CHUNK), strict=True):
+        loss = torch.nn.functional.cross_entropy(rows @ wide_weight.T, chunk, reduction="sum") / len(labels)
+        loss.backward()
+        total += loss.item()
+    return total, wide_hidden.grad, wide_weight.grad
 
 
 def wrong(loss: Loss, given: tuple[Any, Any, Any], want: Exact) -> tuple[dict[str, float], str | None]:
     """The peer's errors, relative to the exact results, and which of them is too large; None where none is."""
-    hidden, weight, labels = given
-    value = loss(hidden, weight, labels)
-    gradients = torch.autograd.grad(value, (hidden, weight))
-    errors = {"loss": abs(value.item() - want.loss) / abs(want.loss)}
-    for name, got, exactly in zip(("hidden", "weight"), gradients, (want.hidden, want.weight), strict=True):
+    value = loss(*given)
+    errors = {"loss": abs(value.item() - want[0]) / abs(want[0])}
+    for name, got, exactly in zip(("hidden", "weight"), torch.autograd.grad(value, given[:2]), want[1:], strict=True):
         errors[name] = ((got.float() - exactly).norm() / exactly.norm()).item()
     bounds = {"loss": LOSS_TOLERANCE, "hidden": GRADIENT_TOLERANCE, "weight": GRADIENT_TOLERANCE}
     beyond = [f"{name} {errors[name]:.1e}" for name in errors if not errors[name] <= bounds[name]]
@@ -78,7 +71,7 @@ def device_ms(run: Any) -> float:
     return float(start.elapsed_time(end)) / _LAUNCHES
 
 
-def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
+def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
     """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
 
     Returns:
@@ -93,18 +86,17 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     runs: dict[str, Any] = {}
     want = exact(*given)
     for peer in peers:
-        if reason := peer.missing():
-            left_out[peer.name] = reason
-            continue
+        reason = peer.missing()
         try:
-            loss = peer.make()
-            errors[peer.name], reason = wrong(loss, given, want)
+            if reason is None:
+                loss = peer.make()
+                errors[peer.name], reason = wrong(loss, given, want)
         except Exception as error:  # whatever a library raises, the others are still measured
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         if reason:
             left_out[peer.name] = reason
             continue
-        runs[f"forward {peer.name}"] = lambda loss=loss: _evaluated(loss, given)
+        runs[f"forward {peer.name}"] = functools.partial(torch.no_grad()(loss), *given)
         runs[peer.name] = lambda loss=loss: torch.autograd.grad(loss(*given), (hidden, weight))
     del want
     bare, free = hidden.detach(), weight.detach()
@@ -117,22 +109,17 @@ def measure(shape: tuple[int, int, int], peers: list[Peer], rounds: int) -> dict
     found = timing.in_turn({name: functools.partial(device_ms, run) for name, run in runs.items()}, rounds)
     timing.with_ratios(found)
     for name, run in runs.items():
-        found[name]["peak_mib"] = peak_mib(run)
+        found[name]["peak_mib"] = peak_bytes(run) / 2**20
         if name not in THREE:
             found[name]["errors"] = errors[name.removeprefix("forward ")]
     return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
 
-def _evaluated(loss: Loss, given: tuple[Any, Any, Any]) -> Any:
-    with torch.no_grad():
-        return loss(*given)
-
-
-def peak_mib(run: Any) -> float:
-    """Peak memory of one launch above what is there before it, results included."""
+def peak_bytes(run: Any) -> int:
+    """Peak memory on the GPU of one launch above what is there before it, results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return float(torch.cuda.max_memory_allocated() - before) / 2**20
+    return int(torch.cuda.max_memory_allocated() - before)

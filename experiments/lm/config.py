@@ -9,7 +9,6 @@ import json
 import math
 import operator
 import tomllib
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,15 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 
 
-def _option(
-    default: Value,
-    text: str,
-    *,
-    accelerator: Value | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    section: str | None = None,
-) -> Any:
-    """A field: its default on a CPU, its default on an accelerator where that differs, its limits, its TOML section."""
-    limits = {"least": least, "above": above, "most": most, "below": below}
-    metadata = {"help": text, "accelerator": accelerator, "limits": limits, "choices": choices, "section": section}
-    return dataclasses.field(default=default, metadata=metadata)
+def _option(default: Value, text: str, **facts: Any) -> Any:
+    """A field.
+
+    Args:
+        default: on a CPU.
+        text: for `--help`.
+        facts: its default on an `accelerator` where that differs, its limits by `_LIMITS`, `choices`, TOML `section`.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, **facts})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,18 +116,18 @@ _FUSED = "fused_linear_cross_entropy"
 FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "checkpoint_every", "mesh"})
 
 
-def field_types() -> dict[str, type]:
-    """The Python type of every option."""
-    return typing.get_type_hints(TrainConfig)
+OPTIONS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+
+
+def type_of(name: str) -> type[Value]:
+    """The Python type of an option."""
+    return type(OPTIONS[name].default)  # type: ignore[return-value]
 
 
 def default_config(backend: str) -> TrainConfig:
     """The defaults for a JAX backend: a small model for `"cpu"`, a larger one for anything faster."""
-    if backend == "cpu":
-        return TrainConfig()
-    fields = dataclasses.fields(TrainConfig)
-    changes = {f.name: f.metadata["accelerator"] for f in fields if f.metadata["accelerator"] is not None}
-    return TrainConfig(**changes)
+    larger = {name: f.metadata["accelerator"] for name, f in OPTIONS.items() if "accelerator" in f.metadata}
+    return TrainConfig() if backend == "cpu" else TrainConfig(**larger)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -155,7 +147,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     section = values.pop("train", {})
     if not isinstance(section, dict):
         raise UsageError(f"{path} sets train to {section!r}; it must be a section, [train]")
-    known = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata["section"] == "train"]
+    known = [name for name, field in OPTIONS.items() if "section" in field.metadata]
     for name in section:
         if name not in known:
             raise UsageError(f"[train] of {path} has the unknown key {name!r}; known keys: {', '.join(known)}")
@@ -175,21 +167,19 @@ def merge(base: TrainConfig, values: Mapping[str, Any], source: str) -> TrainCon
     Raises:
         UsageError: for an unknown option or a value of the wrong type.
     """
-    types = field_types()
-    unknown = sorted(set(values) - set(types))
-    if unknown:
-        raise UsageError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(types)}")
-    converted: dict[str, Any] = {name: _typed(name, value, types[name], source) for name, value in values.items()}
-    return dataclasses.replace(base, **converted)
+    for name in sorted(set(values) - set(OPTIONS)):
+        raise UsageError(f"{source} has the unknown key {name!r}; known keys: {', '.join(OPTIONS)}")
+    return dataclasses.replace(base, **{name: _typed(name, value, source) for name, value in values.items()})
 
 
-def _typed(name: str, value: Any, wanted: type, source: str) -> Value:
+def _typed(name: str, value: Any, source: str) -> Any:
+    wanted = type_of(name)
     # bool is an int in Python, and TOML writes 1 where 1.0 is meant: only the second is a slip to forgive.
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if wanted is float and type(value) is int:
         return float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+    if type(value) is not wanted:
         raise UsageError(f"{source} sets {name} to {value!r}, which must be of type {wanted.__name__}")
-    return typing.cast(Value, value)
+    return value
 
 
 def check(config: TrainConfig) -> None:
@@ -198,11 +188,15 @@ def check(config: TrainConfig) -> None:
     Raises:
         UsageError: naming the option, its value and what would work.
     """
-    for field in dataclasses.fields(TrainConfig):
-        _check_limits(field.name, getattr(config, field.name), field.metadata["limits"])
-        choices = field.metadata["choices"]
-        if choices and getattr(config, field.name) not in choices:
-            raise UsageError(f"{field.name} is {getattr(config, field.name)!r}; it must be one of {', '.join(choices)}")
+    for name, field in OPTIONS.items():
+        value, choices = getattr(config, name), field.metadata.get("choices")
+        if choices and value not in choices:
+            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name} is {value}; it must be a finite number")
+        for key, (words, holds) in _LIMITS.items():
+            if key in field.metadata and not holds(value, field.metadata[key]):
+                raise UsageError(f"{name} is {value}; it must be {words} {field.metadata[key]}")
     if config.head != "fused" and (config.loss_fn, config.z_loss_weight, config.label_smoothing) != (_FUSED, 0.0, 0.0):
         raise UsageError(
             f"head is {config.head!r}, which trains the plain cross entropy of stored logits; "
@@ -221,17 +215,6 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def _check_limits(name: str, value: Value, limits: Mapping[str, float | None]) -> None:
-    if isinstance(value, str):
-        return
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}; it must be a finite number")
-    for key, limit in limits.items():
-        words, holds = _LIMITS[key]
-        if limit is not None and not holds(value, limit):
-            raise UsageError(f"{name} is {value}; it must be {words} {limit}")
-
-
 def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -> None:
     """Compares the configuration that a run was started with to the one that it is resumed with.
 
@@ -243,11 +226,11 @@ def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -
     Raises:
         UsageError: naming the first option that differs, of those not free to change.
     """
-    for field in dataclasses.fields(TrainConfig):
-        old, new = stored.get(field.name), getattr(config, field.name)
-        if field.name not in FREE_ON_RESUME and old != new:
+    for name in OPTIONS:
+        old, new = stored.get(name), getattr(config, name)
+        if name not in FREE_ON_RESUME and old != new:
             raise UsageError(
-                f"{where} was made with {field.name} = {old!r}, but now {field.name} = {new!r}; "
+                f"{where} was made with {name} = {old!r}, but now {name} = {new!r}; "
                 "resume with the same value or start a new run"
             )
 
@@ -255,9 +238,9 @@ def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -
 def to_toml(config: TrainConfig) -> str:
     """The configuration as TOML that `--config` reads back, less the folder it was written to."""
     # A JSON string, number or boolean is the same in TOML, as long as characters are not escaped as surrogates.
-    lines: dict[str | None, list[str]] = {None: [], "train": ["", "[train]"]}
-    for field in dataclasses.fields(TrainConfig):
-        if field.name != "out":
-            value = json.dumps(getattr(config, field.name), ensure_ascii=False)
-            lines[field.metadata["section"]].append(f"{field.name} = {value}")
-    return "\n".join(lines[None] + lines["train"]) + "\n"
+    lines: dict[str, list[str]] = {"": [], "train": ["", "[train]"]}
+    for name, field in OPTIONS.items():
+        if name != "out":
+            value = json.dumps(getattr(config, name), ensure_ascii=False)
+            lines[field.metadata.get("section", "")].append(f"{name} = {value}")
+    return "\n".join([*lines[""], *lines["train"], ""])

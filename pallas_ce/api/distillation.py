@@ -13,13 +13,13 @@ from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
+from pallas_ce.modes.differentiation import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
-from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.divergences import Divergence, Name
-from pallas_ce.statistics.reductions import reduce_rows
 
 
 def linear_distillation(
@@ -190,7 +190,8 @@ def _linear_distillation(
     if not student.tokens:
         values = jnp.zeros(0, student.spec.accumulator)
     elif streamed:
-        values = two_heads.row_divergences(pair, batch, head, mask, two_heads.Teacher(constant.hidden, constant_head))
+        operands = Operands(batch, head, mask, two_heads.Teacher(constant.hidden, constant_head))
+        values = two_heads.row_divergences(pair, operands)
     else:
         values = reference.divergences(
             pair.divergence, batch.hidden, head, mask, constant.hidden, constant_head, batch.inverse_temperature

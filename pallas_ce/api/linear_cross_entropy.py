@@ -11,9 +11,9 @@ from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.options import Options, call_metrics, read_options, split, unnormalised
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, NeedsGrad
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
@@ -139,32 +139,34 @@ def compute(
     settings: Settings, call: CheckedCall, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
-    rows = _rows(settings, call, options)
-    loss, batch, head, mask, (by_row, shared) = rows
-    assert batch.labels is not None
+    static, operands = _operands(settings, call, options)
+    by_row, shared = operands.inputs
     if options.by_row:
         inputs = (by_row, shared | unnormalised(call.spec.accumulator))
-        names = loss.names | options.extra_names
-        value, found = evaluate.row_losses(settings, names, loss, batch, head, mask, inputs, known)
+        value, found = evaluate.row_losses(static, operands._replace(inputs=inputs, known=known))
     else:
-        value, found = evaluate.total_loss(settings, loss.names, options.extra_names, *rows, known)
+        value, found = evaluate.total_loss(static, operands._replace(known=known))
     if not options.return_metrics:
         return value, None
-    return value, call_metrics(loss, found, batch.labels, mask, (by_row, shared), settings.total)
+    assert isinstance(static.row_total, CrossEntropy)
+    assert operands.batch.labels is not None
+    assert operands.mask is not None
+    inputs = operands.inputs
+    return value, call_metrics(static.row_total, found, operands.batch.labels, operands.mask, inputs, settings.total)
 
 
 def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    rows = _rows(settings, call, options)
-    return evaluate.keep(settings, rows[0].names, options.extra_names, *rows, needs_grad)
+    return evaluate.keep(*_operands(settings, call, options), needs_grad)
 
 
-def _rows(settings: Settings, call: CheckedCall, options: Options) -> tuple[CrossEntropy, Batch, Head, jax.Array, Any]:
-    """The call as a row loss, rows, a head, which rows count, and the loss's inputs."""
+def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[Call[Settings], Operands]:
+    """The call as rows, a head, and a row loss with its inputs."""
     batch, head, mask = call.rows_that_count()
     assert batch.labels is not None
     assert mask is not None
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
     loss, *inputs = options.row_loss(wide, batch.labels, mask, settings.total)
-    return loss, batch, head, mask, tuple(inputs)
+    static = Call(settings, loss.names | options.extra_names, loss, loss.names)
+    return static, Operands(batch, head, mask, tuple(inputs))

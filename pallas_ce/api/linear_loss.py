@@ -16,6 +16,7 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
+from pallas_ce.modes.differentiation import Call, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
@@ -192,10 +193,9 @@ def _linear_loss(
     names = _statistics_read(row_loss, wide, batch, examples, call.tokens)
     unread = tuple(name for name in _available(batch) if name not in names)
     row_total = _RowTotal(row_loss, names, unread, wide, call.tokens, batch.targets)
-    rows = (batch, head, mask, ((by_row, weights), (shared, inverse)))
-    if options.by_row:
-        return evaluate.row_losses(settings, primitive_names(names), row_total, *rows)[0]
-    return evaluate.total_loss(settings, primitive_names(names), frozenset(), row_total, *rows)[0]
+    static = Call(settings, primitive_names(names), row_total, primitive_names(names))
+    operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
+    return (evaluate.row_losses if options.by_row else evaluate.total_loss)(static, operands)[0]
 
 
 def _available(batch: Batch) -> list[str]:

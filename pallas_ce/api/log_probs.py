@@ -12,7 +12,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET
@@ -138,7 +138,8 @@ def read(*, return_entropy: bool, return_sum_sq_probs: bool, return_hit: bool, *
 def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
     batch, head, mask = call.rows_that_count()
-    found = from_primitives(evaluate.statistics(settings, primitive_names(names), batch, head, mask, known), names)
+    operands = Operands(batch, head, mask, known=known)
+    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
     assert batch.labels is not None
     assert found.log_prob is not None
     counts = batch.labels != NO_TARGET
@@ -148,5 +149,4 @@ def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known
 
 def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`."""
-    rows = call.rows_that_count()
-    return evaluate.keep(settings, primitive_names(names), frozenset(), None, *rows, ((), ()), needs_grad)
+    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows_that_count()), needs_grad)

@@ -15,6 +15,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
+from pallas_ce.modes.differentiation import Call
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
@@ -176,7 +177,7 @@ def mean_squared_lse(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _mean_squared_lse(
-    settings: mode.Settings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> jax.Array:
     flat, _, mask = _rows(settings, ignore_index, logits, labels)
     if flat.size == 0:
@@ -208,7 +209,11 @@ def _checked(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross_entropy(
-    settings: mode.Settings, ignore_index: int | None, logits: jax.Array, labels: jax.Array, options: Options
+    settings: mode.MaterializedSettings,
+    ignore_index: int | None,
+    logits: jax.Array,
+    labels: jax.Array,
+    options: Options,
 ) -> tuple[jax.Array, Metrics | None]:
     wide = settings.spec.accumulator
     flat, ids, mask = _rows(settings, ignore_index, logits, labels)
@@ -220,7 +225,7 @@ def _cross_entropy(
     elif options.by_row:
         found = mode.row_statistics(settings, names, flat, weights, ids, mask)
     else:
-        call = mode.Call(settings, loss, loss.names, names)
+        call = Call(settings, names, loss, loss.names)
         found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
         found = jax.tree.map(jax.lax.stop_gradient, found)
     read = {name: found[name] for name in loss.names}
@@ -231,7 +236,7 @@ def _cross_entropy(
 
 
 def _rows(
-    settings: mode.Settings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits `[N, columns]`, canonical labels `[N]` and which of them count."""
     ids = label_rule.canonical(labels.reshape(-1), settings.spec.vocab_size)

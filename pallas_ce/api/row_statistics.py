@@ -12,7 +12,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
@@ -109,11 +109,10 @@ def read(*, statistics: Sequence[str], **head: Any) -> Checked:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> RowStatistics:
     """The statistics. `known`: what `keep` has found for the same call."""
-    found = evaluate.statistics(settings, primitive_names(names), *call.rows(), call.row_mask, known)
-    return from_primitives(found, names)
+    operands = Operands(*call.rows(), call.row_mask, known=known)
+    return from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
 
 
 def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`."""
-    rows = (*call.rows(), call.row_mask)
-    return evaluate.keep(settings, primitive_names(names), frozenset(), None, *rows, ((), ()), needs_grad)
+    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows(), call.row_mask), needs_grad)

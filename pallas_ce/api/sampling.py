@@ -184,7 +184,7 @@ def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
 
     with jax.named_scope("pallas_ce.sample"):
         by_row = (batch, noise.row_keys(key, call.tokens))
-        found = over_rows_that_count(_block, streams, empty, by_row, head, mask)
+        found = over_rows_that_count(_block, streams.plan, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 

@@ -69,7 +69,7 @@ def selective_log_softmax(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _selective_log_softmax(settings: mode.Settings, logits: jax.Array, index: jax.Array) -> jax.Array:
+def _selective_log_softmax(settings: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
     spec = settings.spec
     if logits.size == 0 or index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)

@@ -152,7 +152,7 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
     def search(finder: TopKFinder, *arrays: Any) -> TopK:
-        return over_rows_that_count(functools.partial(_block, finder), finder, empty, *arrays)
+        return over_rows_that_count(functools.partial(_block, finder), finder.plan, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
         found = at_lowering(finders, search, batch, head, mask)

@@ -194,10 +194,8 @@ def decide(
 
 
 def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
-    if backward == "in_forward":
-        return "in_forward", "asked for by name"
-    if backward == "recompute":
-        return "recompute", "asked for by name"
+    if backward != "auto":
+        return backward, "asked for by name"
     if not scalar_loss:
         return "recompute", "each row has a cotangent of its own, known only in the backward"
     useful = min(-(-tokens // 4), _USEFUL_ROWS)

@@ -1,12 +1,12 @@
-"""What both modes' `custom_vjp` rules share: which inputs are differentiated, and refusing to go further."""
+"""What the modes share: a call as data, and gradients that are streamed: once, in reverse mode."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.head import Batch, Head, NeedsGrad, scale_gradient
@@ -17,6 +17,103 @@ _REFUSAL = (
     "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
 )
 _USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
+
+
+class RowTotal(Protocol):
+    """`(statistics [n], (by_row, shared)) -> [n]`, each row's share of the total.
+
+    Attributes:
+        defined_at_zero: whether its values and derivatives are finite where statistics and inputs by row are 0. It is
+            then given zeros for rows that do not count, else what a row that counts holds.
+    """
+
+    defined_at_zero: ClassVar[bool]
+
+    def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any], /) -> jax.Array:
+        """Each row by itself."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Call[How]:
+    """Static facts of a call.
+
+    Attributes:
+        settings: how it is carried out.
+        names: the primitive statistics to return.
+        row_total: what is summed over the rows; None where it is the statistics that are asked for.
+        read: those of `names` that `row_total` reads.
+    """
+
+    settings: How
+    names: frozenset[str]
+    row_total: RowTotal | None = None
+    read: frozenset[str] = frozenset()
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs, or what they are made of before upstream scalar and scale; None where not needed."""
+
+    hidden: jax.Array | None = None
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
+
+
+class Known(NamedTuple):
+    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
+
+    For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
+    and the functions there that take it have the same values and gradients with it as without.
+
+    Attributes:
+        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
+        sums: in_forward's, that the gradients come from.
+    """
+
+    statistics: dict[str, jax.Array]
+    sums: Gradients = Gradients()
+
+
+class Operands(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+        batch: the rows.
+        head: the head.
+        mask: `[...]` bool, which rows count; None: all.
+        inputs: what else is read, with `row_total` its `(by_row, shared)`: pytrees of `[..., *K]`, and of arrays that
+            all rows share.
+        known: what `evaluate.keep` has found for the same call, or None.
+    """
+
+    batch: Batch
+    head: Head
+    mask: jax.Array | None
+    inputs: Any = ((), ())
+    known: Known | None = None
+
+
+class _Saved(NamedTuple):
+    """What a forward leaves for the backward: the inputs themselves, and `kept`.
+
+    JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
+    the structure may not depend on that set; shapes may. So `flags` says by its shape, 2 for yes and 1 for no, which
+    inputs are differentiated, and `kept` holds `absent()` arrays in place of None. (No axis has 0 elements: XLA fails
+    on empty residuals that cross a `shard_map` or `pmap` boundary.)
+
+    The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
+    for each step of a scan.
+    """
+
+    operands: Operands
+    kept: Any
+    flags: jax.Array
+
+
+def absent() -> jax.Array:
+    """Stands for None among residuals."""
+    return jnp.zeros(1, jnp.int8)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -35,142 +132,82 @@ def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
-def inputs_needing_grad(hidden: Any, head: Any) -> NeedsGrad:
-    """Reads off `custom_vjp`'s primals (with `symbolic_zeros=True`) which inputs are differentiated."""
-    return NeedsGrad(
-        hidden=hidden.perturbed,
-        weight=head.weight.perturbed,
-        bias=head.bias is not None and head.bias.perturbed,
-        logit_scale=head.logit_scale is not None and head.logit_scale.perturbed,
-    )
-
-
 def values_of(tree: Any) -> Any:
     """The primal values of a tree of `custom_vjp` primals."""
     return jax.tree.map(lambda primal: primal.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 
-def is_zero(cotangent: Any) -> bool:
-    """Whether JAX says that nothing depends on this output."""
-    return isinstance(cotangent, SymbolicZero)
+def given(cotangents: Any) -> Any:
+    """`cotangents` with None for those of integers, and where JAX says that nothing depends on the output."""
+
+    def none(g: Any) -> bool:
+        return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
+
+    return jax.tree.map(lambda g: None if none(g) else g, cotangents)
 
 
-# The arrays of `custom_vjp`'s primals: batch, head, mask.
-Inputs = tuple[Batch, Head, jax.Array | None]
+def differentiable[Static, Out](
+    forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
+    backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
+) -> Callable[[Static, Operands], Out]:
+    """A function with gradients in hidden states and head, once; its other operands are constants to it.
 
-
-class Known(NamedTuple):
-    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
-
-    For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
-    and the functions there that take it have the same values and gradients with it as without.
-
-    Attributes:
-        statistics: `[N]` each, those that the loss reads and those that its derivatives do.
-        hidden: in_forward's sum `[N, H]` for hidden's gradient; None where nothing needs it, as for the others.
-        weight: its sum for the weight.
-        bias: its sum for the bias.
-        logit_scale: its sum for the scale.
+    Args:
+        forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
+        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
     """
 
-    statistics: dict[str, jax.Array]
-    hidden: jax.Array | None = None
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def function(static: Static, operands: Operands) -> Out:
+        return forward(static, operands, None)[0]
 
+    def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
+        arrays = (primals.batch.hidden, primals.head.weight, primals.head.bias, primals.head.logit_scale)
+        flags = [x is not None and x.perturbed for x in arrays]
+        operands: Operands = values_of(primals)
+        out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
+        return out, _Saved(operands._replace(known=None), kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
-class Gradients(NamedTuple):
-    """Gradients in their inputs' dtypes; None where not needed."""
+    def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
+        needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        gradients = Gradients()
+        if needs_grad and jax.tree.leaves(cotangents):
+            used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents))
+            gradients = backward(static, used, needs_grad, kept, cotangents)
+        zero: Any = jax.tree.map(lambda _: None, saved.operands)
+        hidden, *of_head = gradients
+        head = dataclasses.replace(zero.head, **dict(zip(Gradients._fields[1:], of_head, strict=True)))
+        return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
 
-    hidden: jax.Array | None = None
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What a forward leaves for the backward: the inputs themselves, and `kept`.
-
-    JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
-    neither the structure nor static fields may depend on that set; shapes may. `flags` holds nothing, and its
-    shape says what is needs_grad; `kept` holds `absent()` arrays in place of None.
-
-    The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
-    for each step of a scan.
-    """
-
-    batch: Batch
-    head: Head
-    mask: jax.Array | None
-    kept: Any
-    flags: jax.Array
-
-    @property
-    def needs_grad(self) -> NeedsGrad:
-        """Which inputs are differentiated, read off the flags' shape."""
-        return NeedsGrad(*(size > 1 for size in self.flags.shape))
-
-
-def flags_of(needs_grad: NeedsGrad) -> jax.Array:
-    """An array whose shape holds `needs_grad`: 2 for yes, 1 for no.
-
-    Never 0: XLA fails on residuals without elements that cross a `shard_map` or `pmap` boundary.
-    """
-    return jnp.zeros([1 + int(flag) for flag in dataclasses.astuple(needs_grad)], jnp.int8)
-
-
-def absent() -> jax.Array:
-    """Stands for None among residuals."""
-    return jnp.zeros(1, jnp.int8)
-
-
-class HeadSums(NamedTuple):
-    """What a streamed operation makes of the head's gradients, before upstream scalar and scale; None where not needed.
-
-    Attributes:
-        weight: the weight's shape.
-        bias: `[V']`.
-        logit_scale: `[]`; before the upstream scalar only.
-    """
-
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
+    function.defvjp(saving, cotangents_of, symbolic_zeros=True)
+    return function
 
 
 def sum_over_devices(
-    shards: Shards, hidden: jax.Array, head: Head, needs_grad: NeedsGrad, hidden_sum: jax.Array | None, sums: HeadSums
-) -> HeadSums:
+    shards: Shards, hidden: jax.Array, head: Head, needs_grad: NeedsGrad, sums: Gradients
+) -> Gradients:
     """The head's small sums from this device's share of them, beside the weight's as it came.
 
     When those for hidden and weight are rounded and summed is a mode's affair. The scale's gradient is made here, from
-    `hidden_sum` and the bias's: see `scale_gradient`.
+    those of hidden and bias: see `scale_gradient`.
     """
     scale = None
     if needs_grad.logit_scale:
-        assert hidden_sum is not None
-        scale = shards.sum_scale(scale_gradient(hidden, hidden_sum, head.bias, sums.bias))
+        assert sums.hidden is not None
+        scale = psum(scale_gradient(hidden, sums.hidden, head.bias, sums.bias), shards.sums.logit_scale)
     bias = None if sums.bias is None or not needs_grad.bias else shards.sum_bias(sums.bias)
-    return HeadSums(sums.weight, bias, scale)
+    return Gradients(None, sums.weight, bias, scale)
 
 
 def finish(
-    hidden: jax.Array,
-    head: Head,
-    hidden_sum: jax.Array | None,
-    sums: HeadSums,
-    upstream: jax.Array | None = None,
-    axes: Sums | None = None,
+    operands: Operands, sums: Gradients, upstream: jax.Array | None = None, axes: Sums | None = None
 ) -> Gradients:
     """Gradients from their sums, times the upstream scalar (None: 1) and the logit scale, each rounded once.
 
     Where each device has a share of a gradient, the shares are added up over `axes`; the weight's, see `Shards`, when
     they have been rounded.
     """
-    axes = axes or Sums()
+    head, axes = operands.head, axes or Sums()
     upstream = jnp.ones((), head.spec.accumulator) if upstream is None else upstream
     scale = upstream if head.logit_scale is None else upstream * head.logit_scale
 
@@ -178,26 +215,8 @@ def finish(
         return None if total is None or like is None else psum(scale * total, axes).astype(like.dtype)
 
     return Gradients(
-        rounded(hidden_sum, hidden, axes.hidden),
+        rounded(sums.hidden, operands.batch.hidden, axes.hidden),
         None if (weight := rounded(sums.weight, head.weight, ())) is None else psum(weight, axes.weight),
         rounded(sums.bias, head.bias, axes.bias),
         None if sums.logit_scale is None else psum(upstream * sums.logit_scale, axes.logit_scale),
     )
-
-
-def input_cotangents(saved: Saved, gradients: Gradients) -> tuple[Any, ...]:
-    """The cotangents of `(batch, head, mask)`, zero where `gradients` has None."""
-    d_batch, d_head, d_mask = zero_cotangent((saved.batch, saved.head, saved.mask))
-    found = {name: g for name, g in gradients._asdict().items() if g is not None}
-    if "hidden" in found:
-        d_batch = d_batch._replace(hidden=found.pop("hidden"))
-    return d_batch, dataclasses.replace(d_head, **found), d_mask
-
-
-def zero_cotangent(tree: Any) -> Any:
-    """Zeros, in float0 for integers as JAX wants them."""
-
-    def zero(x: jax.Array) -> Any:
-        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
-
-    return jax.tree.map(zero, tree)

@@ -1,128 +1,66 @@
 """From a row-wise loss to its sum: the one place where a backward mode is entered."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, NeedsGrad
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import in_forward, recompute
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.differentiation import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
 
 
-class RowTotal(Protocol):
-    """`(statistics [n], (by_row, shared)) -> [n]`, each row's share of the total.
-
-    Attributes:
-        defined_at_zero: whether its values and derivatives are finite where statistics and inputs by row are 0. It is
-            then given zeros for rows that do not count, else what a row that counts holds.
-    """
-
-    defined_at_zero: ClassVar[bool]
-
-    def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any], /) -> jax.Array:
-        """Each row by itself."""
-        ...
-
-
-def statistics(
-    settings: Settings,
-    names: frozenset[str],
-    batch: Batch,
-    head: Head,
-    mask: jax.Array | None,
-    known: Known | None = None,
-) -> dict[str, jax.Array]:
-    """Primitive statistics `[...]` of the rows, differentiable; 0 where `mask` is False. `known`: found by `keep`."""
-    leading = batch.leading
+def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
+    """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
+    batch, head, mask, *_ = operands
     if batch.hidden.size == 0:
-        return empty_statistics(names, batch, head)
-    if settings.mode is None:
-        rows, counted = flat_rows(leading, (batch, mask))
-        found = reference.row_statistics(names, rows, head, counted)
-        return {name: value.reshape(*leading, *value.shape[1:]) for name, value in found.items()}
-    return recompute.row_statistics(settings, names, batch, head, mask, known)
+        return empty_statistics(call.names, batch, head)
+    if call.settings.mode is None:
+        rows, counted = flat_rows(batch.leading, (batch, mask))
+        found = reference.row_statistics(call.names, rows, head, counted)
+        return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
+    return recompute.row_statistics(call, operands)
 
 
-def row_losses(
-    settings: Settings,
-    names: frozenset[str],
-    row_total: RowTotal,
-    batch: Batch,
-    head: Head,
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-    known: Known | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+def row_losses(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(settings, names, batch, head, mask, known)
-    return row_values(row_total, found, batch.leading, mask, inputs).reshape(batch.leading), found
+    found = statistics(call, operands)
+    return _row_values(call, operands, found).reshape(operands.batch.leading), found
 
 
-def total_loss(
-    settings: Settings,
-    names: frozenset[str],
-    extra_names: frozenset[str],
-    row_total: RowTotal,
-    batch: Batch,
-    head: Head,
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-    known: Known | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`Σ row_total` over the rows that count, a scalar, and the statistics without gradient.
-
-    Args:
-        settings: how.
-        names: primitive statistics that `row_total` reads.
-        extra_names: further ones to return.
-        row_total: `(statistics [n], (by_row, shared)) -> [n]`.
-        batch: the rows.
-        head: the head.
-        mask: `[...]` bool, which rows count; None means all.
-        inputs: `(by_row, shared)`: pytrees of `[..., *K]`, and of arrays that all rows share.
-        known: what `keep` has found for the same problem, or None.
-    """
-    if settings.mode == "in_forward" and batch.hidden.size > 0:
-        call = in_forward.Call(settings, row_total, names, names | extra_names)
-        found, handle = in_forward.statistics_and_handle(call, batch, head, mask, inputs, known)
+def total_loss(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`Σ row_total` over the rows that count, a scalar, and the statistics without gradient."""
+    if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
+        found, handle = in_forward.statistics_and_handle(call, operands)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
-        found = statistics(settings, names | extra_names, batch, head, mask, known)
-        handle = jnp.zeros((), head.spec.accumulator)
-    read = {name: found[name] for name in names}
-    values = row_values(row_total, read, batch.leading, mask, inputs)
-    return settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
+        found = statistics(call, operands)
+        handle = jnp.zeros((), operands.head.spec.accumulator)
+    values = _row_values(call, operands, found)
+    return call.settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
 
 
-def keep(
-    settings: Settings,
-    names: frozenset[str],
-    extra_names: frozenset[str],
-    row_total: RowTotal | None,
-    batch: Batch,
-    head: Head,
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-    needs_grad: NeedsGrad,
-) -> Known | None:
-    """What the functions above take as `known`, for gradients of `needs_grad` or fewer; arguments as in `total_loss`.
+def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:
+    """What `Operands.known` may be, for gradients of `needs_grad` or fewer.
 
     None for the reference, which differentiates its logits anew.
     """
-    if settings.mode is None:
+    if call.settings.mode is None:
         return None
-    if settings.mode == "in_forward":
-        assert row_total is not None
-        call = in_forward.Call(settings, row_total, names, names | extra_names)
-        return in_forward.keep(call, needs_grad, batch, head, mask, inputs)
-    names = names | extra_names
-    return Known(forward_statistics(settings, names | saved_statistics(names), batch, head, mask))
+    if call.settings.mode == "in_forward":
+        return in_forward.keep(call, operands, needs_grad)
+    return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
+
+
+def _row_values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+    assert call.row_total is not None
+    read = {name: found[name] for name in call.read}
+    return row_values(call.row_total, read, operands.batch.leading, operands.mask, operands.inputs)
 
 
 def row_values(

@@ -7,7 +7,7 @@ for one of these operations replaces the fold over tiles and leaves the rest.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -19,17 +19,6 @@ from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, shrink
-
-
-class Planner(Protocol):
-    """Chooses blocks of rows."""
-
-    def plan(self, tokens: int) -> Plan:
-        """Block sizes for `tokens` rows, at least one.
-
-        Raises:
-            ValueError: the budget cannot hold one row.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +76,7 @@ def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callab
 
 def over_rows_that_count[ByRow, Shared, Out](
     visit: Callable[[ByRow, Shared, Plan], Out],
-    planner: Planner,
+    plan_for: Callable[[int], Plan],
     empty: Callable[[int], Out],
     by_row: ByRow,
     shared: Shared,
@@ -97,7 +86,7 @@ def over_rows_that_count[ByRow, Shared, Out](
 
     Args:
         visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
-        planner: gives the block sizes.
+        plan_for: the block sizes of at least one row, as `Streams.plan`.
         empty: `N -> out` of rows that do not count.
         by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
         shared: a tree of arrays that all rows share.
@@ -109,7 +98,7 @@ def over_rows_that_count[ByRow, Shared, Out](
         tokens = jax.tree.leaves(by_row)[0].shape[0]
         if tokens == 0:
             return empty(0)
-        plan = planner.plan(tokens)
+        plan = plan_for(tokens)
 
         def body(block: RowBlock, out: Any) -> Any:
             values = visit(jax.tree.map(block.take, by_row), shared, plan)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head
+from pallas_ce.modes.differentiation import Operands
 from pallas_ce.parallel.entry import at_lowering, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics.row import finalise, struct
@@ -35,9 +36,7 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
     return {name: block.put(buffer, values[name]) for name, buffer in buffers.items()}
 
 
-def forward_statistics(
-    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None
-) -> Statistics:
+def forward_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others."""
 
     def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
@@ -46,7 +45,7 @@ def forward_statistics(
         return shards.own_rows(found), None
 
     with jax.named_scope("pallas_ce.forward"):
-        return streamed(settings.shards, operation)(RowArrays(batch, mask), head)[0]
+        return streamed(settings.shards, operation)(RowArrays(operands.batch, operands.mask), operands.head)[0]
 
 
 def _local_statistics(

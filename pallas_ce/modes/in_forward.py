@@ -19,23 +19,16 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Accumulators, Residual
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, NeedsGrad
+from pallas_ce.head import Head, NeedsGrad
 from pallas_ce.modes.differentiation import (
+    Call,
     Gradients,
-    HeadSums,
-    Inputs,
     Known,
-    Saved,
+    Operands,
     absent,
+    differentiable,
     finish,
-    first_order_only,
-    flags_of,
-    input_cotangents,
-    inputs_needing_grad,
-    is_zero,
     sum_over_devices,
-    values_of,
-    zero_cotangent,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
 from pallas_ce.parallel.entry import at_lowering, streamed
@@ -44,54 +37,6 @@ from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
 from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, Rows
-
-RowLoss = Callable[[Statistics, Any], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Static facts of one call.
-
-    Attributes:
-        settings: how it is carried out.
-        row_loss: `(statistics [n], inputs) -> [n]`, each row's share of the total; statistics are the primitive ones.
-        read: the primitive statistics that `row_loss` reads.
-        names: those to return, `read` included.
-    """
-
-    settings: Settings
-    row_loss: RowLoss
-    read: frozenset[str]
-    names: frozenset[str]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def statistics_and_handle(
-    call: Call,
-    batch: Batch,
-    head: Head,
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
-    known: Known | None,
-) -> tuple[Statistics, jax.Array]:
-    """Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row losses.
-
-    `Σ row_loss(stop_gradient(statistics), inputs) + handle` therefore has the value and every gradient of the loss:
-    that of `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
-
-    Args:
-        call: the static facts.
-        batch: the rows.
-        head: the head.
-        mask: `[...]` bool, which rows count; None: all.
-        inputs: `(by_row, shared)` for `row_loss`: pytrees of `[..., *K]` and of whole arrays.
-        known: what `keep` has found for the same problem, or None.
-    """
-    if known is None:
-        found = forward_statistics(call.settings, call.names, batch, head, mask)
-    else:
-        found = {name: known.statistics[name] for name in call.names}
-    return with_handle(found, inputs, head.spec.accumulator, call.settings.total)
 
 
 def with_handle(
@@ -107,56 +52,60 @@ def with_handle(
     return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
 
 
-def _forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Saved]:
-    needs_grad = inputs_needing_grad(primals[0].hidden, primals[1]) if call.read - {"argmax"} else NeedsGrad()
-    values: tuple[*Inputs, tuple[Any, Any]] = values_of(primals[:4])
-    known: Known | None = values_of(primals[4])
-    batch, head, mask, inputs = first_order_only(values)
-    if known is None:
-        found, *sums = keep(call, needs_grad, batch, head, mask, inputs)
-    else:
-        found, *sums = first_order_only(known)
-        found = {name: found[name] for name in call.names}
-    kept = [absent() if x is None else x for x in sums]
-    saved = Saved(*values[:3], (kept, values[3]), flags_of(needs_grad))
-    return with_handle(found, inputs, head.spec.accumulator, call.settings.total), saved
+def _forward(
+    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None
+) -> tuple[tuple[Statistics, jax.Array], Gradients]:
+    if (known := operands.known) is None:
+        known = keep(call, operands, needs_grad or NeedsGrad())
+    found = {name: known.statistics[name] for name in call.names}
+    kept = Gradients(*(absent() if x is None else x for x in known.sums))
+    return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.settings.total), kept
 
 
-def _backward(call: Call, saved: Saved, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    shards = call.settings.shards or Shards()
-    kept, inputs = saved.kept
-    upstream, needs_grad = cotangents[1], dataclasses.astuple(saved.needs_grad)
-    gradients = Gradients()
-    if any(needs_grad) and not is_zero(upstream):
-        kept, upstream = first_order_only((kept, upstream))
-        hidden_sum, *sums = (x if flag else None for x, flag in zip(kept, needs_grad, strict=True))
-        upstream = psum(upstream, shards.cotangents_of_total)
-        gradients = finish(saved.batch.hidden, saved.head, hidden_sum, HeadSums(*sums), upstream, shards.sums)
-    return *input_cotangents(saved, gradients), zero_cotangent(inputs), None
+def _backward(
+    call: Call[Settings],
+    operands: Operands,
+    needs_grad: NeedsGrad,
+    kept: Gradients,
+    cotangents: tuple[Any, jax.Array | None],
+) -> Gradients:
+    upstream, shards = cotangents[1], call.settings.shards or Shards()
+    if upstream is None or not _varies(call):
+        return Gradients()
+    sums = Gradients(*(x if flag else None for x, flag in zip(kept, dataclasses.astuple(needs_grad), strict=True)))
+    return finish(operands, sums, psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
-statistics_and_handle.defvjp(_forward, _backward, symbolic_zeros=True)
+def _varies(call: Call[Settings]) -> bool:
+    """Whether the loss reads a statistic that has a derivative."""
+    return bool(call.read - {"argmax"})
 
 
-def keep(
-    call: Call, needs_grad: NeedsGrad, batch: Batch, head: Head, mask: jax.Array | None, inputs: tuple[Any, Any]
-) -> Known:
+def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
-    if not needs_grad:
-        return Known(forward_statistics(call.settings, call.names, batch, head, mask))
+    if not (needs_grad and _varies(call)):
+        return Known(forward_statistics(call.settings, call.names, operands))
     shards = call.settings.shards
     if shards is not None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         shards = dataclasses.replace(shards, sums=Sums())
+    by_row, shared = operands.inputs
     with jax.named_scope("pallas_ce.in_forward"):
         operation = streamed(shards, functools.partial(_statistics_and_sums, call, needs_grad))
-        (found, hidden_sum), sums = operation(RowArrays(batch, mask, more=inputs[0]), head, inputs[1])
-    return Known(found, hidden_sum, *sums)
+        rows = RowArrays(operands.batch, operands.mask, more=by_row)
+        (found, hidden_sum), of_head = operation(rows, operands.head, shared)
+    return Known(found, of_head._replace(hidden=hidden_sum))
+
+
+# Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row totals. Therefore
+# `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: that of
+# `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
+statistics_and_handle = differentiable(_forward, _backward)
 
 
 def _statistics_and_sums(
-    call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
-) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
+    call: Call[Settings], needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     weight_dtype = head.weight.dtype  # what is gathered may be narrower
     rows, head = shards.enter(rows, head)
@@ -169,11 +118,11 @@ def _local_statistics_and_sums(
     needs_grad: NeedsGrad,
     shards: Shards,
     weight_dtype: np.dtype,
-    call: Call,
+    call: Call[Settings],
     rows: RowArrays,
     head: Head,
     shared_inputs: Any,
-) -> tuple[tuple[Statistics, jax.Array | None], HeadSums]:
+) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
     spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
     sum_bytes = call.settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
     plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
@@ -186,7 +135,7 @@ def _local_statistics_and_sums(
         partial, stash = backend.stash(head, block_batch, names, plan, block)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
-        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, block_inputs)
+        cotangents = row_cotangents(call, statistics, block, block_inputs)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         residual = Residual(
@@ -208,40 +157,34 @@ def _local_statistics_and_sums(
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)
-    # Where every row counts each is written once, and nothing need be there before.
-    blank = lax.empty if rows.mask is None else jnp.zeros
-    hidden_sum = blank(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None
+    # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
+    # visited, replaces all of the weight's sum.
+    by_row = lax.empty if rows.mask is None else jnp.zeros
+    of_weight = lax.empty if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
-        hidden_sum,
-        _accumulators(head, needs_grad, sum_dtype, replaced=blocks.all_visited and plan.vocab_size == spec.weight_rows),
+        by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,
+        Accumulators(
+            of_weight(head.weight.shape, sum_dtype) if needs_grad.weight else None,
+            jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
+        ),
     )
     found, hidden_sum, sums = blocks.for_each(body, init)
-    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, hidden_sum, HeadSums(*sums))
+    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, Gradients(hidden_sum, *sums))
     hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
     if of_head.weight is not None:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
-        of_head = of_head._replace(weight=shards.sum_weight(own))
+        of_head = of_head._replace(weight=psum(own, shards.sums.weight))
     return (shards.own_rows(found), hidden_sum), of_head
 
 
-def _accumulators(head: Head, needs_grad: NeedsGrad, weight_dtype: np.dtype, *, replaced: bool) -> Accumulators:
-    """What the sums start from: undefined where all of the weight's is replaced, by a first block that is visited."""
-    blank = lax.empty if replaced else jnp.zeros
-    return Accumulators(
-        blank(head.weight.shape, weight_dtype) if needs_grad.weight else None,
-        jnp.zeros(head.spec.weight_rows, head.spec.accumulator) if needs_grad.bias_sum else None,
-    )
-
-
-def row_cotangents(
-    row_loss: RowLoss, read: frozenset[str], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]
-) -> Statistics:
-    """d Σ row_loss / d statistics, of those in `read`, for the block's valid rows; exactly 0 for the others."""
+def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inputs: tuple[Any, Any]) -> Statistics:
+    """d Σ row_total / d statistics, of those that it reads, for the block's valid rows; exactly 0 for the others."""
 
     def summed(varied: Statistics) -> jax.Array:
-        return jnp.sum(row_loss({**statistics, **varied}, inputs))
+        assert call.row_total is not None
+        return jnp.sum(call.row_total({**statistics, **varied}, inputs))
 
     # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
-    varied = {name: vary_like(statistics[name], inputs) for name in read if name != "argmax"}
+    varied = {name: vary_like(statistics[name], inputs) for name in call.read if name != "argmax"}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

@@ -9,7 +9,6 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,33 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.modes import differentiation as diff
+from pallas_ce.modes.differentiation import Call
 from pallas_ce.modes.forward import Statistics, put_all
-from pallas_ce.modes.in_forward import RowLoss, row_cotangents, with_handle
-from pallas_ce.modes.materialized_blocks import Settings as Settings
+from pallas_ce.modes.in_forward import row_cotangents, with_handle
+from pallas_ce.modes.materialized_blocks import MaterializedSettings as MaterializedSettings
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.streaming.rows import RowBlock
+from pallas_ce.streaming.rows import RowBlock, zeroed
 
 _INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Static facts of a summed row loss.
-
-    Attributes:
-        settings: how it is carried out.
-        row_loss: `(statistics [n], inputs) -> [n]`, each row's share of the total.
-        read: the primitive statistics that `row_loss` reads.
-        names: those to return, `read` included.
-    """
-
-    settings: Settings
-    row_loss: RowLoss
-    read: frozenset[str]
-    names: frozenset[str]
 
 
 class Residual(NamedTuple):
@@ -55,7 +38,7 @@ class Residual(NamedTuple):
 
 
 def _zeros(
-    settings: Settings,
+    settings: MaterializedSettings,
     names: frozenset[str],
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -65,18 +48,7 @@ def _zeros(
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def _take(block: RowBlock, tree: Any) -> Any:
-    return jax.tree.map(block.take, tree)
-
-
-def _select(mask: jax.Array | None, found: Statistics) -> Statistics:
-    """Statistics of rows that do not count are 0, whatever their logits hold."""
-    if mask is None:
-        return found
-    return {name: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for name, x in found.items()}
-
-
-def _entered(settings: Settings, operation: Callable[..., Any]) -> Callable[..., Any]:
+def _entered(settings: MaterializedSettings, operation: Callable[..., Any]) -> Callable[..., Any]:
     """`operation(settings, by_row, shared)`, split over the mesh, and of each part by what serves it."""
 
     def chosen(by_row: Any, shared: Any) -> Any:
@@ -86,14 +58,14 @@ def _entered(settings: Settings, operation: Callable[..., Any]) -> Callable[...,
     return over_rows_only(chosen)
 
 
-def _forward_statistics(settings: Settings, names: frozenset[str], *arrays: Any) -> Statistics:
-    def operation(settings: Settings, by_row: Any, logit_weights: Any) -> Statistics:
+def _forward_statistics(settings: MaterializedSettings, names: frozenset[str], *arrays: Any) -> Statistics:
+    def operation(settings: MaterializedSettings, by_row: Any, logit_weights: Any) -> Statistics:
         logits, labels, _ = by_row
 
         def body(block: RowBlock, found: Statistics) -> Statistics:
-            block_logits, block_labels, valid = _take(block, by_row)
+            block_logits, block_labels, valid = jax.tree.map(block.take, by_row)
             values = block_statistics(settings, names, block_logits, logit_weights, block_labels)
-            return put_all(block, found, _select(valid, values))
+            return put_all(block, found, zeroed(valid, values))
 
         return settings.blocks(logits.shape[0]).for_each(body, _zeros(settings, names, logits, logit_weights, labels))
 
@@ -104,7 +76,7 @@ def _forward_statistics(settings: Settings, names: frozenset[str], *arrays: Any)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def row_statistics(
-    settings: Settings,
+    settings: MaterializedSettings,
     names: frozenset[str],
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -124,16 +96,18 @@ def row_statistics(
     return _forward_statistics(settings, names, logits, logit_weights, labels, mask)
 
 
-def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
+def _forward(settings: MaterializedSettings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
     values = diff.values_of(primals)
     saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
     found = _forward_statistics(settings, names | saved, *diff.first_order_only(values, _INSTEAD))
     return {name: found[name] for name in names}, (values, {name: found[name] for name in saved})
 
 
-def _backward(settings: Settings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
+def _backward(
+    settings: MaterializedSettings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]
+) -> tuple[Any, ...]:
     del names
-    cotangents = {name: g for name, g in cotangents.items() if name != "argmax" and not diff.is_zero(g)}
+    cotangents = {name: g for name, g in diff.given(cotangents).items() if g is not None}
     if not cotangents:
         return None, None, None, None
     (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
@@ -142,7 +116,7 @@ def _backward(settings: Settings, names: frozenset[str], saved: Any, cotangents:
 
 
 def row_gradient(
-    settings: Settings,
+    settings: MaterializedSettings,
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
@@ -152,11 +126,11 @@ def row_gradient(
 ) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(settings: Settings, by_row: Any, logit_weights: Any) -> jax.Array:
+    def operation(settings: MaterializedSettings, by_row: Any, logit_weights: Any) -> jax.Array:
         logits, *rest = by_row
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
-            block_labels, valid, statistics, cotangents = _take(block, rest)
+            block_labels, valid, statistics, cotangents = jax.tree.map(block.take, rest)
             coefficients = _coefficients(cotangents, statistics, block_labels)
             values = block_gradient(
                 settings, coefficients, block.take(buffer), logit_weights, block_labels, statistics, valid
@@ -191,7 +165,7 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics_and_handle(
-    call: Call,
+    call: Call[MaterializedSettings],
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
@@ -206,13 +180,13 @@ def statistics_and_handle(
         logit_weights: `[columns]`, the u of `mean_logit`.
         labels: `[N]` int32.
         mask: `[N]` bool, which rows count; None: all.
-        inputs: `(by_row, shared)` for `row_loss`.
+        inputs: `(by_row, shared)` for `row_total`.
     """
     found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
     return with_handle(found, inputs, call.settings.spec.accumulator)
 
 
-def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
+def _fused_forward(call: Call[MaterializedSettings], *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
     needs_grad = primals[0].perturbed and call.read - {"argmax"}
     logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
     residual = Residual(diff.absent(), diff.absent())
@@ -227,7 +201,9 @@ def _fused_forward(call: Call, *primals: Any) -> tuple[tuple[Statistics, jax.Arr
     return with_handle(found, inputs, call.settings.spec.accumulator), residual
 
 
-def _statistics_and_gradient(call: Call, settings: Settings, by_row: Any, shared: Any) -> Any:
+def _statistics_and_gradient(
+    call: Call[MaterializedSettings], settings: MaterializedSettings, by_row: Any, shared: Any
+) -> Any:
     """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
     logits, labels, *_ = by_row
     logit_weights, shared_inputs = shared
@@ -237,12 +213,12 @@ def _statistics_and_gradient(call: Call, settings: Settings, by_row: Any, shared
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, buffer, factors = carry
-        block_labels, valid, row_inputs = _take(block, by_row[1:])
+        block_labels, valid, row_inputs = jax.tree.map(block.take, by_row[1:])
         block_logits = block.take(buffer)
         statistics = block_statistics(settings, names, block_logits, logit_weights, block_labels)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = jax.lax.optimization_barrier(_select(valid, statistics))
-        cotangents = row_cotangents(call.row_loss, call.read, statistics, block, (row_inputs, shared_inputs))
+        statistics = jax.lax.optimization_barrier(zeroed(valid, statistics))
+        cotangents = row_cotangents(call, statistics, block, (row_inputs, shared_inputs))
         coefficients = coef.from_cotangents(cotangents, statistics)
         if valid is not None:
             coefficients = coef.select(coefficients, valid)
@@ -258,10 +234,12 @@ def _statistics_and_gradient(call: Call, settings: Settings, by_row: Any, shared
     return {name: found[name] for name in call.names}, gradient, factors
 
 
-def _fused_backward(call: Call, residual: Residual, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    upstream = cotangents[1]
+def _fused_backward(
+    call: Call[MaterializedSettings], residual: Residual, cotangents: tuple[Any, Any]
+) -> tuple[Any, ...]:
+    upstream = diff.given(cotangents[1])
     made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
-    if not made or diff.is_zero(upstream):
+    if not made or upstream is None:
         return None, None, None, None, None
     (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
     spec = call.settings.spec

@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class MaterializedSettings:
     """How a call is carried out; static and hashable.
 
     Attributes:
@@ -37,7 +37,7 @@ class Settings:
     implementation: str = "xla"
     default: Default | None = None
 
-    def variants(self, rows: int) -> tuple["Settings", ...]:
+    def variants(self, rows: int) -> tuple["MaterializedSettings", ...]:
         """How the `rows` that a device holds are worked on; see `entry.at_lowering`."""
         if self.default is None:
             return (self,)
@@ -67,7 +67,7 @@ class Settings:
 
 def decide(
     spec: LogitsSpec, logits: jax.Array, implementation: str | None, *, chunk: int | None = None, several: bool = False
-) -> Settings:
+) -> MaterializedSettings:
     """How a call is carried out.
 
     Args:
@@ -92,7 +92,7 @@ def decide(
         return refusal(name, spec)
 
     name, _, default = select.select(implementation, refused, logits, checked=bool(varying(logits)))
-    return Settings(spec, chunk, name, default)
+    return MaterializedSettings(spec, chunk, name, default)
 
 
 def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> str | None:
@@ -102,7 +102,7 @@ def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> s
 
 
 def block_statistics(
-    settings: Settings,
+    settings: MaterializedSettings,
     names: frozenset[str],
     logits: jax.Array,
     logit_weights: jax.Array | None,
@@ -139,7 +139,9 @@ def block_statistics(
     return found
 
 
-def _partial(settings: Settings, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
+def _partial(
+    settings: MaterializedSettings, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]
+) -> Partial:
     """The `Partial` over the whole vocabulary, of statistics that need no target."""
     if settings.kernels is not None and names:
         return settings.kernels.statistics(settings.spec, logits, logit_weights, names)
@@ -148,7 +150,7 @@ def _partial(settings: Settings, logits: jax.Array, logit_weights: jax.Array | N
 
 
 def block_gradient(
-    settings: Settings,
+    settings: MaterializedSettings,
     coefficients: coef.Coefficients,
     logits: jax.Array,
     logit_weights: jax.Array | None,

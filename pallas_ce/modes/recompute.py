@@ -12,21 +12,9 @@ import numpy as np
 
 from pallas_ce.backends.protocol import Residual
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, NeedsGrad, TileStep
+from pallas_ce.head import Head, NeedsGrad, TileStep
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import (
-    Gradients,
-    HeadSums,
-    Inputs,
-    Known,
-    Saved,
-    first_order_only,
-    flags_of,
-    input_cotangents,
-    inputs_needing_grad,
-    is_zero,
-    values_of,
-)
+from pallas_ce.modes.differentiation import Call, Gradients, Operands, differentiable
 from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.parallel.entry import at_lowering, streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
@@ -40,7 +28,7 @@ class _Kept(NamedTuple):
     Attributes:
         statistics: those that coefficients are made of.
         weight: the weight gathered inside a `shard_map`, once for both passes; else None.
-        bias: likewise the bias.
+        bias: the bias gathered with it.
     """
 
     statistics: Statistics
@@ -48,59 +36,42 @@ class _Kept(NamedTuple):
     bias: jax.Array | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def row_statistics(
-    settings: Settings, names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None, known: Known | None
-) -> Statistics:
-    """Primitive statistics of the rows of `batch`, differentiable in `hidden` and the head's arrays but u."""
-    if known is not None:
-        return {name: known.statistics[name] for name in names}
-    return forward_statistics(settings, names, batch, head, mask)
-
-
-def _forward(settings: Settings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Saved]:
-    values: Inputs = values_of(primals[:3])
-    known: Known | None = values_of(primals[3])
-    saved_names = coef.saved_statistics(names)
-    batch, head, mask = first_order_only(values)
-    kept_head: tuple[Any, ...] = ()
-    if _gathers(settings):
+def _forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
+    settings, known = call.settings, operands.known
+    saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
+    gathered: tuple[Any, ...] = ()
+    if needs_grad is not None and _gathers(settings):
         assert settings.shards is not None
-        head = settings.shards.gather(head)
-        settings, kept_head = _told_it_is_whole(settings), (head.weight, head.bias)
-    if known is not None:
-        found = first_order_only(known.statistics)
-    else:
-        found = forward_statistics(settings, names | saved_names, batch, head, mask)
-    kept = _Kept({name: found[name] for name in saved_names}, *kept_head)
-    saved = Saved(*values, kept, flags_of(inputs_needing_grad(primals[0].hidden, primals[1])))
-    return {name: found[name] for name in names}, saved
+        head = settings.shards.gather(operands.head)
+        settings, operands, gathered = (
+            _told_it_is_whole(settings),
+            operands._replace(head=head),
+            (head.weight, head.bias),
+        )
+    found = forward_statistics(settings, call.names | saved, operands) if known is None else known.statistics
+    return {name: found[name] for name in call.names}, _Kept({name: found[name] for name in saved}, *gathered)
 
 
-def _backward(settings: Settings, names: frozenset[str], saved: Saved, cotangents: dict[str, Any]) -> tuple[Any, ...]:
-    del names
-    given = {name: g for name, g in cotangents.items() if name != "argmax" and not is_zero(g)}
-    gradients = Gradients()
-    if given and saved.needs_grad:
-        used, given = first_order_only((saved, given))
-        if settings.shards is not None:
-            given = {name: psum(g, settings.shards.cotangents_by_row) for name, g in given.items()}
-        with jax.named_scope("pallas_ce.recompute"):
-            head, weight_dtype = used.head, used.head.weight.dtype
-            if _gathers(settings):
-                settings = _told_it_is_whole(settings)
-                head = dataclasses.replace(head, weight=used.kept.weight, bias=used.kept.bias)
-            operation = streamed(
-                settings.shards, functools.partial(_gradients, settings, saved.needs_grad, weight_dtype)
-            )
-            kept = dict(used.kept.statistics)
-            rows = RowArrays(used.batch, used.mask, kept.pop("argmax", None), (kept, given))
-            d_hidden, of_head = operation(rows, head)
-        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
-    return *input_cotangents(saved, gradients), None
+def _backward(
+    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: _Kept, cotangents: Statistics
+) -> Gradients:
+    batch, head, mask, *_ = operands
+    settings, statistics, weight_dtype = call.settings, dict(kept.statistics), head.weight.dtype
+    cotangents = {name: g for name, g in cotangents.items() if g is not None}
+    if settings.shards is not None:
+        cotangents = {name: psum(g, settings.shards.cotangents_by_row) for name, g in cotangents.items()}
+    with jax.named_scope("pallas_ce.recompute"):
+        if _gathers(settings):
+            assert kept.weight is not None
+            settings = _told_it_is_whole(settings)
+            head = dataclasses.replace(head, weight=kept.weight, bias=kept.bias)
+        operation = streamed(settings.shards, functools.partial(_gradients, settings, needs_grad, weight_dtype))
+        rows = RowArrays(batch, mask, statistics.pop("argmax", None), (statistics, cotangents))
+        return sweep.finished(operands, *operation(rows, head))
 
 
-row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+# Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
+row_statistics = differentiable(_forward, _backward)
 
 
 def _gathers(settings: Settings) -> bool:
@@ -115,7 +86,7 @@ def _told_it_is_whole(settings: Settings) -> Settings:
 
 def _gradients(
     settings: Settings, needs_grad: NeedsGrad, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
-) -> tuple[jax.Array | None, HeadSums]:
+) -> tuple[jax.Array | None, Gradients]:
     operation = functools.partial(_local_gradients, needs_grad, shards, weight_dtype)
     rows, head = shards.enter(rows, head)
     return at_lowering(settings.variants(head), operation, rows, head)
@@ -123,7 +94,7 @@ def _gradients(
 
 def _local_gradients(
     needs_grad: NeedsGrad, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
-) -> tuple[jax.Array | None, HeadSums]:
+) -> tuple[jax.Array | None, Gradients]:
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:

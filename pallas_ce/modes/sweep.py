@@ -13,8 +13,8 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.modes.differentiation import Gradients, HeadSums, finish, sum_over_devices
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.modes.differentiation import Gradients, Operands, finish, sum_over_devices
+from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tiles
@@ -29,13 +29,13 @@ def gradient_sums(
     needs_grad: NeedsGrad,
     factor: jax.Array,
     products: Callable[[RowBlock], TileStep],
-) -> tuple[jax.Array | None, HeadSums]:
+) -> tuple[jax.Array | None, Gradients]:
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
     Args:
         shards: what other devices do.
         rows: what this device works on, flat.
-        head: likewise.
+        head: the head that it works on.
         weight_dtype: that of the weight's gradient.
         plan: block sizes.
         needs_grad: which gradients.
@@ -105,12 +105,12 @@ def gradient_sums(
     hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
     if d_weight is not None:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
-        d_weight = shards.sum_weight(own)
+        d_weight = psum(own, shards.sums.weight)
     if hidden_sum is not None:
         hidden_sum = factor * counted.in_row_order(hidden_sum)
     if bias_sum is not None:
         bias_sum = factor * bias_sum
-    of_head = sum_over_devices(shards, hidden, head, needs_grad, hidden_sum, HeadSums(d_weight, bias_sum))
+    of_head = sum_over_devices(shards, hidden, head, needs_grad, Gradients(hidden_sum, d_weight, bias_sum))
     if not needs_grad.hidden:
         return None, of_head
     assert hidden_sum is not None
@@ -118,7 +118,6 @@ def gradient_sums(
     return shards.sum_hidden(d_hidden, hidden.dtype), of_head
 
 
-def finished(hidden: jax.Array, head: Head, d_hidden: jax.Array | None, sums: HeadSums) -> Gradients:
+def finished(operands: Operands, d_hidden: jax.Array | None, of_head: Gradients) -> Gradients:
     """The gradients from what `gradient_sums` returns."""
-    others = finish(hidden, head, None, sums._replace(weight=None))
-    return others._replace(hidden=d_hidden, weight=sums.weight)
+    return finish(operands, of_head._replace(weight=None))._replace(hidden=d_hidden, weight=of_head.weight)

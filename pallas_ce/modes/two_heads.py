@@ -12,20 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
+from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import (
-    Gradients,
-    HeadSums,
-    Saved,
-    first_order_only,
-    flags_of,
-    input_cotangents,
-    inputs_needing_grad,
-    is_zero,
-    values_of,
-    zero_cotangent,
-)
+from pallas_ce.modes.differentiation import Gradients, Operands, differentiable
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
@@ -57,37 +46,27 @@ class Call:
     shards: Shards
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def row_divergences(call: Call, batch: Batch, head: Head, mask: jax.Array | None, teacher: Teacher) -> jax.Array:
-    """The divergence `[N]` of each row that counts, 0 in the others; differentiable in `batch.hidden` and `head`.
-
-    The batch's temperatures are those of both heads.
-    """
-    return _statistics(call, batch, head, mask, teacher).value
+def _forward(call: Call, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
+    del needs_grad
+    found = _statistics(call, operands)
+    return found.value, found
 
 
-def _forward(call: Call, *primals: Any) -> tuple[jax.Array, Saved]:
-    batch, head, mask, teacher = values_of(primals)
-    found = _statistics(call, *first_order_only((batch, head, mask, teacher)))
-    needs_grad = inputs_needing_grad(primals[0].hidden, primals[1])
-    saved = Saved(batch, head, mask, (found, teacher), flags_of(needs_grad))
-    return found.value, saved
+def _backward(
+    call: Call, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
+) -> Gradients:
+    teacher: Teacher = operands.inputs
+    with jax.named_scope("pallas_ce.distillation"):
+        operation = streamed(call.shards, functools.partial(_gradients, call, needs_grad))
+        more = (teacher.hidden, found, cotangent)
+        return sweep.finished(
+            operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
+        )
 
 
-def _backward(call: Call, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
-    gradients = Gradients()
-    if saved.needs_grad and not is_zero(cotangent):
-        used, cotangent = first_order_only((saved, cotangent))
-        found, teacher = used.kept
-        with jax.named_scope("pallas_ce.distillation"):
-            operation = streamed(call.shards, functools.partial(_gradients, call, saved.needs_grad))
-            more = (teacher.hidden, found, cotangent)
-            d_hidden, of_head = operation(RowArrays(used.batch, used.mask, more=more), used.head, teacher.head)
-        gradients = sweep.finished(used.batch.hidden, used.head, d_hidden, of_head)
-    return *input_cotangents(saved, gradients), zero_cotangent(saved.kept[1])
-
-
-row_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
+# The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
+# its operands are the `Teacher`; the temperatures of its batch are those of both heads.
+row_divergences = differentiable(_forward, _backward)
 
 
 def _tile_logits(
@@ -106,8 +85,8 @@ def _log_probs(
     return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
 
 
-def _statistics(call: Call, batch: Batch, head: Head, mask: jax.Array | None, teacher: Teacher) -> PairStatistics:
-    divergence = call.divergence
+def _statistics(call: Call, operands: Operands) -> PairStatistics:
+    divergence, head, teacher = call.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
         (hidden, _, inverse), teacher_hidden = by_row
@@ -134,12 +113,13 @@ def _statistics(call: Call, batch: Batch, head: Head, mask: jax.Array | None, te
         return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
     with jax.named_scope("pallas_ce.divergence"):
-        return over_rows_that_count(visit, call.streams, empty, (batch, teacher.hidden), (head, teacher.head), mask)
+        by_row = (operands.batch, teacher.hidden)
+        return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
     call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
-) -> tuple[jax.Array | None, HeadSums]:
+) -> tuple[jax.Array | None, Gradients]:
     (hidden, _, inverse), mask = rows.batch, rows.mask
     teacher_hidden, found, cotangent = rows.more
     plan = call.streams.plan(hidden.shape[0], "recompute")

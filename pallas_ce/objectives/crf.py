@@ -10,8 +10,7 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.statistics.cross_entropy import Reduction
-from pallas_ce.statistics.reductions import reduce_rows
+from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 
 
 def linear_chain_crf(

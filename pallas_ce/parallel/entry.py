@@ -37,7 +37,7 @@ def streamed(shards: Shards | None, operation: Operation) -> Callable[..., tuple
 
 
 def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Likewise for an operation whose head, if it has one, is not split: `(by_row, *shared) -> by_row`.
+    """As `streamed`, for an operation whose head, if it has one, is not split: `(by_row, *shared) -> by_row`.
 
     `by_row` is any tree of `[..., *K]` leaves, the first of them `[..., K]`; the operation sees them flat.
     """

@@ -22,7 +22,7 @@ class MeshAxes:
     * `vocabulary` only: tensor parallelism. Row statistics are merged over its axes, so that results agree on them.
     * `vocabulary` and `rows` share axes: sequence parallelism or FSDP, whichever moves fewer bytes. A mean or sum is
       that of all rows of the devices along these axes, and agrees on them; values by row are those of a device's own.
-    * `width` (its axes must be among `rows`): FSDP over H, likewise.
+    * `width` (its axes must be among `rows`): FSDP over H. Means and sums are as above.
     * Axes that split the rows only (data parallelism) need no mention. A mean or sum is that of the device's own rows:
       pass the global count as `normalizer` and add up.
 

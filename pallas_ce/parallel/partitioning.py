@@ -128,7 +128,7 @@ def split(
         hidden: how the hidden states lie.
         weight: how the weight lies; None without a head.
         rows: the rows, for their shapes.
-        head: the head, likewise.
+        head: the head, for its shapes; or None.
 
     Raises:
         ValueError: the weight does not divide evenly, or its width is split where the tokens are not.
@@ -255,7 +255,7 @@ def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
 
 
 def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> list[Names]:
-    """Likewise of an operation's results."""
+    """The dimensions of every leaf of an operation's results."""
     by_row, of_head = (jax.tree.leaves(result) for result in results)
     kinds = {0: (), 1: ("vocabulary",), 2: _weight_names(head)}
     return _with_whole("out", by_row + of_head, [_row_names(rows)] * len(by_row) + [kinds[x.ndim] for x in of_head])

@@ -67,10 +67,10 @@ class Shards:
         vocabulary: the weight's vocabulary is split over these, and so is the work.
         sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
         gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
-        gathered_width: likewise for H; these split the rows too.
+        gathered_width: H is split over these in memory only; they split the rows too.
         sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
-        cotangents_of_total: likewise that of a loss summed over rows.
+        cotangents_of_total: over which axes that of a loss summed over rows is.
         typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
         handed_whole: whether the weight and the bias come in gathered already.
     """
@@ -195,17 +195,9 @@ class Shards:
         """The part of the weight's gradient that this device holds, from the sum over this device's rows."""
         return _scatter(_scatter(partial, self.gathered_width, 1 - vocab_axis), self.gathered_vocabulary, vocab_axis)
 
-    def sum_weight(self, part: jax.Array) -> jax.Array:
-        """That part over all rows, in the gradient's dtype: twice as fast as in float32, and whole on each device."""
-        return psum(part, self.sums.weight)
-
     def sum_bias(self, partial: jax.Array) -> jax.Array:
-        """Likewise the gradient of the bias."""
+        """The part of the bias's gradient that this device holds, over all rows."""
         return _scatter(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
-
-    def sum_scale(self, partial: jax.Array) -> jax.Array:
-        """Likewise that of the logit scale."""
-        return psum(partial, self.sums.logit_scale)
 
     def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
         """The shape of `scatter_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""

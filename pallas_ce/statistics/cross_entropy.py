@@ -14,7 +14,7 @@ class Metrics(NamedTuple):
 
     Attributes:
         cross_entropy: the loss without its z part, reduced as the loss is (as a mean for `reduction="none"`).
-        z_loss: the z part, reduced likewise; 0 without one.
+        z_loss: the z part, reduced in the same way; 0 without one.
         num_tokens: int32, how many tokens count.
         accuracy: the share of counted tokens whose largest logit is their label's; 0 where none counts.
         mean_lse: the mean log-sum-exp of the counted tokens; 0 where none counts.
@@ -35,6 +35,34 @@ def zero_safe_product(weight: jax.Array, value: jax.Array) -> jax.Array:
 def safe_inverse(x: jax.Array) -> jax.Array:
     """1/x, and 0 with derivative 0 where x is 0: a mean over nothing is 0."""
     return jnp.where(x == 0, 0.0, 1.0 / jnp.where(x == 0, 1.0, x))
+
+
+def reduce_rows(
+    values: jax.Array,
+    mask: jax.Array | None,
+    token_weights: jax.Array | None,
+    reduction: str,
+    normalizer: jax.Array | float | None,
+) -> jax.Array:
+    """`w_i·values_i` of the rows that count: each, their sum, or their sum over `normalizer`, by default `Σ w_i`.
+
+    Args:
+        values: `[N]`.
+        mask: `[N]` bool, which rows count; None: all. The others are 0 and have gradients of exactly 0.
+        token_weights: w `[N]`, or None for 1.
+        reduction: "none", "sum" or "mean"; 0 where no row counts.
+        normalizer: `[]` or None.
+    """
+    weights = jnp.ones_like(values) if token_weights is None else token_weights.astype(values.dtype)
+    if mask is not None:
+        values, weights = jnp.where(mask, values, 0.0), jnp.where(mask, weights, 0.0)
+    weighted = values if token_weights is None else zero_safe_product(weights, values)
+    if reduction == "none":
+        return weighted
+    total = jnp.sum(weighted)
+    if reduction == "sum":
+        return total
+    return total * safe_inverse(jnp.sum(weights) if normalizer is None else jnp.asarray(normalizer, values.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

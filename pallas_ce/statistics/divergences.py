@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.statistics.cross_entropy import zero_safe_product
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, gap, merge, partial_of_tile
 
 Name = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -83,7 +84,7 @@ class PairPartial(NamedTuple):
 
     Attributes:
         student: maximum and sum of exponentials of the student's logits.
-        teacher: likewise of the teacher's.
+        teacher: those of the teacher's.
         cross: `Σ e^{x-m_x} ((x-m_x) - (y-m_y))`, with x the logits of the side that the expectation is over, y the
             other side's and `m` the maxima; None for "jsd".
     """
@@ -100,7 +101,9 @@ def partial_of_tiles(
     parts = [partial_of_tile(z, columns, valid, None, None, _LSE) for z in (student, teacher)]
     cross = None
     if divergence.name != "jsd":
-        (x, x_max), (y, y_max) = _ordered(divergence, (student, _max(parts[0])), (teacher, _max(parts[1])))
+        (x, x_max), (y, y_max) = _ordered(
+            divergence, (student, present(parts[0].max)), (teacher, present(parts[1].max))
+        )
         x = x if valid is None else jnp.where(valid, x, -jnp.inf)
         x, y = gap(x, x_max[:, None]), gap(y, y_max[:, None])
         cross = zero_safe_product(jnp.exp(x), x - y).sum(axis=1)
@@ -126,20 +129,10 @@ def merge_pairs(divergence: Divergence, a: PairPartial, b: PairPartial) -> PairP
 
 def _measured_from(divergence: Divergence, part: PairPartial, student: Partial, teacher: Partial) -> jax.Array:
     x, y = _ordered(divergence, (part.student, student), (part.teacher, teacher))
-    x_gap, y_gap = (gap(_max(own), _max(joint)) for own, joint in (x, y))
+    x_gap, y_gap = (gap(present(own.max), present(joint.max)) for own, joint in (x, y))
     weight = jnp.exp(x_gap)
-    assert part.cross is not None
-    return zero_safe_product(weight, part.cross) + zero_safe_product(weight * _sum_exp(x[0]), x_gap - y_gap)
-
-
-def _max(partial: Partial) -> jax.Array:
-    assert partial.max is not None
-    return partial.max
-
-
-def _sum_exp(partial: Partial) -> jax.Array:
-    assert partial.sum_exp is not None
-    return partial.sum_exp
+    moved = zero_safe_product(weight * present(x[0].sum_exp), x_gap - y_gap)
+    return zero_safe_product(weight, present(part.cross)) + moved
 
 
 def _ordered[T](divergence: Divergence, student: T, teacher: T) -> tuple[T, T]:
@@ -152,7 +145,7 @@ def finalise_pairs(divergence: Divergence, partial: PairPartial) -> PairStatisti
 
     `KL(x‖y) = E_x[(x - m_x) - (y - m_y)] - log S_x + log S_y`, in which both offsets have cancelled.
     """
-    sums = _ordered(divergence, _sum_exp(partial.student), _sum_exp(partial.teacher))
+    sums = _ordered(divergence, present(partial.student.sum_exp), present(partial.teacher.sum_exp))
     usable = (sums[0] > 0) & (sums[1] > 0)
     value = jnp.zeros_like(sums[0])
     if partial.cross is not None:
@@ -165,8 +158,8 @@ def finalise_pairs(divergence: Divergence, partial: PairPartial) -> PairStatisti
 
 
 def _normaliser(partial: Partial, usable: jax.Array) -> Normaliser:
-    log_sum = jnp.log(jnp.where(usable, _sum_exp(partial), 1.0))
-    return Normaliser(jnp.where(usable, _max(partial), 0.0), jnp.where(usable, log_sum, jnp.inf))
+    log_sum = jnp.log(jnp.where(usable, present(partial.sum_exp), 1.0))
+    return Normaliser(jnp.where(usable, present(partial.max), 0.0), jnp.where(usable, log_sum, jnp.inf))
 
 
 def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:

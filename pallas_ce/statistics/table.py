@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce.statistics.logits import LogitsTile, Row, present
 
@@ -91,16 +90,12 @@ class Coefficients(NamedTuple):
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
 
 
-# Keeps what is divided by a weight finite where it is 0.
-_TINY = float(np.finfo(np.float32).tiny)
-
-
 def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
     """weight·distance with 0·(-inf) = 0."""
     return jnp.where(weight > 0, weight * distance, 0.0)
 
 
-# The least normal number of float32.
+# The least normal number of float32: keeps what is divided by a weight finite where it is 0.
 _TINY = 2.0**-126
 
 

@@ -51,7 +51,7 @@ def with_placeholder_rows[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
 def constant_unless_any[Tree](mask: jax.Array | None, tree: Tree) -> Tree:
     """`tree` unchanged, but with gradients of exactly 0 where no row counts.
 
-    The stand-in is then a row that does not count, and where a loss cannot be differentiated there 0·inf would be nan.
+    What fills the rows is then no row that counts, and where a loss cannot be differentiated there 0·inf would be nan.
     """
     if mask is None:
         return tree

@@ -1,7 +1,9 @@
 """A tiny text and a tiny model, trained through the real command in a second or two."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +73,7 @@ def programs_are_compiled_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def arguments(text: Path, cache: Path) -> Callable[..., list[str]]:
     """Makes a command line for the tiny run; keyword arguments replace its options."""
 
@@ -83,19 +85,21 @@ def arguments(text: Path, cache: Path) -> Callable[..., list[str]]:
     return build
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], Finished]:
+def command(arguments: list[str]) -> Finished:
     """Runs the command in this process."""
-
-    def run(arguments: list[str]) -> Finished:
-        capsys.readouterr()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(arguments)
-        return Finished(code, *capsys.readouterr())
-
-    return run
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
-@pytest.fixture
-def train(arguments: Callable[..., list[str]], command: Callable[[list[str]], Finished]) -> Callable[..., Finished]:
+@pytest.fixture(scope="session")
+def train(arguments: Callable[..., list[str]]) -> Callable[..., Finished]:
     """Runs the tiny training, with flags and changed options."""
     return lambda *flags, **changes: command(arguments(*flags, **changes))
+
+
+@pytest.fixture(scope="session")
+def whole(train: Callable[..., Finished], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny training, not interrupted; for reading."""
+    train(out=(run := tmp_path_factory.mktemp("whole")))
+    return run

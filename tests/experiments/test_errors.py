@@ -1,13 +1,11 @@
 """Every documented error, tried through the command: one sentence, exit code 2, and nothing written."""
 
 import errno
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -44,95 +42,70 @@ def written(path: Path, content: str) -> Path:
     return path
 
 
-# The command line and the configuration file
-
-
-def test_an_unknown_option_is_named(refused: Callable[..., str]) -> None:
-    assert "unrecognized arguments: --stpes 3" in refused("--stpes", "3")
-
-
-def test_an_abbreviated_option_is_not_guessed(refused: Callable[..., str]) -> None:
-    assert "unrecognized arguments: --step 3" in refused("--step", "3")
-
-
-def test_a_value_of_the_wrong_type_is_named(refused: Callable[..., str]) -> None:
-    assert "argument --steps: invalid int value: 'ten'" in refused(steps="ten")
-
-
-def test_a_missing_configuration_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "none.toml does not exist" in refused("--config", str(tmp_path / "none.toml"))
-
-
-def test_a_configuration_that_is_a_folder_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "cannot be read: Is a directory" in refused("--config", str(tmp_path))
-
-
-@pytest.mark.parametrize("content", ["steps = ", "steps 3", "[", "steps = 3\nsteps = 4"])
-def test_a_configuration_that_is_not_toml_is_refused(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
-    assert "mine.toml is not valid TOML" in refused("--config", str(written(tmp_path / "mine.toml", content)))
-
-
-def test_an_unknown_key_of_the_configuration_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    sentence = refused("--config", str(written(tmp_path / "mine.toml", "stpes = 3")))
-    assert "mine.toml has the unknown key 'stpes'; known keys: head, data," in sentence
-
-
-def test_a_section_in_the_configuration_is_an_unknown_key(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "unknown key 'model'" in refused("--config", str(written(tmp_path / "mine.toml", "[model]\nwidth = 3")))
-
-
-def test_a_wrong_type_in_the_configuration_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    sentence = refused("--config", str(written(tmp_path / "mine.toml", 'steps = "ten"')))
-    assert "mine.toml sets steps to 'ten', which must be of type int" in sentence
+@pytest.mark.parametrize(
+    ("flags", "changes", "sentence"),
+    [
+        (["--stpes", "3"], {}, "unrecognized arguments: --stpes 3"),
+        (["--step", "3"], {}, "unrecognized arguments: --step 3"),  # not guessed
+        ([], {"steps": "ten"}, "argument --steps: invalid int value: 'ten'"),
+        (["--resume", "--overwrite"], {}, "not allowed with argument --resume"),
+        (["--config", "none.toml"], {}, "none.toml does not exist"),
+        (["--config", "/"], {}, "cannot be read: Is a directory"),
+        ([], {"steps": 0}, "steps is 0; it must be at least 1"),
+        ([], {"batch_size": -4}, "batch_size is -4; it must be at least 1"),
+        ([], {"attention_heads": 3}, "attention_heads is 3, which does not divide width (16)"),
+        ([], {"attention_heads": 16}, "= 1, which is odd"),
+        ([], {"learning_rate": "inf"}, "learning_rate is inf; it must be a finite number"),
+        ([], {"head": "magic"}, "head is 'magic'; it must be one of fused, canonical, both"),
+        ([], {"stop_after": 0}, "--stop-after is 0; it must be at least 1"),
+        ([], {"implementation": "magic"}, "this configuration cannot be trained: implementation"),
+        ([], {"data": "none.txt"}, "none.txt does not exist"),
+        ([], {"vocab_size": 50_000}, "vocab_size is 50000, but the text supports only"),
+        ([], {"sequence_length": 100_000}, "too few for one batch of 4 rows of 100000 tokens"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(
+    refused: Callable[..., str], flags: list[str], changes: dict[str, object], sentence: str
+) -> None:
+    assert sentence in refused(*flags, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "content", "sentence"),
     [
-        ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"batch_size": -4}, "batch_size is -4; it must be at least 1"),
-        ({"attention_heads": 3}, "attention_heads is 3, which does not divide width (16)"),
-        ({"attention_heads": 16}, "= 1, which is odd"),
-        ({"learning_rate": "inf"}, "learning_rate is inf; it must be a finite number"),
-        ({"head": "magic"}, "head is 'magic'; it must be one of fused, canonical, both"),
-        ({"stop_after": 0}, "--stop-after is 0; it must be at least 1"),
-        ({"implementation": "magic"}, "this configuration cannot be trained: implementation"),
+        *(
+            ("mine.toml", text, "mine.toml is not valid TOML")
+            for text in ("steps = ", "steps 3", "[", "steps = 3\nsteps = 4")
+        ),
+        ("mine.toml", "stpes = 3", "mine.toml has the unknown key 'stpes'; known keys: head, data,"),
+        ("mine.toml", "[model]\nwidth = 3", "mine.toml has the unknown key 'model'"),
+        ("mine.toml", 'steps = "ten"', "mine.toml sets steps to 'ten', which must be of type int"),
+        ("mine.toml", "train = 1", "mine.toml sets train to 1; it must be a section"),
+        (
+            "mine.toml",
+            "[train]\nsteps = 3",
+            "mine.toml has the unknown key 'steps'; known keys: loss_fn, ce_chunk_size",
+        ),
+        (
+            "mine.toml",
+            "loss_fn = 'x'\n[train]\nloss_fn = 'y'",
+            "mine.toml sets loss_fn twice, in its [train] section and outside",
+        ),
+        ("empty.txt", "", "empty.txt is empty"),
+        ("empty.txt", "  \n", "empty.txt is empty"),
+        ("short.txt", "a few words", "too few documents (1)"),
     ],
 )
-def test_impossible_values_are_named(refused: Callable[..., str], changes: dict[str, object], words: str) -> None:
-    assert words in refused(**changes)
-
-
-# The text
-
-
-def test_a_missing_text_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "none.txt does not exist" in refused(data=tmp_path / "none.txt")
-
-
-@pytest.mark.parametrize("content", ["", "  \n"])
-def test_an_empty_text_is_refused(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
-    assert "empty.txt is empty" in refused(data=written(tmp_path / "empty.txt", content))
+def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
+    refused: Callable[..., str], tmp_path: Path, name: str, content: str, sentence: str
+) -> None:
+    path = written(tmp_path / name, content)
+    assert sentence in (refused("--config", str(path)) if name == "mine.toml" else refused(data=path))
 
 
 def test_a_folder_without_text_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "holds no file of UTF-8 text" in refused(data=tmp_path / "empty")
-
-
-def test_a_text_of_a_few_words_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "too few documents (1)" in refused(data=written(tmp_path / "short.txt", "a few words"))
-
-
-def test_a_vocabulary_larger_than_the_text_supports_is_refused(refused: Callable[..., str]) -> None:
-    assert "vocab_size is 50000, but the text supports only" in refused(vocab_size=50_000)
-
-
-def test_a_text_too_short_for_one_batch_is_refused(refused: Callable[..., str]) -> None:
-    assert "too few for one batch of 4 rows of 100000 tokens" in refused(sequence_length=100_000)
-
-
-# Folders
 
 
 def test_a_folder_that_is_not_empty_is_not_written_to(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -158,18 +131,17 @@ def test_resuming_what_is_not_a_run_is_refused(refused: Callable[..., str], tmp_
     assert "there is no run to resume in" in refused("--resume", out=tmp_path / "none")
 
 
-def test_resuming_and_overwriting_exclude_each_other(refused: Callable[..., str]) -> None:
-    assert "not allowed with argument --resume" in refused("--resume", "--overwrite")
-
-
-# Checkpoints
+@pytest.fixture(scope="session")
+def stopped(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
+    train("--stop-after", "7", out=(run := tmp_path_factory.mktemp("stopped")))
+    return run
 
 
 @pytest.fixture
-def stopped_run(train: Train, tmp_path: Path) -> Path:
-    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
-    train("--stop-after", "7", out=tmp_path / "run")
-    return tmp_path / "run"
+def stopped_run(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(stopped, tmp_path / "run")
 
 
 def test_resuming_with_another_configuration_names_what_differs(refused: Callable[..., str], stopped_run: Path) -> None:
@@ -243,18 +215,12 @@ def test_a_checkpoint_cut_short_is_passed_over(train: Train, stopped_run: Path) 
     assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "12"]
 
 
-# The rest
-
-
 def test_a_missing_package_is_named_with_how_to_get_it(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
-
-    def without_orbax(name: str, package: str | None = None) -> ModuleSpec | None:
-        return None if name.startswith("orbax") else find(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without_orbax)
+    for module in ("session", "checkpoint"):
+        monkeypatch.delitem(sys.modules, f"experiments.lm.run.{module}")
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     assert "the package orbax is missing; run: pip install 'pallas-ce[experiments]'" in refused()
 
 
@@ -262,18 +228,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Trainer._record
-    monkeypatch.setattr(
-        Trainer,
-        "_record",
-        lambda self, step, numbers, bar: record(
-            self, step, numbers._replace(loss=jnp.nan) if step == 8 else numbers, bar
-        ),
-    )
+
+    def diverging(self: Trainer, step: int, numbers: Any, bar: Any) -> None:
+        record(self, step, numbers._replace(loss=jnp.nan) if step == 8 else numbers, bar)
+
+    monkeypatch.setattr(Trainer, "_record", diverging)
     finished = train(out=tmp_path)
     assert finished.code == 1
-    assert (
-        "error: the loss became nan at step 8; lower --learning-rate (the checkpoint of step 5 is kept)" in finished.err
-    )
+    sentence = "error: the loss became nan at step 8; lower --learning-rate (the checkpoint of step 5 is kept)"
+    assert sentence in finished.err
 
 
 def test_running_out_of_memory_is_said_in_a_sentence(

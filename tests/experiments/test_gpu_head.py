@@ -11,14 +11,15 @@ import pytest
 
 from experiments import gpu_head, peers
 from experiments.bench import timing
+from experiments.bench.command import dry
 from experiments.bench.peers import PEERS, Peer
-from experiments.bench.points import GRID, HEADS, Setting, sections, standard, variants, window_sweep
+from experiments.bench.points import GRID, HEADS, OPTIONS_SHAPE, SECTIONS, standard, variants, window_sweep
 from experiments.bench.programs import inputs
 
-DRY = Setting("xla", 64)
+SHAPE = (512, 4096, 256)
 
 
-def stand_in(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> dict[str, Any]:
+def traced(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> dict[str, Any]:
     """In place of a measurement: traces every program, which fails where one is wrong."""
     n, v, h = shape
     for program in programs.values():
@@ -27,18 +28,17 @@ def stand_in(shape: tuple[int, int, int], programs: dict[str, Any], *_: Any) -> 
 
 
 def test_the_grid_is_the_papers_and_heads_are_those_of_published_models() -> None:
-    found = sections(Setting())
-    assert len(found["grid"]) == len(GRID) == 20
-    assert {point.shape for point in found["grid"]} == set(GRID)
-    assert [point.name for point in found["heads"]] == list(HEADS)
-    assert [point.shape for point in found["windows"]] == [(1024, 262144, 4096)]
+    assert len(SECTIONS["grid"]) == len(GRID) == 20
+    assert {point.shape for point in SECTIONS["grid"].values()} == set(GRID)
+    assert {name: point.shape for name, point in SECTIONS["heads"].items()} == HEADS
+    assert [point.shape for point in SECTIONS["windows"].values()] == [(1024, 262144, 4096)]
 
 
 def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "measure", stand_in)
-    monkeypatch.setattr(timing, "compile_seconds", stand_in)
+    monkeypatch.setattr(timing, "measure", traced)
+    monkeypatch.setattr(timing, "compile_seconds", traced)
     words = ["--dry-run", "--out", str(tmp_path)]
     assert gpu_head.main(["heads", "options", "windows", "compile", *words]) == 0
     out = capsys.readouterr().out
@@ -49,8 +49,10 @@ def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
     assert heads["command"] == "python -m experiments.gpu_head heads"
     assert {"device", "jax", "date", "clock", "rounds"} <= set(heads["machine"])
     assert list(heads["points"]) == list(HEADS)
-    assert set(standard(DRY)) <= set(heads["points"]["GPT-2"]["results"])
-    assert set(variants(DRY)) == set(files["gpu_head_options.json"]["points"]["options"]["results"])
+    assert set(standard("xla", SHAPE)) <= set(heads["points"]["GPT-2"]["results"])
+    options = files["gpu_head_options.json"]["points"]["options"]
+    assert (options["n"], options["v"], options["h"]) == dry(OPTIONS_SHAPE)
+    assert set(variants("xla", SHAPE)) == set(options["results"])
     assert gpu_head.main(["heads", *words]) == 0
     assert capsys.readouterr().out == ""
 
@@ -58,7 +60,7 @@ def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
 def test_a_run_that_is_out_of_time_says_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "measure", stand_in)
+    monkeypatch.setattr(timing, "measure", traced)
     assert gpu_head.main(["heads", "--minutes", "0", "--dry-run", "--out", str(tmp_path)]) == 0
     assert "time is up with 7 points left; run the same command again to go on" in capsys.readouterr().out
 
@@ -74,7 +76,7 @@ def test_words_that_make_no_sense_are_refused(words: list[str], said: str, capsy
 
 @pytest.mark.slow
 def test_a_point_is_timed_beside_the_bare_products() -> None:
-    programs = {name: standard(DRY)[name] for name in ("forward", "in_forward")}
+    programs = {name: standard("xla", SHAPE)[name] for name in ("forward", "in_forward")}
     found = timing.measure((64, 512, 64), programs, 2, timing.back_to_back)["results"]
     three = sum(found[name]["ms"] for name in ("bare", "for_hidden", "for_weight"))
     assert found["forward"]["ratio"] == pytest.approx(found["forward"]["ms"] / found["bare"]["ms"])
@@ -141,16 +143,18 @@ def test_peers_need_torch_and_say_so(capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.gpu
 def test_every_contender_is_timed_on_the_gpu() -> None:
-    record = timing.measure((512, 4096, 256), standard(Setting()), 1, timing.back_to_back)
-    assert all(record["results"][name]["ratio"] > 0 for name in standard(Setting()))
+    programs = standard("mosaic_gpu", SHAPE)
+    record = timing.measure(SHAPE, programs, 1, timing.back_to_back)
+    assert all(record["results"][name]["ratio"] > 0 for name in programs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("clock", timing.CLOCKS)
 def test_variants_and_windows_are_timed_on_the_gpu(clock: str) -> None:
-    small = {name: p for name, p in window_sweep(Setting()).items() if name in ("forward", "forward 4 windows")}
-    programs = variants(Setting()) | small
-    record = timing.measure((512, 4096, 256), programs, 1, timing.CLOCKS[clock])
+    sweep = window_sweep("mosaic_gpu", (1024, 262144, 4096))
+    small = {name: p for name, p in sweep.items() if name in ("forward", "forward 4 windows")}
+    programs = variants("mosaic_gpu", OPTIONS_SHAPE) | small
+    record = timing.measure(SHAPE, programs, 1, timing.CLOCKS[clock])
     assert all(record["results"][name]["ratio"] > 0 for name in programs)
 
 
@@ -158,9 +162,6 @@ def test_variants_and_windows_are_timed_on_the_gpu(clock: str) -> None:
 def test_programs_are_compiled_at_once_as_memory_allows(
     logits_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Gpu:
-        def memory_stats(self) -> dict[str, int]:
-            return {"bytes_limit": 100 * 2**30}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    gpu = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     assert timing._compiled_at_once(logits_bytes) == most

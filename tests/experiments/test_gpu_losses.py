@@ -11,30 +11,27 @@ import pytest
 
 from experiments import gpu_losses
 from experiments.bench import materialized_logits, timing
-from experiments.bench.points import Setting
+from experiments.bench.command import dry
 
-DRY = Setting("xla", 64)
+SHAPE = (512, 4096, 256)
 
 
 def test_points_have_the_published_sizes() -> None:
-    shapes = {
-        name: [point.shape for point in section.points] for name, section in gpu_losses.sections(Setting()).items()
-    }
-    large = [(16384, 131072, 4096)]
-    assert {name: shape for name, shape in shapes.items() if name != "given"} == {"log_probs": large, "top_k": large}
-    assert shapes["given"][0][:2] == (8192, 131072)
+    assert {name: points[name].shape[:2] for name, points in gpu_losses.SECTIONS.items()} == {
+        "log_probs": (16384, 131072), "top_k": (16384, 131072), "given": (8192, 131072)
+    }  # fmt: skip
 
 
 def test_a_dry_run_measures_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--rounds", "1", "--out", str(tmp_path)]
     assert gpu_losses.main(words) == 0
     out = capsys.readouterr().out
-    assert all(f"{section} {section} N " in out for section in gpu_losses.sections(DRY))
+    assert all(f"gpu_losses_{section} {section}: N " in out for section in gpu_losses.SECTIONS)
     files = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert set(files) == {"gpu_losses_log_probs", "gpu_losses_top_k", "gpu_losses_given"}
     found = files["gpu_losses_log_probs"]["points"]["log_probs"]["results"]
-    assert set(gpu_losses.log_probs(DRY)) <= set(found)
-    n, _, h = gpu_losses.sections(DRY)["log_probs"].points[0].shape
+    assert set(gpu_losses.log_probs("xla", SHAPE)) <= set(found)
+    n, _, h = dry(gpu_losses.SECTIONS["log_probs"]["log_probs"].shape)
     assert found["both"]["temporary_mib"] - found["both"]["beside_accumulator_mib"] == 4 * n * h / 2**20
     assert gpu_losses.main(words) == 0
     assert capsys.readouterr().out == ""  # nothing is left to measure
@@ -69,8 +66,8 @@ def test_the_contenders_agree_and_the_upstream_weights_differ() -> None:
 
 @pytest.mark.gpu
 def test_every_contender_is_timed_on_the_gpu() -> None:
-    programs: dict[str, Any] = gpu_losses.log_probs(Setting()) | gpu_losses.top_k(Setting())
-    results = timing.measure((512, 4096, 256), programs, 1, timing.back_to_back)["results"]
+    programs: dict[str, Any] = gpu_losses.log_probs("mosaic_gpu", SHAPE) | gpu_losses.top_k("mosaic_gpu", SHAPE)
+    results = timing.measure(SHAPE, programs, 1, timing.back_to_back)["results"]
     assert all(results[name]["ratio"] > 0 for name in programs)
     given = materialized_logits.programs("mosaic_gpu")
     found = materialized_logits.measure((512, 4096, 1), given, 1, timing.back_to_back)["results"]

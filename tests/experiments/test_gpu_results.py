@@ -3,15 +3,17 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import gpu_report
-from experiments.bench import command, ladder, report, scaling, summary, timing
-from experiments.bench.results import Budget, ResultError, Results, read, run_points
+from experiments import gpu_report, peers
+from experiments.bench import ladder, report, results, scaling, summary, timing
+from experiments.bench.results import ResultError, ResultFile, read, run
 
+RESULTS = results.FOLDER
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
 
 
@@ -25,75 +27,82 @@ def record(n: int, v: int, **ratios: float) -> dict[str, Any]:
     return {"n": n, "v": v, "h": 256, "results": base | found}
 
 
-def grid(folder: Path, machine: dict[str, Any] = MACHINE) -> Results:
-    return Results(folder / "gpu_head_grid.json", "python -m experiments.gpu_head grid", machine)
+def measured(
+    folder: Path, points: Any, machine: dict[str, Any] = MACHINE, name: str = "gpu_head_grid", **options: Any
+) -> int:
+    """Runs a command whose points are measured by these functions, or have these records."""
+    made = {point: found if callable(found) else lambda found=found: found for point, found in points.items()}
+    given = argparse.Namespace(**{"out": folder, "again": False, "minutes": None} | options)
+    return run([ResultFile(name, f"python -m experiments.{name}", made)], machine, lambda *_: "", given)
+
+
+def raising(error: BaseException) -> Any:
+    def measure() -> Any:
+        raise error
+
+    return measure
+
+
+def points_of(folder: Path) -> list[str]:
+    return list(read(folder / "gpu_head_grid.json")["points"])
 
 
 def test_every_point_is_on_disk_before_the_next_one_begins(tmp_path: Path) -> None:
-    results = grid(tmp_path)
-
-    def measure(point: str) -> dict[str, Any]:
-        if point == "c":
-            raise KeyboardInterrupt
-        return record(1, 2)
-
     with pytest.raises(KeyboardInterrupt):
-        run_points("abc", str, measure, results, Budget(None, lambda: 0.0), lambda *_: None)
-    assert list(json.loads(results.path.read_text())["points"]) == ["a", "b"]
+        measured(tmp_path, {"a": record(1, 2), "b": record(1, 2), "c": raising(KeyboardInterrupt())})
+    assert points_of(tmp_path) == ["a", "b"]
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_head_grid.json"]
 
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
-    grid(tmp_path).add("a", record(1, 2))
-    again = grid(tmp_path)
-    measured = []
-    left = run_points(
-        "abc", str, lambda p: measured.append(p) or record(1, 2), again, Budget(None, lambda: 0.0), lambda *_: None
-    )  # fmt: skip
-    assert (measured, left, list(again.points)) == (["b", "c"], 0, ["a", "b", "c"])
+    measured(tmp_path, {"a": record(1, 2)})
+    again = raising(AssertionError("it has been measured"))
+    assert measured(tmp_path, {"a": again, "b": record(1, 2)}) == 0
+    assert points_of(tmp_path) == ["a", "b"]
 
 
 def test_a_point_that_fails_is_named_after_all_others_are_on_disk(tmp_path: Path) -> None:
-    results = grid(tmp_path)
-
-    def measure(point: str) -> dict[str, Any]:
-        if point == "b":
-            raise RuntimeError("out of memory")
-        return record(1, 2)
-
+    failing = {"a": record(1, 2), "b": raising(RuntimeError("out of memory")), "c": record(1, 2)}
     with pytest.raises(ExceptionGroup, match="1 points failed") as raised:
-        run_points("abc", str, measure, results, Budget(None, lambda: 0.0), lambda *_: None)
+        measured(tmp_path, failing)
     assert raised.value.exceptions[0].__notes__ == ["while b was measured"]
-    assert list(json.loads(results.path.read_text())["points"]) == ["a", "c"]
+    assert points_of(tmp_path) == ["a", "c"]
 
 
-def test_no_point_is_begun_that_would_end_too_late(tmp_path: Path) -> None:
+def test_no_point_is_begun_that_would_end_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = [0.0]
 
-    def measure(point: str) -> dict[str, Any]:
+    def measure() -> dict[str, Any]:
         clock[0] += 10.0
         return record(1, 2)
 
-    results = grid(tmp_path)
-    left = run_points("abcdef", str, measure, results, Budget(35.0, lambda: clock[0]), lambda *_: None)
-    assert (list(results.points), left) == (["a", "b", "c"], 3)
+    monkeypatch.setattr(results.time, "monotonic", lambda: clock[0])
+    measured(tmp_path, dict.fromkeys("abcdef", measure), minutes=35 / 60)
+    assert points_of(tmp_path) == ["a", "b", "c"]
+    assert "time is up with 3 points left" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}])
-def test_results_of_different_machines_or_versions_are_not_mixed(tmp_path: Path, change: dict[str, str]) -> None:
-    grid(tmp_path).add("a", record(1, 2))
-    with pytest.raises(ResultError, match=f"{next(iter(change.values()))}.*Pass --again .* or --out"):
-        grid(tmp_path, MACHINE | change)
-    fresh = Results(tmp_path / "gpu_head_grid.json", "c", MACHINE | change, again=True)
-    assert fresh.points == {}
+def test_results_of_different_machines_or_versions_are_not_mixed(
+    tmp_path: Path, change: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(tmp_path, {"a": record(1, 2)})
+    assert measured(tmp_path, {"b": record(1, 2)}, MACHINE | change) == 2
+    assert re.search(f"{next(iter(change.values()))}.*Pass --again .* or --out", capsys.readouterr().err)
+    assert measured(tmp_path, {"b": record(1, 2)}, MACHINE | change, again=True) == 0
+    assert points_of(tmp_path) == ["b"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 1, "machine": {}, "points": []}'])
-def test_what_is_not_a_result_file_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+def test_what_is_not_a_result_file_is_refused_and_left_alone(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "gpu_head_grid.json"
     path.write_text(content)
-    with pytest.raises(ResultError, match=r"is not a result file: .*move it away"):
-        grid(tmp_path)
+    assert measured(tmp_path, {"a": record(1, 2)}) == 2
+    assert re.search(r"is not a result file: .*move it away", capsys.readouterr().err)
     assert path.read_text() == content
 
 
@@ -107,8 +116,12 @@ def sections() -> dict[str, Any]:
     }
 
 
+def figures(found: dict[str, Any]) -> dict[str, float | None]:
+    return {target.what: target.value for target in summary.targets(found)}
+
+
 def test_figures_are_geometric_means_and_worst_points() -> None:
-    found = {target.what: target.found(sections()) for target in summary.TARGETS}
+    found = figures(sections())
     assert found["forward / bare product, geometric mean over the grid"] == pytest.approx(math.sqrt(0.9))
     assert found["forward / bare product, worst point"] == 1.0
     assert found["in_forward / three products, worst point"] == 1.1
@@ -121,14 +134,14 @@ def test_figures_are_geometric_means_and_worst_points() -> None:
 
 def test_quotients_are_of_times_at_one_point() -> None:
     point = record(1, 2, in_forward=1.0, **{"in_forward quarter": 0.3, "in_forward half scratch": 1.05})
-    found = {target.what: target.found({"options": {"options": point}}) for target in summary.TARGETS}
+    found = figures({"options": {"options": point}})
     assert found["in_forward, a quarter of the rows / all"] == pytest.approx(0.3)
     assert found["in_forward, half the scratch / default"] == pytest.approx(1.05)
     sweep = {"forward": 0.9, "forward 8 windows": 1.0, "forward 33 windows": 1.14}
     point = record(1, 2, **sweep) | {"chosen_windows": 33}
     for name, samples in (("forward", [0.9, 1.3]), ("forward 33 windows", [1.14])):
         point["results"][name]["samples"] = samples
-    found = {t.what: t.found({"windows": {"windows": point}}) for t in summary.TARGETS}
+    found = figures({"windows": {"windows": point}})
     assert found["chosen windows / best of the sweep"] == pytest.approx(1.14)
 
 
@@ -141,8 +154,8 @@ def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:
         "given a": {"results": {"in place": {"share": 0.7}}},
         "given b": {"results": {"in place": {"share": 0.9}}},
     }
-    found = {t.what: t.found({"torch_gpu": points}) for t in summary.TARGETS if t.what.startswith("PyTorch")}
-    assert list(found.values()) == [120, 350, 1.01, 0.9, 0.7]
+    found = figures({"torch_gpu": points})
+    assert [value for what, value in found.items() if what.startswith("PyTorch")] == [120, 350, 1.01, 0.9, 0.7]
 
 
 def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() -> None:
@@ -161,22 +174,18 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
 
 
 def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp_path: Path) -> None:
-    options = argparse.Namespace(out=tmp_path, again=False, minutes=None)
-    chosen = ("--peers", "quack", "torch, bfloat16 logits")
-    command.run_file(
-        "peers", MACHINE, [1024], str, lambda n: record(n, 32768, quack=1.2), lambda *_: None, options, chosen
-    )
+    file = peers.result_file(["quack", "torch, bfloat16 logits"], lambda shape: record(*shape[:2], quack=1.2))
+    run([file], MACHINE, lambda *_: "", argparse.Namespace(out=tmp_path, again=False, minutes=None))
     document = read(tmp_path / "peers_quack_torch_bfloat16_logits.json")
     assert document["command"] == "python -m experiments.peers --peers quack 'torch, bfloat16 logits'"
+    assert len(document["points"]) == 20
     assert report.load(tmp_path) == {"peers_quack_torch_bfloat16_logits": document}
 
 
 def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_path: Path) -> None:
-    for name, point in sections()["grid"].items():
-        grid(tmp_path).add(name, point)
-    peers = Results(tmp_path / "peers.json", "python -m experiments.peers", MACHINE)
+    measured(tmp_path, sections()["grid"])
     left_out = {"left_out": {"Liger": "liger_kernel is not installed (pip install liger-kernel)"}}
-    peers.add("1024x32768", record(1024, 32768, quack=1.2) | left_out)
+    measured(tmp_path, {"1024x32768": record(1024, 32768, quack=1.2) | left_out}, name="peers")
     written = report.write(tmp_path)
     assert [path.name for path in written] == ["gpu_report.md", "gpu_head_grid.png"]
     text = written[0].read_text()
@@ -192,13 +201,13 @@ def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_pat
 def test_a_step_of_the_ladder_is_what_the_grid_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_report.main(["--folder", str(tmp_path), "--step", "first"]) == 2
     assert "holds no points" in capsys.readouterr().err
-    for name, point in sections()["grid"].items():
-        grid(tmp_path).add(name, point)
+    measured(tmp_path, sections()["grid"])
     assert gpu_report.main(["--folder", str(tmp_path), "--step", "first"]) == 0
     assert gpu_report.main(["--folder", str(tmp_path), "--step", "wider tiles"]) == 0
     first, second = ladder.load(tmp_path / ladder.FILE)
-    assert first == ladder.Step("first", "2026-11-20", "NVIDIA H200", 2, 0.9487, 1.0488, 1.4)
-    assert second.what == "wider tiles"
+    machine = {"what": "first", "date": "2026-11-20", "device": "NVIDIA H200"}
+    assert first == machine | {"points": 2, "forward": 0.9487, "in_forward": 1.0488, "recompute": 1.4}
+    assert second["what"] == "wider tiles"
     assert (
         "| wider tiles | 2026-11-20, NVIDIA H200 | 2 | 0.949 | 1.049 | 1.400 |"
         in (tmp_path / "gpu_report.md").read_text()
@@ -217,17 +226,9 @@ def test_a_broken_ladder_is_refused(tmp_path: Path) -> None:
         ladder.load(tmp_path / ladder.FILE)
 
 
-def test_published_results_are_readable_and_the_report_is_made_from_them() -> None:
-    folder = Path(report.__file__).parents[1] / "results"
-    documents, steps = report.load(folder), ladder.load(folder / ladder.FILE)
-    if documents:
-        assert (folder / "gpu_report.md").read_text() == report.markdown(documents, steps)
-    else:
-        assert not steps
-        assert not (folder / "gpu_report.md").exists()
-
-
-RESULTS = Path(report.__file__).parents[1] / "results"
+def test_the_published_report_is_made_from_its_result_files() -> None:
+    text = report.markdown(report.load(RESULTS), ladder.load(RESULTS / ladder.FILE))
+    assert (RESULTS / "gpu_report.md").read_text() == text
 
 
 def test_the_published_scaling_is_made_from_its_result_files() -> None:

@@ -95,7 +95,7 @@ def test_answers_stop_counting_at_their_end_and_rewards_are_shares() -> None:
 
 def test_without_stored_logits_update_and_sampling_take_less_memory_at_a_large_vocabulary() -> None:
     config = grpo.Config(vocabulary=8192, prompts=4, group=16, length=16, width=16)
-    streamed, stored = (grpo.temporary_bytes(config, head) for head in ("streamed", "stored"))
+    streamed, stored = (grpo.memory(config, head) for head in ("streamed", "stored"))
     assert streamed["update"] < stored["update"] / 4
     assert streamed["sampling"] < stored["sampling"] / 2
 

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from experiments.lm.data import packing
-from experiments.lm.errors import UsageError
 
 END = 0
 
@@ -49,10 +48,3 @@ def test_validation_batches_are_of_equal_shape_and_hold_every_row_once() -> None
 def test_the_unigram_entropy_is_that_of_the_tokens_own_distribution() -> None:
     assert packing.unigram_entropy(np.array([7, 7, 7, 7])) == 0.0
     assert packing.unigram_entropy(np.repeat([1, 5, 900, 3], 10)) == pytest.approx(np.log(4))
-
-
-def test_too_little_text_for_one_batch_is_refused() -> None:
-    rows = packing.pack(np.arange(1, 30, dtype=np.int32), 8, END)
-    packing.check_enough_rows(rows, 4, 29)
-    with pytest.raises(UsageError, match="29 tokens, too few for one batch of 5 rows of 8 tokens"):
-        packing.check_enough_rows(rows, 5, 29)

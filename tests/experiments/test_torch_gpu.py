@@ -24,27 +24,28 @@ SETTING = bridge.Setting("xla", "recompute", "cpu")
 def test_both_callers_compute_the_same_loss_and_gradients(mode: str) -> None:
     tensors = bridge.torch_timing.inputs(SHAPE, "cpu")
     setting = SETTING._replace(mode=mode)
-    loss, gradients = bridge.bridged(setting, True)(*tensors)
-    want_loss, want = bridge.native(setting, True)(*bridge.as_arrays(*tensors))
+    loss, gradients = bridge.made("bridge", setting, True)(*tensors)
+    want_loss, want = bridge.made("native", setting, True)(*bridge.as_arrays(*tensors))
     assert loss.item() == pytest.approx(float(want_loss), rel=1e-6)
     for got, exactly in zip(gradients, want, strict=True):
         # One rounding to bfloat16 apart at most.
         torch.testing.assert_close(got, torch.utils.dlpack.from_dlpack(exactly), rtol=2.0**-7, atol=1e-6)
-    assert bridge.bridged(setting, False)(*tensors).item() == pytest.approx(float(want_loss), rel=1e-6)
+    assert bridge.made("bridge", setting, False)(*tensors).item() == pytest.approx(float(want_loss), rel=1e-6)
 
 
 def test_overhead_is_the_bridges_median_beyond_the_native_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
-    def taking(seconds: float) -> Any:
+    seconds = {"bridge": (2e-4, 5e-4), "native": (1e-4, 2e-4), "nothing": (0.0, 0.0)}
+
+    def made(caller: str, _: Any, both: bool) -> Any:
         def run(*_: Any) -> int:
-            clock[0] += seconds
+            clock[0] += seconds[caller][both]
             return 0
 
         return run
 
-    monkeypatch.setattr(bridge, "bridged", lambda setting, both: taking(5e-4 if both else 2e-4))
-    monkeypatch.setattr(bridge, "native", lambda setting, both: taking(2e-4 if both else 1e-4))
+    monkeypatch.setattr(bridge, "made", made)
     monkeypatch.setattr(bridge.time, "perf_counter", lambda: clock[0])
     record = bridge.host_time(SHAPE, SETTING, 4)
     assert record["overhead_us"] == pytest.approx({"forward": 100, "forward+backward": 300})

@@ -11,12 +11,13 @@ import pytest
 
 from experiments.lm.data import packing
 from experiments.lm.run.metrics import MetricsLog, curve, differences, read_records
+from experiments.train_lm import main
 
 Train = Callable[..., Any]
 
 
-def losses(run: Path, head: str = "fused") -> dict[int, float]:
-    return curve(list(read_records(run / "metrics.jsonl")), "train", head)
+def losses(run: Path, head: str = "fused", kind: str = "train") -> dict[int, float]:
+    return curve(list(read_records(run / "metrics.jsonl")), kind, head)
 
 
 def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, t
     for head in ("fused", "canonical"):
         values = list(losses(run, head).values())
         assert np.mean(values[-3:]) < np.mean(values[:3]) - 0.5
-        assert sorted(curve(records, "validation", head)) == [5, 10, 12]
+        assert sorted(losses(run, head, "validation")) == [5, 10, 12]
         (summary,) = [record for record in records if record["kind"] == "summary" and record["head"] == head]
         assert f"{summary['validation_loss']:.4f}" in finished.out
     for words in (
@@ -48,8 +49,7 @@ def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, t
     assert not list(run.rglob("*.tmp"))
 
 
-def test_every_record_has_the_documented_fields(train: Train, tmp_path: Path) -> None:
-    train(out=tmp_path)
+def test_every_record_has_the_documented_fields(whole: Path) -> None:
     common = {"kind", "head", "step"}
     fields = {
         "train": common | {"loss", "gradient_norm", "learning_rate", "seconds"},
@@ -58,7 +58,7 @@ def test_every_record_has_the_documented_fields(train: Train, tmp_path: Path) ->
         | {"validation_loss", "unigram_entropy", "parameters", "tokens_per_second", "peak_bytes"}
         | {"step_temporary_bytes", "compile_seconds"},
     }
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {record["kind"] for record in records} == set(fields)
     for record in records:
         assert set(record) == fields[record["kind"]]
@@ -68,35 +68,30 @@ def test_every_record_has_the_documented_fields(train: Train, tmp_path: Path) ->
     assert rates[-1] == min(rates[1:])
 
 
-def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train: Train, tmp_path: Path) -> None:
-    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        train(out=tmp_path / name, seed=seed)
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    assert losses(tmp_path / "one") != losses(tmp_path / "three")
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train: Train, whole: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        train(out=tmp_path / f"{seed}", seed=seed)
+    assert losses(tmp_path / "0") == losses(whole) != losses(tmp_path / "1")
 
 
 @pytest.mark.parametrize("stops", [(3,), (5, 4), (11,)], ids=str)
 def test_a_resumed_run_gives_exactly_the_losses_of_an_uninterrupted_one(
-    train: Train, tmp_path: Path, stops: tuple[int, ...]
+    train: Train, whole: Path, tmp_path: Path, stops: tuple[int, ...]
 ) -> None:
-    train(out=tmp_path / "whole")
     for number, stop in enumerate(stops):
         flags = ["--resume"] if number else []
         finished = train(*flags, "--stop-after", str(stop), out=tmp_path / "parts")
         assert finished.code == 0
         assert f"stopped after step {sum(stops[: number + 1])} of 12" in finished.err
     assert train("--resume", out=tmp_path / "parts").code == 0
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    whole, parts = (list(read_records(tmp_path / name / "metrics.jsonl")) for name in ("whole", "parts"))
-    assert curve(parts, "validation", "fused") == curve(whole, "validation", "fused")
+    for kind in ("train", "validation"):
+        assert losses(tmp_path / "parts", kind=kind) == losses(whole, kind=kind)
 
 
-def test_resuming_needs_no_option_but_the_folder(
-    train: Train, command: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_needs_no_option_but_the_folder(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train("--stop-after", "2")
-    assert command(["--resume"]).code == 0
+    assert main(["--resume"]) == 0
     assert len(losses(tmp_path / "runs" / "train_lm")) == 12
 
 
@@ -127,9 +122,8 @@ def test_both_heads_resume_where_the_second_one_stopped(train: Train, tmp_path: 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes_exactly(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    train: Train, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    train(out=tmp_path / "whole")
     original = packing.training_batch
 
     def interrupted(rows: np.ndarray, seed: int, step: int, batch_size: int) -> np.ndarray:
@@ -144,7 +138,7 @@ def test_an_interrupted_run_saves_and_resumes_exactly(
     sentence = "stopped after step 4 of 12; everything up to it is saved; go on with --resume --out "
     assert finished.err.rstrip().endswith(sentence + str(tmp_path / "parts"))
     assert train("--resume", out=tmp_path / "parts").code == 0
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == losses(whole)
 
 
 def test_a_second_plain_run_gets_a_folder_of_its_own(

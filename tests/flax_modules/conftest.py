@@ -2,6 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flax_modules import linen
+from flax_modules import nnx as on_nnx
+
 FEATURES, VOCAB = 16, 37
 
 
@@ -15,3 +18,9 @@ def hidden():
 def labels():
     """Their labels: the last column of the vocabulary, and ignored ones at the end of a row."""
     return jnp.array([[3, 36, 0, 5, 11, 2, 9], [1, 1, 30, 8, 22, -100, -100]])
+
+
+@pytest.fixture(params=[linen, on_nnx], ids=["linen", "nnx"])
+def framework(request):
+    """The package whose heads are tested."""
+    return request.param

@@ -1,4 +1,4 @@
-"""What the loss heads must agree with: stored logits and optax's cross entropy."""
+"""What the loss heads must agree with, stored logits and optax's cross entropy; and heads of either framework."""
 
 import functools
 
@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
+
+from flax_modules import linen
 
 
 @functools.partial(jax.jit, static_argnames="softcap")
@@ -38,3 +41,19 @@ def shifted(labels, i):
 def assert_close(actual, desired, rtol=2e-5, atol=1e-6):
     """Compares two trees of arrays."""
     jax.tree.map(lambda a, d: np.testing.assert_allclose(a, d, rtol=rtol, atol=atol), actual, desired)
+
+
+def initialised(head, *given):
+    """Parameters of a head of either framework, and `apply(parameters, *given, method=…)`."""
+    if isinstance(head, nnx.Module):
+        graph, parameters = nnx.split(head)
+        return parameters, lambda p, *given, method="__call__", **options: getattr(nnx.merge(graph, p), method)(
+            *given, **options
+        )
+    variables = head.init(jax.random.key(0), *given)
+    return variables["params"], lambda p, *given, **options: head.apply({"params": p}, *given, **options)
+
+
+def of(package, name, *arguments, **options):
+    """A module of that package: `rngs` is NNX's, and initialises at once."""
+    return getattr(package, name)(*arguments, **options, **({} if package is linen else {"rngs": nnx.Rngs(0)}))

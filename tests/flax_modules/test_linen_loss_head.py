@@ -3,95 +3,12 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-import pytest
 from jax.sharding import PartitionSpec
 
 from flax_modules.linen import LossHead
 from tests.flax_modules.oracle import assert_close, mean_cross_entropy, stored_logits
 
 FEATURES, VOCAB = 16, 37
-
-
-class TiedInSetup(nn.Module):
-    def setup(self):
-        self.embed = nn.Embed(VOCAB, FEATURES)
-        self.head = LossHead.tied(self.embed)
-
-    def __call__(self, tokens, labels):
-        return self.head(self.embed(tokens), labels)
-
-    def logits(self, tokens):
-        return self.head.logits(self.embed(tokens))
-
-
-class TiedCompact(nn.Module):
-    @nn.compact
-    def __call__(self, tokens, labels):
-        embed = nn.Embed(VOCAB, FEATURES, name="embed")
-        return LossHead.tied(embed)(embed(tokens), labels)
-
-
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_loss_and_gradients_are_those_of_stored_logits(hidden, labels, use_bias):
-    head = LossHead(FEATURES, VOCAB, use_bias=use_bias, bias_init=nn.initializers.normal(1.0))
-    variables = head.init(jax.random.key(0), hidden, labels)
-
-    def canonical(variables, hidden):
-        params = variables["params"]
-        return mean_cross_entropy(stored_logits(hidden, params["kernel"], params.get("bias")), labels)
-
-    actual = jax.value_and_grad(lambda v, x: head.apply(v, x, labels), argnums=(0, 1))(variables, hidden)
-    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(variables, hidden))
-
-
-def test_every_option_reaches_loss_logits_and_statistics(hidden, labels):
-    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0, "logit_scale": 2.0}
-    options["implementation"] = "reference"  # compiles faster, and nothing here depends on which one runs
-    head = LossHead(FEATURES, VOCAB, padded_vocab_size=40, **options)
-    variables = head.init(jax.random.key(0), hidden, labels)
-    logits = stored_logits(hidden, variables["params"]["kernel"][:, :VOCAB], scale=2.0, softcap=3.0)
-
-    assert_close(head.apply(variables, hidden, method="logits"), logits)
-    expected = mean_cross_entropy(logits, labels, label_smoothing=0.1, z_loss=1e-2)
-    assert_close(head.apply(variables, hidden, labels), expected)
-    plain = head.apply(variables, hidden, labels, label_smoothing=0.0, z_loss=0.0)
-    assert_close(plain, mean_cross_entropy(logits, labels))
-    stats = head.apply(variables, hidden, statistics=("lse",), method="row_statistics")
-    assert_close(stats.lse, jax.nn.logsumexp(logits, axis=-1))
-    loss, metrics = head.apply(variables, hidden, labels, return_metrics=True)
-    assert_close(loss, expected)
-    assert 12 in [int(value) for value in jax.tree.leaves(metrics)]
-
-
-def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients(hidden, labels):
-    head = LossHead(FEATURES, VOCAB, dtype=jnp.bfloat16)
-    variables = head.init(jax.random.key(0), hidden, labels)
-    loss, grads = jax.value_and_grad(head.apply)(variables, hidden, labels)
-    assert loss.dtype == grads["params"]["kernel"].dtype == jnp.float32
-    assert_close(loss, mean_cross_entropy(stored_logits(hidden, variables["params"]["kernel"]), labels), rtol=2e-2)
-
-
-@pytest.mark.parametrize("model", [TiedInSetup(), TiedCompact()])
-def test_a_tied_embedding_is_one_parameter_whose_gradient_sums_both_uses(model, labels):
-    tokens = jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, labels)
-    assert jax.tree.map(jnp.shape, variables) == {"params": {"embed": {"embedding": (VOCAB, FEATURES)}}}
-
-    def two_uses(table_in, table_out):
-        return mean_cross_entropy(stored_logits(table_in[tokens], table_out.T), labels)
-
-    table = variables["params"]["embed"]["embedding"]
-    as_input, as_output = jax.grad(two_uses, argnums=(0, 1))(table, table)
-    grads = jax.grad(model.apply)(variables, tokens, labels)
-    assert_close(grads["params"]["embed"]["embedding"], as_input + as_output)
-
-
-def test_a_tied_head_generates_without_labels(labels):
-    model, tokens = TiedInSetup(), jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, method="logits")
-    table = variables["params"]["embed"]["embedding"]
-    assert_close(model.apply(variables, tokens, method="logits"), stored_logits(table[tokens], table.T))
 
 
 def test_partitioning_metadata_is_that_of_the_initializers(hidden, labels):
@@ -146,41 +63,3 @@ def test_gradients_pass_through_scanned_layers_and_remat(hidden, labels):
     expected = jax.grad(canonical)(variables)
     assert_close(jax.grad(Model().apply)(variables, hidden, labels), expected)
     assert_close(jax.grad(Model(nn.remat(LossHead)).apply)(variables, hidden, labels), expected)
-
-
-def test_a_training_loop_reduces_the_loss(labels):
-    model, tokens = TiedInSetup(), jnp.maximum(labels, 0)
-    variables = model.init(jax.random.key(0), tokens, labels)
-    optimizer = optax.adam(0.1)
-    state = optimizer.init(variables)
-
-    @jax.jit
-    def step(variables, state):
-        loss, grads = jax.value_and_grad(model.apply)(variables, jnp.arange(13), jnp.arange(1, 14))
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(variables, updates), state, loss
-
-    losses = []
-    for _ in range(40):
-        variables, state, loss = step(variables, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.3 * losses[0]
-
-
-def test_errors_name_what_is_wrong(hidden, labels):
-    head = LossHead(FEATURES, VOCAB)
-    variables = head.init(jax.random.key(0), hidden, labels)
-    with pytest.raises(ValueError, match="hidden"):
-        head.apply(variables, hidden[..., :8], labels)
-    with pytest.raises(ValueError, match="the hidden size is 8 in the one and 16 in the other"):
-        head.apply(variables, hidden[..., :8], method="logits")
-    with pytest.raises(ValueError, match="labels"):
-        head.apply(variables, hidden, labels[:, :-1])
-    with pytest.raises(ValueError, match="padded_vocab_size=30 is smaller than vocab_size=37"):
-        LossHead(FEATURES, VOCAB, padded_vocab_size=30).init(jax.random.key(0), hidden, labels)
-    with pytest.raises(ValueError, match=r"embed has shape \(37, 8\), but this head needs \(37, 16\)"):
-        LossHead(FEATURES, VOCAB, embed=nn.Embed(VOCAB, 8)).init(jax.random.key(0), hidden, labels)
-    with pytest.raises(ValueError, match="vocab_size=38 is larger than the embedding, which has 37 rows"):
-        LossHead.tied(nn.Embed(VOCAB, FEATURES), vocab_size=38)
-    with pytest.raises(TypeError, match="embed is a Dense"):
-        LossHead.tied(nn.Dense(3))

@@ -89,10 +89,18 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(hopper: None, name: str) -> None:
-    assert kernels_for("cuda", CALLS[name], *structs()) >= 1
-    assert kernels_for("cpu", CALLS[name], *structs()) == 0
+TRANSFORMED: dict[str, Callable[..., Any]] = {
+    "a batch": lambda h, w, t: jax.vmap(loss(), (0, None, 0))(h.reshape(4, -1, H), w, t.reshape(4, -1)),
+    "heads": lambda h, w, t: jax.vmap(loss())(jnp.stack([h, h]), jnp.stack([w, w]), jnp.stack([t, t])),
+    "scan": lambda h, w, t: jax.lax.scan(lambda c, x: (c, loss()(*x)), 0, (h[None], w[None], t[None])),
+    "checkpoint": jax.checkpoint(loss()),
+}
+
+
+@pytest.mark.parametrize("function", (every := CALLS | TRANSFORMED).values(), ids=every)
+def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(hopper: None, function: Any) -> None:
+    assert kernels_for("cuda", function, *structs()) >= 1
+    assert kernels_for("cpu", function, *structs()) == 0
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -148,26 +156,12 @@ def test_both_backends_return_the_same_types(hopper: None, options: dict[str, An
     frozen = (jnp.zeros(weight.shape, weight.dtype), None, 1.0)
     has_aux = "return_metrics" in options
     differentiated = jax.value_and_grad(function, has_aux=has_aux)
-    for rest in ((weight, bias, scale), (weight, None, scale), (weight, None, 1.0)):
-        assert left_to_lowering(differentiated, (hidden, *rest), labels)
+    for rest in ((bias, scale), (None, scale), (None, 1.0)):
+        assert left_to_lowering(differentiated, (hidden, weight, *rest), labels)
     only_hidden = jax.grad(lambda h, t: function((h, *frozen), t), has_aux=has_aux)
     assert left_to_lowering(only_hidden, hidden, labels)
     only_weight = jax.grad(lambda w, t: function((frozen[0][:N], w, None, 1.0), t), has_aux=has_aux)
     assert left_to_lowering(only_weight, weight, labels)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h, w, t: jax.vmap(loss(), (0, None, 0))(h.reshape(4, -1, H), w, t.reshape(4, -1)),
-        lambda h, w, t: jax.vmap(loss())(jnp.stack([h, h]), jnp.stack([w, w]), jnp.stack([t, t])),
-        lambda h, w, t: jax.lax.scan(lambda c, x: (c, loss()(*x)), 0, (h[None], w[None], t[None])),
-        jax.checkpoint(loss()),
-    ],
-)
-def test_under_transformations_the_platform_still_decides(hopper: None, function: Any) -> None:
-    assert kernels_for("cuda", function, *structs()) >= 1
-    assert kernels_for("cpu", function, *structs()) == 0
 
 
 @pytest.mark.parametrize(
@@ -262,25 +256,38 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
     assert told.implementation_reason == "this process has NVIDIA H200; programs for other platforms take xla"
     assert (told.launches, told.peak_bytes) == (named.launches, named.peak_bytes)
     assert [launch.kernel for launch in told.launches] == ["pallas_ce_stash"]
-    words = {
-        "the compute dtype is float32": explain(hidden, weight, dtype=jnp.float32),
-        "scratch_bytes=200000 is less than the": explain(hidden, weight, scratch_bytes=200_000, backward="in_forward"),
-    }
+    assert explain(hidden, weight, temperature=0.7, reduction="none").implementation == "mosaic_gpu"
     with ambient("NVIDIA A100-SXM4-80GB"):
         told = explain(hidden, weight)
-        assert told.implementation == "xla"
         assert told.implementation_reason == "no kernels of this library are for NVIDIA A100-SXM4-80GB"
         with pytest.raises(ValueError, match="its kernels are for Hopper GPUs, of compute"):
             explain(hidden, weight, implementation="mosaic_gpu")
-    for reason, told in words.items():
-        assert told.implementation == "xla"
-        assert told.launches == ()
-        assert told.implementation_reason.startswith("mosaic_gpu cannot serve this call: ")
-        assert reason in told.implementation_reason
     monkeypatch.setattr(targets, "local_cuda", lambda: None)
-    told = explain(hidden, weight)
-    assert told.implementation == "xla"
-    assert told.implementation_reason == "it serves every platform, and this process has no CUDA device"
+    without = explain(hidden, weight)
+    assert told.implementation == without.implementation == "xla"
+    assert without.implementation_reason == "it serves every platform, and this process has no CUDA device"
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("the compute dtype is float32", {"dtype": jnp.float32}),
+        ("scratch_bytes=200000 is less than the", {"scratch_bytes": 200_000, "backward": "in_forward"}),
+        ("K=2", {"reduction": "none", "labels": jax.ShapeDtypeStruct((4096, 2), jnp.int32)}),
+        (
+            "no temperature for each row",
+            {"reduction": "none", "temperature": jax.ShapeDtypeStruct((4096,), jnp.float32)},
+        ),
+    ],
+)
+def test_explain_says_what_keeps_the_kernels_out(hopper: None, reason: str, options: dict[str, Any]) -> None:
+    hidden, weight, _ = structs(n=4096, h=1024, v=32768)
+    told = explain(hidden, weight, **options)
+    assert (told.implementation, told.launches) == ("xla", ())
+    assert told.implementation_reason.startswith("mosaic_gpu cannot serve this call: ")
+    assert reason in told.implementation_reason
+    with pytest.raises(ValueError, match=f"{reason}|scratch_bytes=200000 cannot hold one row of this head"):
+        explain(hidden, weight, implementation="mosaic_gpu", **options)
 
 
 @pytest.mark.parametrize(("rows", "vocab_size", "served"), [(V, V, True), (V, V - 3, True), (V + 8, V, False)])

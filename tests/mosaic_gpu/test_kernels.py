@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,46 +64,58 @@ def all_coefficients(n: int) -> coef.Coefficients:
     return coef.Coefficients(*(jax.random.normal(key, (n,)) for key in keys))
 
 
+def wanted(names: frozenset[str], p: Problem) -> Any:
+    return reference.row_statistics(names, Batch(p.hidden, p.labels), p.head, None)
+
+
+def assert_statistics(partial: Any, want: Any, names: frozenset[str], p: Problem) -> Any:
+    """Returns them, as they are when the targets' logits have been added."""
+    got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), names), names)
+    for name in names - {"argmax"}:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    return got
+
+
+def assert_stored(stored: Any, exact: Any, atol: float) -> None:
+    """As far apart as rounding to the stored dtype brings them."""
+    n, v = exact.shape
+    resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
+    np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=atol)
+
+
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_statistics(index: int, interpreted: Callable[..., Any]) -> None:
+def test_statistics(index: int, interpreted: Any) -> None:
     p, config = case(index)
     partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, EVERY, config))(p.head, p.hidden)
     assert partial.target_logit is None
-    got = finalise(entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), EVERY), EVERY)
-    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
-    for name in EVERY - {"argmax"}:
-        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    got = assert_statistics(partial, wanted(EVERY, p), EVERY, p)
     z = logits_of(p)
     chosen = jnp.take_along_axis(z, got["argmax"][:, None], axis=1)[:, 0]
     np.testing.assert_allclose(chosen, z.max(axis=1), rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_that_are_not_asked_for_are_not_computed(interpreted: Callable[..., Any]) -> None:
-    p, config = case(0)
-    partial = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, config))(p.head, p.hidden)
-    assert [f for f in partial._fields if getattr(partial, f) is not None] == ["max", "sum_exp"]
-
-
-def test_offsets_and_large_logits_lose_nothing(interpreted: Callable[..., Any]) -> None:
-    p = make_problem(64, 64, 192)
+def test_offsets_and_large_logits_lose_nothing(interpreted: Any) -> None:
+    plain = make_problem(64, 64, 192)
+    run = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, Config(**SMALL)))
     for scale, offset in ((1.0, 256.0), (300.0, 0.0)):
-        bias = jnp.full(192, offset / scale)
-        head = dataclasses.replace(p.head, bias=bias, logit_scale=jnp.float32(scale))
-        run = interpreted(lambda head, h: forward_kernel.statistics(head, h, LSE, Config(**SMALL)))
-        want = reference.row_statistics(LSE, Batch(p.hidden), head, None)["lse"]
-        np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], want, rtol=1e-6)
+        head = dataclasses.replace(plain.head, bias=jnp.full(192, offset / scale), logit_scale=jnp.float32(scale))
+        p = dataclasses.replace(plain, head=head)
+        np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], wanted(LSE, p)["lse"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Callable[..., Any]) -> None:
+def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Any) -> None:
     p = make_problem(512, 64, 192)
     config = Config(**{**SMALL, "cluster": None, "ping_pong": ping_pong})
 
     def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
-        return finalise(forward_kernel.statistics(head, h, LSE, config, valid_rows=valid), LSE)["lse"]
+        partial = forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
+        # What is not asked for is not computed.
+        assert [name for name, x in partial._asdict().items() if x is not None] == ["max", "sum_exp"]
+        return finalise(partial, LSE)["lse"]
 
-    want = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
+    want = wanted(LSE, p)["lse"]
     got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
     np.testing.assert_allclose(got[:130], want[:130], rtol=1e-5)
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
@@ -112,30 +123,24 @@ def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Callab
 
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_stash(index: int, interpreted: Callable[..., Any]) -> None:
+def test_stash(index: int, interpreted: Any) -> None:
     p, config = case(index)
-    n, v = p.hidden.shape[0], p.head.spec.vocab_size
-    want = reference.row_statistics(EVERY, Batch(p.hidden, p.labels), p.head, None)
+    want = wanted(EVERY, p)
     e = want["lse"] - 1.5
     names = EVERY if index % 2 else LOSS
     partial, stored = interpreted(lambda head, h, e: stash_kernel.stash(head, h, e, names, config))(p.head, p.hidden, e)
-    partial = entries.with_targets(partial, p.head, Batch(p.hidden, p.labels), names)
     assert stored.dtype == p.head.spec.dtype
-    exact = jnp.exp(logits_of(p) - e[:, None])
-    resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
-    np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=1e-6)
-    got = finalise(partial, names)
-    for name in names - {"argmax"}:
-        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    assert_stored(stored, jnp.exp(logits_of(p) - e[:, None]), 1e-6)
+    assert_statistics(partial, want, names, p)
 
 
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
+def test_dlogits(index: int, interpreted: Any) -> None:
     p, config = case(index)
     n, v, spec = p.hidden.shape[0], p.head.spec.vocab_size, p.head.spec
     first = 3 if index % 2 else None
-    lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
+    lse = wanted(LSE, p)["lse"]
     coefficients = entries.without(all_coefficients(n))
     if index % 3 == 0:
         coefficients = coef.Coefficients(coefficients.prob)
@@ -148,8 +153,7 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
     valid = None if first is None else jnp.arange(v) >= first
     u = None if coefficients.logit_weights is None else p.head.tile_logit_weights(0, v)
     exact = coef.dlogits(coefficients, logits_of(p), lse, jnp.arange(v), valid, None, None, u, spec.softcap)
-    resolution = 2.0**-8 if stored.dtype == jnp.bfloat16 else 2.0**-10
-    np.testing.assert_allclose(stored[:n, :v].astype(jnp.float32), exact, rtol=1.5 * resolution, atol=2e-5)
+    assert_stored(stored, exact, 2e-5)
     assert not stored[:n, v:].any()
 
 
@@ -157,7 +161,7 @@ def test_dlogits(index: int, interpreted: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
 def test_every_number_is_stored_once(
-    cluster: Any, ping_pong: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Callable[..., Any]
+    cluster: Any, ping_pong: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Any
 ) -> None:
     """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
     monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
@@ -179,14 +183,11 @@ def test_every_number_is_stored_once(
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("cluster", ["rows", "columns", None])
-def test_dlogits_of_a_part_are_those_columns_of_the_whole(
-    vocab_axis: int, cluster: Any, interpreted: Callable[..., Any]
-) -> None:
+def test_dlogits_of_a_part_are_those_columns_of_the_whole(vocab_axis: int, cluster: Any, interpreted: Any) -> None:
     p = make_problem(96, 64, 336, vocab_axis=vocab_axis, **ALL_OPTIONS)
     # With clusters of one, tiles that reach beyond a part.
     config = Config(**{**SMALL, "cluster": cluster, "columns": 64 if cluster else 192})
-    lse = reference.row_statistics(LSE, Batch(p.hidden), p.head, None)["lse"]
-    coefficients = entries.without(all_coefficients(96))
+    lse, coefficients = wanted(LSE, p)["lse"], entries.without(all_coefficients(96))
 
     def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:
         whole = dlogits_kernel.dlogits(head, h, lse, coefficients, config)

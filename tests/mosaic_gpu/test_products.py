@@ -1,7 +1,6 @@
 """The gradient products' kernels against plain products, under the GPU interpreter with race detection."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,20 +12,40 @@ from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule.config import PING_PONG, Config
 
-SMALL = {"rows": 64, "columns": 64, "stages": 3, "sms": 4}
+# First column, width and valid columns of each part of 272, of which the last is narrower.
+PARTS = ((128, 144, 144), (256, 128, 16))
 
 
-def matrices(n: int, v: int, h: int, vocab_axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def tiles(**options: Any) -> Config:
+    return Config(**{"rows": 64, "columns": 64, "stages": 3, "sms": 4, **options})
+
+
+def matrices(n: int, v: int, h: int, vocab_axis: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Stored `[n, V]`, weight in its layout, rows `[n, H]`."""
     keys = jax.random.split(jax.random.key(0), 3)
     stored, weight, rows = (
         jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((n, v), (v, h), (n, h)), strict=True)
     )
-    return stored, weight if vocab_axis == 0 else weight.T, rows
+    return stored, laid_out(weight, vocab_axis), rows
+
+
+def laid_out(weight: Any, vocab_axis: int) -> Any:
+    """A weight `[V, H]` as the other layout has it, or one of that as `[V, H]`."""
+    return weight if vocab_axis == 0 else weight.T
 
 
 def exact(a: Any, b: Any) -> np.ndarray:
     return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+
+
+def assert_rounded(got: Any, want: Any) -> None:
+    """As far apart as rounding to bfloat16 brings them."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=5e-3, atol=5e-3)
+
+
+def assert_summed(got: Any, want: Any) -> None:
+    """As far apart as sums in float32 may be."""
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.nightly(keep=3)
@@ -40,20 +59,17 @@ def exact(a: Any, b: Any) -> np.ndarray:
         {"cluster": "columns", "windows": 3, "ping_pong": True},
     ],
 )
-def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
+def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Any) -> None:
     stored, weight, _ = matrices(192, 528, 272, vocab_axis)
-    config = Config(**{**SMALL, **options})
-    partial = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, config))(stored, weight)
-    want = exact(stored, weight if vocab_axis == 0 else weight.T)
-    np.testing.assert_allclose(partial.sum(axis=0), want, rtol=1e-4, atol=1e-3)
+    run = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, tiles(**options)))
+    assert_summed(run(stored, weight).sum(axis=0), exact(stored, laid_out(weight, vocab_axis)))
 
 
-def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., Any]) -> None:
-    stored, weight, _ = matrices(512, 256, 256, 0)
-    config = Config(**{**SMALL, "cluster": "rows", "windows": 2})
-    valid = jnp.int32(100)
-    got = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, config, n))(stored, weight, valid).sum(axis=0)
-    np.testing.assert_allclose(got[:100], exact(stored[:100], weight), rtol=1e-4, atol=1e-3)
+def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
+    stored, weight, _ = matrices(512, 256, 256)
+    run = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, tiles(cluster="rows", windows=2), n))
+    got = run(stored, weight, jnp.int32(100)).sum(axis=0)
+    assert_summed(got[:100], exact(stored[:100], weight))
     assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
 
 
@@ -68,61 +84,40 @@ def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Callable[..., An
         {"cluster": None, "in_flight": 1, "ping_pong": True},
     ],
 )
-def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Callable[..., Any]) -> None:
-    stored, _, rows = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, **options})
-    half = jnp.float32(0.5)
-    got = interpreted(
-        lambda a, b, m: product_kernel.for_weight(a, b, vocab_axis, config, dtype=jnp.bfloat16, multiplier=m)
-    )(stored, rows, half)
-    want = 0.5 * exact(stored.T, rows)
+def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Any) -> None:
+    stored, _, rows = matrices(192, 272, 256)
+    given: dict[str, Any] = {"dtype": jnp.bfloat16, "multiplier": jnp.float32(0.5)}
+    run = interpreted(lambda a, b: product_kernel.for_weight(a, b, vocab_axis, tiles(**options), **given))
+    got = run(stored, rows)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3)
+    assert_rounded(laid_out(got, vocab_axis), 0.5 * exact(stored.T, rows))
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("valid", [0, 70, 192])
+@pytest.mark.parametrize(("first", "second"), [(192, 0), (192, 70), (192, 192), (0, 0)])
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_weight_sums_go_on_from_block_to_block(
-    vocab_axis: int, valid: int, in_flight: int, interpreted: Callable[..., Any]
+    vocab_axis: int, first: int, second: int, in_flight: int, interpreted: Any
 ) -> None:
-    """The first block replaces undefined memory; rows behind the valid ones, here nan, are never multiplied."""
+    """The first block replaces undefined memory, without rows by zeros; rows behind the valid ones are never read."""
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, "cluster": "rows", "in_flight": in_flight})
-    reached = -(-valid // 64) * 64
-    broken = stored.at[reached:].set(jnp.nan)
+    config = tiles(cluster="rows", in_flight=in_flight)
+    blocks = [
+        (stored.at[-(-valid // 64) * 64 :].set(jnp.nan), rows.at[valid:].set(0), jnp.int32(valid))
+        for valid in (first, second)
+    ]
 
-    def run(stored: Any, broken: Any, rows: Any, valid: Any) -> jax.Array:
+    def run(blocks: Any) -> jax.Array:
         total = jnp.full(weight.shape, jnp.nan, jnp.float32)
-
-        def add(total: jax.Array, stored: Any, valid: Any, first: bool) -> jax.Array:
-            return product_kernel.put_for_weight(
-                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(first), valid_rows=valid
+        for i, (stored, rows, valid) in enumerate(blocks):
+            total = product_kernel.put_for_weight(
+                total, stored, rows, vocab_axis, config, replaced=jnp.bool_(i == 0), valid_rows=valid
             )
+        return total
 
-        total = add(total, stored, jnp.int32(192), True)
-        return add(total, broken, valid, False)
-
-    got = interpreted(run)(stored, broken, rows.at[valid:].set(0), jnp.int32(valid))
-    want = exact(stored.T, rows.at[valid:].set(0)) + exact(stored[:valid].T, rows.at[valid:].set(0)[:valid])
-    np.testing.assert_allclose(got, want if vocab_axis == 0 else want.T, rtol=1e-4, atol=1e-3)
-
-
-def test_no_rows_at_all_leave_zeros(interpreted: Callable[..., Any]) -> None:
-    stored, weight, rows = matrices(64, 272, 256, 0)
-    config = Config(**{**SMALL, "cluster": "rows", "in_flight": 1})
-
-    def run(stored: Any, rows: Any, valid: Any) -> jax.Array:
-        total = jnp.full(weight.shape, jnp.nan, jnp.float32)
-        return product_kernel.put_for_weight(total, stored, rows, 0, config, replaced=True, valid_rows=valid)
-
-    got = interpreted(run)(jnp.full_like(stored, jnp.nan), rows, jnp.int32(0))
-    np.testing.assert_array_equal(got, np.zeros(weight.shape))
-
-
-# First column, width and valid columns of each part of 272, of which the last is narrower.
-PARTS = ((128, 144, 144), (256, 128, 16))
+    want = sum(exact(stored[:valid].T, rows[:valid]) for valid in (first, second))
+    assert_summed(laid_out(interpreted(run)(blocks), vocab_axis), want)
 
 
 @pytest.mark.nightly(keep=3)
@@ -130,10 +125,10 @@ PARTS = ((128, 144, 144), (256, 128, 16))
 @pytest.mark.parametrize("options", [{"cluster": "rows"}, {"cluster": "columns"}, {"cluster": None, "ping_pong": True}])
 @pytest.mark.parametrize(("windows", "to_row"), [(1, None), (1, 64), (3, None)])
 def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
-    vocab_axis: int, options: Any, windows: int, to_row: int | None, interpreted: Callable[..., Any]
+    vocab_axis: int, options: Any, windows: int, to_row: int | None, interpreted: Any
 ) -> None:
     stored, weight, total = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, **options, "in_flight": 1, "windows": windows})
+    config = tiles(**options, in_flight=1, windows=windows)
     total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
 
     def run(stored: Any, weight: Any, total: Any, first: Any, valid: Any) -> jax.Array:
@@ -143,11 +138,9 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
 
     for first, width, valid in PARTS:
         own = stored[:, :width].at[:, valid:].set(0)
-        got = interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid))
-        of_part = (weight if vocab_axis == 0 else weight.T)[first : first + valid]
-        want = np.asarray(total, np.float64)
-        want[to_row or 0 :] += exact(own[:, :valid], of_part)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+        want = np.array(total, np.float64)
+        want[to_row or 0 :] += exact(own[:, :valid], laid_out(weight, vocab_axis)[first : first + valid])
+        assert_summed(interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid)), want)
 
 
 @pytest.mark.nightly(keep=3)
@@ -155,26 +148,26 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
 @pytest.mark.parametrize("valid_rows", [None, 0, 70])
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, valid_rows: int | None, ping_pong: bool, interpreted: Callable[..., Any]
+    vocab_axis: int, valid_rows: int | None, ping_pong: bool, interpreted: Any
 ) -> None:
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    config = Config(**{**SMALL, "cluster": None if ping_pong else "rows", "in_flight": 1, "ping_pong": ping_pong})
-    reached = 192 if valid_rows is None else -(-valid_rows // 64) * 64
+    config = tiles(cluster=None if ping_pong else "rows", in_flight=1, ping_pong=ping_pong)
+    counted = 192 if valid_rows is None else valid_rows
+    live = None if valid_rows is None else jnp.int32(valid_rows)
 
     def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
         return product_kernel.put_for_weight(
-            weight, stored, rows, vocab_axis, config, replaced=True, multiplier=jnp.float32(0.5),
-            valid_rows=None if valid_rows is None else jnp.int32(valid_rows), part=Part(stored.shape[1], first, valid),
+            weight, stored, rows, vocab_axis, config, replaced=True, multiplier=jnp.float32(0.5), valid_rows=live,
+            part=Part(stored.shape[1], first, valid),
         )  # fmt: skip
 
     for first, width, valid in PARTS:
-        own = stored[:, :width].at[valid_rows or 192 :].set(0)
-        got = interpreted(run)(own.at[reached:].set(jnp.nan), rows, weight, jnp.int32(first), jnp.int32(valid))
-        want = np.asarray(weight if vocab_axis == 0 else weight.T, np.float64)
-        want[first : first + valid] = 0.5 * exact(own.T, rows)[:valid] if valid_rows != 0 else 0
-        np.testing.assert_allclose(
-            np.asarray(got, np.float64), want if vocab_axis == 0 else want.T, rtol=5e-3, atol=5e-3
-        )
+        own = stored[:, :width].at[counted:].set(0)
+        broken = own.at[-(-counted // 64) * 64 :].set(jnp.nan)
+        want = np.array(laid_out(weight, vocab_axis), np.float64)
+        want[first : first + valid] = 0.5 * exact(own.T, rows)[:valid]
+        got = interpreted(run)(broken, rows, weight, jnp.int32(first), jnp.int32(valid))
+        assert_rounded(laid_out(got, vocab_axis), want)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])

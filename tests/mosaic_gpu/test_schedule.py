@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,7 @@ def test_few_rows_get_many_windows_and_many_rows_few() -> None:
     assert choose_windows(1, 1024, 1, 66, 1, 256) >= 33
     assert choose_windows(66, 1024, 8, 66, 1, 256) == 1
     assert choose_windows(66, 1024, 8, 66, 9, 256) >= 9
-
-
-def test_windows_can_be_given_and_never_outnumber_the_tiles() -> None:
+    # They can be given, and never outnumber the tiles.
     assert schedule(Config(windows=5, sms=132), 1024, 131072, 8).windows == 5
     assert schedule(Config(windows=5, sms=132), 1024, 300, 8).windows == 3
 
@@ -92,13 +91,9 @@ def test_only_weights_that_cannot_be_read_in_place_are_copied() -> None:
 def test_other_gpus_are_refused_with_the_alternative(
     monkeypatch: pytest.MonkeyPatch, capability: str, refused: bool
 ) -> None:
-    class Gpu:
-        compute_capability = capability
-        device_kind = "NVIDIA Test"
-
-    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
-    monkeypatch.setattr(targets, "local_cuda", lambda: Gpu.device_kind)
+    gpu = SimpleNamespace(compute_capability=capability, device_kind="NVIDIA Test")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    monkeypatch.setattr(targets, "local_cuda", lambda: gpu.device_kind)
     reason = BACKEND.refusal(SPEC)
     assert (reason is not None) == refused
     if reason is not None:
@@ -129,9 +124,8 @@ def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, 
 
 def test_a_small_bound_gives_up_parts_of_a_product_before_rows() -> None:
     """Of 384 rows a product for hidden states would fill the chip in two parts, for which 16 MiB have no room."""
-    spec = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
-    sums = 4 * spec.vocab_size * spec.hidden_size
-    bounded = Settings("mosaic_gpu", None, 2**24).plan(spec, 16384, "in_forward", sums)
+    sums = 4 * SPEC.vocab_size * SPEC.hidden_size
+    bounded = Settings("mosaic_gpu", None, 2**24).plan(SPEC, 16384, "in_forward", sums)
     assert (bounded.rows, bounded.splits) == (384, False)
     assert bounded.scratch_bytes <= 2**24
-    assert BACKEND.plan(spec, 384, "in_forward", 2**28).splits
+    assert BACKEND.plan(SPEC, 384, "in_forward", 2**28).splits

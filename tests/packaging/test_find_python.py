@@ -45,33 +45,34 @@ BROKEN_SHIM = 'echo "pyenv: python3.12: command not found" >&2; exit 127'
 TOO_OLD = "exit 1"
 
 
-def test_an_older_default_python3_is_passed_over(machine):
-    add(machine.path / "python3", TOO_OLD)
-    newer = add(machine.path / "python3.13", GOOD)
-    assert machine.find().stdout.strip() == str(newer)
+UV = "home/.local/share/uv/python/cpython-3.12.9-linux-x86_64-gnu/bin/python3"
 
 
-def test_a_shim_that_fails_when_run_is_passed_over(machine):
-    add(machine.path / "python3.12", BROKEN_SHIM)
-    default = add(machine.path / "python3", GOOD)
-    assert machine.find().stdout.strip() == str(default)
-
-
-def test_a_version_that_pyenv_holds_but_did_not_select_is_found(machine):
-    add(machine.path / "python3", TOO_OLD)
-    add(machine.home / ".pyenv/versions/3.11.7/bin/python", TOO_OLD)
-    newer = add(machine.home / ".pyenv/versions/3.12.1/bin/python", GOOD)
+@pytest.mark.parametrize(
+    ("passed_over", "found"),
+    [
+        ({"path/python3": TOO_OLD}, "path/python3.13"),
+        ({"path/python3.12": BROKEN_SHIM}, "path/python3"),
+        # What pyenv holds but did not select, and what uv holds.
+        ({"path/python3": TOO_OLD, "home/.pyenv/versions/3.11.7/bin/python": TOO_OLD},
+         "home/.pyenv/versions/3.12.1/bin/python"),
+        ({}, UV),
+        # What is installed for every user.
+        ({}, "system/usr/local/bin/python3.13"),
+        ({}, "system/opt/homebrew/bin/python3.12"),
+        ({}, "system/opt/python/3.12/bin/python3"),
+    ],
+)  # fmt: skip
+def test_the_first_interpreter_that_runs_and_is_new_enough_is_found(machine, tmp_path, passed_over, found):
+    for place, script in passed_over.items():
+        add(tmp_path / place, script)
+    newer = add(tmp_path / found, GOOD)
     assert machine.find().stdout.strip() == str(newer)
 
 
 def test_pyenv_root_may_be_elsewhere_and_contain_a_space(machine, tmp_path):
     newer = add(tmp_path / "my pyenv/versions/3.12.1/bin/python", GOOD)
     assert machine.find(PYENV_ROOT=str(tmp_path / "my pyenv")).stdout.strip() == str(newer)
-
-
-def test_a_version_that_uv_holds_is_found(machine):
-    newer = add(machine.home / ".local/share/uv/python/cpython-3.12.9-linux-x86_64-gnu/bin/python3", GOOD)
-    assert machine.find().stdout.strip() == str(newer)
 
 
 def test_an_interpreter_asked_for_is_the_one_used(machine):
@@ -88,14 +89,6 @@ def test_an_unsuitable_interpreter_asked_for_is_refused_in_one_sentence(machine,
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert f"PYTHON={chosen} is not a CPython 3.12 or newer" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "place", ["usr/local/bin/python3.13", "opt/homebrew/bin/python3.12", "opt/python/3.12/bin/python3"]
-)
-def test_a_version_installed_for_every_user_is_found(machine, place):
-    newer = add(machine.system / place, GOOD)
-    assert machine.find().stdout.strip() == str(newer)
 
 
 def test_without_a_python_one_sentence_says_what_is_needed(machine):

@@ -1,26 +1,55 @@
 """Calls of the library and of the oracle on one problem, and how their results are compared."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce import linear_cross_entropy
+from pallas_ce import chunked_cross_entropy, cross_entropy, linear_cross_entropy
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import Problem
 
 Results = tuple[Any, dict[str, Any]]
 
 
-def library_loss(p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
-    """`linear_cross_entropy` in the problem's layout."""
+def call(function: Callable[..., Any], p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
+    """`function` of the problem's head, in its layout, of its labels and options, and of more options."""
     arrays = dict(arrays)
-    weight = arrays.pop("weight")
-    weight = weight if p.vocab_axis == 0 else weight.T
-    return linear_cross_entropy(
-        arrays.pop("hidden"), weight, p.labels, **arrays, vocab_axis=p.vocab_axis, **{**p.options, **options}
-    )
+    hidden, weight = arrays.pop("hidden"), arrays.pop("weight")
+    given = {"vocab_axis": p.vocab_axis, **arrays, **p.options, **options}
+    return function(hidden, weight if p.vocab_axis == 0 else weight.T, p.labels, **given)
+
+
+def _of_stored_logits(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss` of the logits of a head."""
+
+    def of_head(
+        hidden: Any,
+        weight: Any,
+        labels: Any,
+        *,
+        vocab_axis: int,
+        bias: Any = 0.0,
+        logit_scale: Any = 1.0,
+        **options: Any,
+    ) -> Any:
+        logits = logit_scale * (hidden @ (weight.T if vocab_axis == 0 else weight) + bias)
+        return loss(logits, labels, **{k: x for k, x in options.items() if k not in ("backward", "scratch_bytes")})
+
+    return of_head
+
+
+def library_loss(p: Problem, arrays: dict[str, Any], *, implementation: Any = None, **options: Any) -> Any:
+    """The cross entropy by one of the implementations, or of stored logits."""
+    if implementation == "stored logits":
+        return call(_of_stored_logits(cross_entropy), p, arrays, **options)
+    if implementation == "chunks":
+        chunks = functools.partial(chunked_cross_entropy, chunk_size=1 + p.labels.size // 3)
+        return call(_of_stored_logits(chunks), p, arrays, **options)
+    return call(linear_cross_entropy, p, arrays, implementation=implementation, **options)
 
 
 def library_results(p: Problem, implementation: str, backward: Any, **options: Any) -> Results:

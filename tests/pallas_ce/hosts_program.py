@@ -1,4 +1,4 @@
-"""Run by `test_several_hosts.py`, as two processes with four CPU devices each; prints the checks that passed.
+"""Run by `test_meshes.py`, as two processes with four CPU devices each; prints the checks that passed.
 
 Of `data=2, tensor=4` the data axis lies across the processes; with the axes laid the other way round, tensor does.
 """
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import MeshAxes
-from tests.pallas_ce import mesh_program as program
+from tests.pallas_ce import layouts
 
 
 def same(got: Any, want: Any) -> None:
@@ -29,33 +29,32 @@ def same(got: Any, want: Any) -> None:
 def across(tensor: bool) -> Mesh:
     """The mesh whose tensor axis lies across the processes, or within each of them."""
     devices = np.array(jax.devices())  # By process.
-    return Mesh(devices.reshape(4, 2).T if tensor else devices.reshape(2, 4), program.ALL)
+    return Mesh(devices.reshape(4, 2).T if tensor else devices.reshape(2, 4), layouts.ALL)
 
 
 def checks() -> Iterator[str]:
     """Under jit, and inside a shard_map."""
     # The others use both axes as one, which is the same either way.
     for layout, mode, tensor in (
-        *((layout, "in_forward", False) for layout in program.LAYOUTS[:5]),
-        *((layout, "recompute", True) for layout in program.LAYOUTS[2:4]),
+        *((layout, "in_forward", False) for layout in layouts.LAYOUTS[:5]),
+        *((layout, "recompute", True) for layout in layouts.LAYOUTS[2:4]),
     ):
         on = across(tensor)
-        given = program.placed(layout, on, True)
-        step = jax.jit(program.gradients(functools.partial(program.loss, padded=True, backward=mode)))
-        same(step(*given), program.expected(layout.vocabulary, True))
+        given = layouts.placed(layout, on, True)
+        step = jax.jit(layouts.gradients(functools.partial(layouts.loss, padded=True, backward=mode)))
+        same(step(*given), layouts.expected(layout.vocabulary, True))
         yield f"{layout.name}, {mode}, tensor across={tensor}"
-    layout, on = program.LAYOUTS[2], across(True)
-    given = program.placed(layout, on, True)
-    specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
+    layout, on = layouts.LAYOUTS[2], across(True)
+    given = layouts.placed(layout, on, True)
 
     def part(*args: Any) -> Any:
         axes = MeshAxes(**layout.axes)
-        local = program.loss(*args, padded=True, vocabulary=layout.vocabulary, normalizer=10.0, mesh_axes=axes)
+        local = layouts.loss(*args, padded=True, vocabulary=layout.vocabulary, normalizer=10.0, mesh_axes=axes)
         return jax.lax.psum(local, "data")
 
-    mapped = jax.jit(program.gradients(jax.shard_map(part, mesh=on, in_specs=specs, out_specs=P())))
-    whole = functools.partial(program.loss, padded=True, implementation="reference", normalizer=10.0)
-    same(mapped(*given), program.gradients(whole)(*program.arrays(layout.vocabulary, True)))
+    mapped = jax.jit(layouts.gradients(jax.shard_map(part, mesh=on, in_specs=layout.specs, out_specs=P())))
+    whole = functools.partial(layouts.loss, padded=True, implementation="reference", normalizer=10.0)
+    same(mapped(*given), layouts.gradients(whole)(*layouts.arrays(layout.vocabulary, True)))
     yield "shard_map"
 
 

@@ -3,7 +3,6 @@
 Every check compares a sharded call with the materialised loss on one device: its value and all gradients.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
@@ -28,105 +27,24 @@ from pallas_ce import (
     linear_top_k,
     sampled_softmax_cross_entropy,
 )
+from tests.pallas_ce.layouts import (
+    ALL,
+    DIFFERENTIATED,
+    LAYOUTS,
+    B,
+    H,
+    T,
+    arrays,
+    expected,
+    gradients,
+    loss,
+    mesh,
+    placed,
+    same,
+)  # fmt: skip
 
-B, T, H = 8, 8, 16
 MODES = ("recompute", "in_forward")
-DIFFERENTIATED = (0, 1, 2, 3, 5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How hidden `[B, T, H]` and the weight `[V, H]` lie on the mesh `data=2, tensor=4`."""
-
-    name: str
-    hidden: P
-    weight: P
-    vocabulary: int = 64
-
-    @property
-    def bias(self) -> P:
-        return P(self.weight[0] if len(self.weight) else None)
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """The arguments of `MeshAxes` beside `grad`."""
-        width = _flat(self.weight[1:])
-        split = _flat(self.weight[:1]) + width
-        return {
-            "vocabulary": _flat(self.weight[:1]),
-            "width": width,
-            "rows": tuple(axis for axis in _flat(self.hidden) if axis in split),
-        }
-
-    @property
-    def only_rows(self) -> tuple[str, ...]:
-        """The axes that split the rows only."""
-        return tuple(axis for axis in _flat(self.hidden) if axis not in self.axes["rows"])
-
-
-def _flat(spec: Any) -> tuple[str, ...]:
-    return tuple(axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,)))
-
-
-ALL = ("data", "tensor")
-LAYOUTS = (
-    Layout("DP 8", P(ALL), P()),
-    Layout("TP 8", P(), P(ALL)),
-    Layout("TP 4, DP 2", P("data"), P("tensor")),
-    Layout("SP 4, DP 2", P("data", "tensor"), P("tensor"), vocabulary=256),
-    Layout("FSDP 8 over V", P(ALL), P(ALL), vocabulary=32),
-    Layout("FSDP 8 over H", P(ALL), P(None, ALL)),
-    Layout("TP 4, FSDP 2 over V", P("data"), P(("tensor", "data")), vocabulary=32),
-    Layout("TP 4, FSDP 2 over H", P("data"), P("tensor", "data")),
-)
-
-
-def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> Mesh:
-    return jax.make_mesh(shape, ALL, axis_types=(kind,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
-
-
-def arrays(vocabulary: int, padded: bool) -> tuple[Any, ...]:
-    """hidden, weight, bias, scale, labels, token weights; with padding the last three entries do not exist."""
-    keys = jax.random.split(jax.random.key(vocabulary), 5)
-    labels = jax.random.randint(keys[3], (B, T), 0, vocabulary - 3 * padded).at[3].set(-100).at[:, 1].set(-100)
-    weights = jax.random.uniform(keys[4], (B, T))
-    hidden, weight = jax.random.normal(keys[0], (B, T, H)), jax.random.normal(keys[1], (vocabulary, H))
-    return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
-
-
-def loss(
-    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
-) -> Any:
-    """Every term of the loss at once."""
-    vocabulary = weight.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
-    classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
-    return linear_cross_entropy(
-        hidden, weight, labels, bias=bias, logit_scale=scale, token_weights=token_weights, class_weights=classes,
-        label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, vocab_size=vocabulary - 3 * padded if padded else None,
-        **options,
-    )  # fmt: skip
-
-
-def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.value_and_grad(function, argnums=DIFFERENTIATED)
-
-
-def same(got: Any, want: Any) -> None:
-    """Equal to float32 rounding, relative to the largest entry."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(y), initial=0.0)))
-
-
-@functools.cache
-def expected(vocabulary: int, padded: bool) -> Any:
-    function = functools.partial(loss, padded=padded, implementation="reference")
-    return gradients(function)(*arrays(vocabulary, padded))
-
-
-def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
-    specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
-    given = arrays(layout.vocabulary, padded)
-    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, specs, strict=True))
+OF_HEAD = (1, 2, 3)  # of the arguments of the loss: weight, bias and scale
 
 
 def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
@@ -137,13 +55,15 @@ def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
 
 def auto() -> Iterator[str]:
     """Under jit, from the arrays' shardings alone; results lie as their inputs, and repeats are equal in every bit."""
-    for layout, mode, padded in itertools.product(LAYOUTS, MODES, (False, True)):
+    for i, (layout, mode, padded) in enumerate(itertools.product(LAYOUTS, MODES, (True, False))):
+        if i % 8 in (1, 7):  # without padding in one of the modes
+            continue
         given = placed(layout, mesh(), padded)
         step = jax.jit(gradients(functools.partial(loss, padded=padded, backward=mode)))
         got = step(*given)
         same(got, expected(layout.vocabulary, padded))
-        for gradient, i in zip(got[1], DIFFERENTIATED, strict=True):
-            assert gradient.sharding.is_equivalent_to(given[i].sharding, gradient.ndim), (layout, mode, i)
+        for gradient, place in zip(got[1], DIFFERENTIATED, strict=True):
+            assert gradient.sharding.is_equivalent_to(given[place].sharding, gradient.ndim), (layout, mode, place)
         jax.tree.map(np.testing.assert_array_equal, step(*given), got)
         yield f"{layout.name}, {mode}, padded={padded}"
 
@@ -168,9 +88,7 @@ def explicit() -> Iterator[str]:
             lambda h, w: linear_top_k(h, w, 3),
             lambda h, w: linear_sample(key, h, w),
             lambda h, w: linear_sample(key, h, w, top_k=3),
-            jax.value_and_grad(
-                lambda h, w: sampled_softmax_cross_entropy(h, w, jnp.argmax(h, axis=-1), key=key, num_samples=9)
-            ),
+            jax.value_and_grad(sampled),
             jax.value_and_grad(lambda h, w: linear_chain_crf(h, jnp.argmax(h, axis=-1), w[:H])),
             jax.value_and_grad(lambda h, w: linear_distillation(h, w, h[..., ::-1], w)),
         ):
@@ -178,73 +96,55 @@ def explicit() -> Iterator[str]:
         yield "top-k, samples, distillation, sampled softmax, random field"
 
 
+def differentiated(
+    local: Callable[..., Any], axes: tuple[str, ...], specs: Any, argnums: Any, inside: bool, checked: bool
+) -> Callable[..., Any]:
+    """Value and gradients of `local`'s sum over the axes that split the rows, taken inside a shard_map or outside."""
+
+    def add(x: Any) -> Any:
+        return jax.lax.psum(x, axes) if axes else x
+
+    def part(*args: Any) -> Any:
+        return add(local(*args))
+
+    def part_with_gradients(*args: Any) -> Any:
+        if checked:
+            return jax.value_and_grad(part, argnums)(*args)
+        value, found = jax.value_and_grad(local, argnums)(*args)
+        return add(value), tuple(add(x) if i in OF_HEAD else x for i, x in zip(argnums, found, strict=True))
+
+    if inside:
+        out_specs = P(), tuple(specs[i] for i in argnums)
+        return jax.shard_map(part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked)
+    mapped = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)
+    return jax.value_and_grad(mapped, argnums)
+
+
 def manual(checked: bool) -> Iterator[str]:
     """Inside shard_map, by axis name, differentiated inside and outside."""
     for layout, mode, inside in itertools.product(LAYOUTS, MODES, (False, True)):
         grad: Any = None if checked else "inside" if inside else "outside"
-        specs = (layout.hidden, layout.weight, layout.bias, P(), layout.hidden, layout.hidden)
         given = arrays(layout.vocabulary, True)
-        where = given[4] >= 0
-        count = jnp.sum(jnp.where(where, given[5] * (0.5 + given[4] % 3), 0))
+        count = jnp.sum(jnp.where(given[4] >= 0, given[5] * (0.5 + given[4] % 3), 0))
         local = functools.partial(
             loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
             mesh_axes=MeshAxes(**layout.axes, grad=grad),
         )  # fmt: skip
-
-        def add(x: Any, layout: Layout = layout) -> Any:
-            return jax.lax.psum(x, layout.only_rows) if layout.only_rows else x
-
-        def part(*args: Any, local: Any = local, add: Any = add) -> Any:
-            return add(local(*args))
-
-        def part_with_gradients(*args: Any, local: Any = local, add: Any = add, part: Any = part) -> Any:
-            if checked:
-                return gradients(part)(*args)
-            value, (d_hidden, *of_head) = gradients(local)(*args)
-            return add(value), (d_hidden, *map(add, of_head[:-1]), of_head[-1])
-
-        if inside:
-            out_specs: Any = (P(), (*specs[:4], specs[5]))
-            function = jax.shard_map(
-                part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked
-            )
-        else:
-            function = gradients(jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked))
+        function = differentiated(local, layout.only_rows, layout.specs, DIFFERENTIATED, inside, checked)
         reference = functools.partial(loss, padded=True, implementation="reference", normalizer=count)
         same(jax.jit(function)(*given), gradients(reference)(*given))
         yield f"{layout.name}, {mode}, inside={inside}"
+    hidden, weight = arrays(64, False)[:2]
+    given = hidden, weight, hidden[..., ::-1], weight
     for inside in (False, True):
         distilled = functools.partial(linear_distillation, normalizer=B * T)
-        hidden, weight = arrays(64, False)[:2]
-        given = hidden, weight, hidden[..., ::-1], weight
-        specs = (P(ALL), P(), P(ALL), P())
-
-        def whole(*args: Any, distilled: Any = distilled) -> Any:
-            return jax.lax.psum(distilled(*args), ALL)
-
-        def both(*args: Any, whole: Any = whole, distilled: Any = distilled) -> Any:
-            if checked:
-                return jax.value_and_grad(whole, (0, 1))(*args)
-            value, (d_hidden, d_weight) = jax.value_and_grad(distilled, (0, 1))(*args)
-            return jax.lax.psum(value, ALL), (d_hidden, jax.lax.psum(d_weight, ALL))
-
-        if inside:
-            function = jax.shard_map(
-                both, mesh=mesh(), in_specs=specs, out_specs=(P(), (P(ALL), P())), check_vma=checked
-            )
-        else:
-            function = jax.value_and_grad(
-                jax.shard_map(whole, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked), (0, 1)
-            )
+        function = differentiated(distilled, ALL, (P(ALL), P(), P(ALL), P()), (0, 1), inside, checked)
         same(jax.jit(function)(*given), jax.value_and_grad(distilled, (0, 1))(*given))
         yield f"distillation, inside={inside}"
     if checked:
-        alone = arrays(64, False)[:2]
-        mapped = jax.shard_map(
-            lambda h, w: jax.lax.psum(sampled(h, w, normalizer=B * T), ALL),
-            mesh=mesh(), in_specs=(P(ALL), P()), out_specs=P(),
-        )  # fmt: skip
-        same(jax.jit(jax.value_and_grad(mapped, (0, 1)))(*alone), jax.value_and_grad(sampled, (0, 1))(*alone))
+        local = functools.partial(sampled, normalizer=B * T)
+        function = differentiated(local, ALL, (P(ALL), P()), (0, 1), inside=False, checked=True)
+        same(jax.jit(function)(hidden, weight), jax.value_and_grad(sampled, (0, 1))(hidden, weight))
         yield "sampled softmax"
 
 

@@ -12,6 +12,8 @@ WAYS = [
     *((backend, mode) for backend in ("xla", "toy") for mode in ("recompute", "in_forward")),
 ]
 STREAMED = WAYS[1:]
+# The cross entropy also of logits that are stored, whole or in chunks.
+STORED = [("stored logits", "auto"), ("chunks", "auto")]
 
 # What the statistics' functions take and the oracle's logits too.
 LOGIT_OPTIONS = ("vocab_size", "logit_softcap")

@@ -50,10 +50,10 @@ def counted_rows(monkeypatch: Any) -> Iterator[list[int]]:
     seen: list[int] = []
     plain = Head.tile_logits
 
-    def counting(self: Head, hidden: jax.Array, tile: Any) -> jax.Array:
+    def counting(self: Head, hidden: jax.Array, *others: Any) -> jax.Array:
         rows = hidden.shape[0]
         jax.debug.callback(lambda: seen.append(rows))
-        return plain(self, hidden, tile)
+        return plain(self, hidden, *others)
 
     with monkeypatch.context() as patched:
         patched.setattr(Head, "tile_logits", counting)

@@ -22,9 +22,12 @@ def sizes(draw: Any) -> tuple[int, int]:
 
 
 @st.composite
-def masks(draw: Any) -> np.ndarray | None:
-    """Which of some rows count; None: all of 11."""
-    return None if draw(st.booleans()) else np.array(draw(st.lists(st.booleans(), min_size=1, max_size=20)))
+def masks(draw: Any) -> tuple[np.ndarray, jax.Array | None]:
+    """Which of some rows count, and the mask that says so; None: all of 11."""
+    if draw(st.booleans()):
+        return np.ones(11, bool), None
+    counts = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=20)))
+    return counts, jnp.asarray(counts)
 
 
 @hypothesis.given(sizes())
@@ -58,11 +61,11 @@ def test_a_tile_of_impossible_size_is_refused(size: int) -> None:
         Tiles(5, size)
 
 
-@hypothesis.given(mask=masks(), data=st.data())
-def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray | None, data: Any) -> None:
-    n = 11 if mask is None else len(mask)
+@hypothesis.given(masked=masks(), data=st.data())
+def test_row_blocks_visit_every_counted_row_once_and_no_other(masked: Any, data: Any) -> None:
+    counts, mask = masked
+    n = len(counts)
     size, skipped = data.draw(st.integers(1, n)), data.draw(st.booleans())
-    counts = np.ones(n, bool) if mask is None else mask
     x = np.arange(1.0, n + 1)
 
     @jax.jit
@@ -73,7 +76,7 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
             visits = visits.at[block.take(jnp.arange(n))].add(valid)
             return visits, block.put(copy, block.take(x)), trips + 1
 
-        blocks = Rows.counted(None if mask is None else jnp.asarray(mask)).blocks(n, size, skipped=skipped)
+        blocks = Rows.counted(mask).blocks(n, size, skipped=skipped)
         return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)))
 
     visits, copy, trips = walk(x)
@@ -83,12 +86,12 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(mask: np.ndarray |
     assert int(trips) == -(-(n if all_visited else counts.sum()) // size)
 
 
-@hypothesis.given(mask=masks())
-def test_what_is_visited_is_put_back_in_row_order(mask: np.ndarray | None) -> None:
-    n = 11 if mask is None else len(mask)
-    counts = np.ones(n, bool) if mask is None else mask
+@hypothesis.given(masked=masks())
+def test_what_is_visited_is_put_back_in_row_order(masked: Any) -> None:
+    counts, mask = masked
+    n = len(counts)
     x = np.arange(2.0 * n).reshape(n, 2) + 1
-    order = Rows.counted(None if mask is None else jnp.asarray(mask))
+    order = Rows.counted(mask)
     visited = x if order.order is None else np.where(np.asarray(order.valid)[:, None], x[order.order], np.nan)
     np.testing.assert_array_equal(order.in_row_order(jnp.asarray(visited)), x * counts[:, None])
 
@@ -98,10 +101,10 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@hypothesis.given(mask=masks())
-def test_few_rows_have_the_order_of_many(mask: np.ndarray | None, wide: bool) -> None:
+@hypothesis.given(masked=masks())
+def test_few_rows_have_the_order_of_many(masked: Any, wide: bool) -> None:
     with jax.enable_x64(wide):
-        given = jnp.ones(11, bool) if mask is None else jnp.asarray(mask)
+        given = jnp.asarray(masked[0])
         few, many = rows._compared(given), rows._scattered(given)
         jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), few, many)
 
@@ -125,32 +128,21 @@ def test_few_ignored_rows_give_their_places_to_others_and_more_of_them_are_packe
     assert bool(rows.few_ignored(jnp.asarray(mask))) == (ignored <= 4)
 
 
-@hypothesis.given(mask=masks())
-def test_zeros_stand_for_rows_that_do_not_count(mask: np.ndarray | None) -> None:
-    n = 11 if mask is None else len(mask)
-    counts = np.ones(n, bool) if mask is None else mask
+@pytest.mark.parametrize("function", [zeroed, with_placeholder_rows])
+@hypothesis.given(masked=masks())
+def test_zeros_or_a_counted_row_take_the_place_of_rows_that_do_not_count(masked: Any, function: Any) -> None:
+    counts, mask = masked
+    n = len(counts)
     given = {"x": np.where(counts[:, None], np.arange(2.0 * n).reshape(n, 2), np.nan), "id": np.arange(n)}
-    found = zeroed(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
+    found = function(mask, jax.tree.map(jnp.asarray, given))
     for name, value in given.items():
+        other = 0 if function is zeroed else value[np.argmax(counts)]
         assert found[name].dtype == jnp.asarray(value).dtype
-        want = np.where(counts.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
+        want = np.where(counts.reshape(-1, *[1] * (value.ndim - 1)), value, other)
         np.testing.assert_array_equal(found[name], want)
 
 
-@hypothesis.given(mask=masks())
-def test_a_counted_row_stands_in_for_those_that_do_not_count(mask: np.ndarray | None) -> None:
-    n = 11 if mask is None else len(mask)
-    counts = np.ones(n, bool) if mask is None else mask
-    given = {"x": np.where(counts[:, None], np.arange(2.0 * n).reshape(n, 2), np.nan), "id": np.arange(n)}
-    found = with_placeholder_rows(None if mask is None else jnp.asarray(mask), jax.tree.map(jnp.asarray, given))
-    for name, value in given.items():
-        assert found[name].dtype == jnp.asarray(value).dtype
-        stand_in = value[np.argmax(counts)] if n else value
-        want = np.where(counts.reshape(-1, *[1] * (value.ndim - 1)), value, stand_in)
-        np.testing.assert_array_equal(found[name], want)
-
-
-def test_stand_ins_carry_no_gradient() -> None:
+def test_placeholder_rows_carry_no_gradient() -> None:
     mask = jnp.array([False, True, False, True])
     gradient = jax.grad(lambda x: jnp.sum(jnp.inf * with_placeholder_rows(mask, x)))(jnp.ones(4))
     np.testing.assert_array_equal(gradient, [0, np.inf, 0, np.inf])

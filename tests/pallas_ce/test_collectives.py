@@ -33,26 +33,13 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
 
 
 def program(
-    n: int,
-    mode: str | None,
-    gpus: int,
-    hidden: P,
-    weight: P,
-    implementation: Any = "xla",
-    vocab_size: int = V,
-    rows: int = V,
+    layout: str, mode: str | None, gpus: int, implementation: Any = "xla", vocab_size: int = V, rows: int = V
 ) -> Any:
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            backward=mode or "auto",
-            implementation=implementation,
-            vocab_size=vocab_size,
-        )
+    def loss(*given: Any) -> Any:
+        options = {"backward": mode or "auto", "implementation": implementation, "vocab_size": vocab_size}
+        return linear_cross_entropy(*given, **options)
 
-    mesh = h200.h200_mesh(gpus)
+    (hidden, weight, n), mesh = LAYOUTS[layout], h200.h200_mesh(gpus)
     function = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
     arguments = (
         h200.shaped(mesh, (n, H), jnp.bfloat16, hidden),
@@ -115,8 +102,7 @@ LAYOUTS = {
     ],
 )
 def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus: int) -> None:
-    hidden, weight, n = LAYOUTS[layout]
-    text = program(n, mode, gpus, hidden, weight).as_text()
+    n, text = LAYOUTS[layout][2], program(layout, mode, gpus).as_text()
     # XLA splits a prefix sum over devices as a loop over rows, 20 us a trip.
     assert longest_loop(text) < n // gpus // 2
     found = collectives(text)
@@ -160,8 +146,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
     if not known:
         monkeypatch.setattr(targets, "_device", lambda array: None)
         monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
-    hidden, weight, n = LAYOUTS["TP"]
-    text = program(n, mode, 2, hidden, weight, None).as_text()
+    n, text = LAYOUTS["TP"][2], program("TP", mode, 2, None).as_text()
     assert "mosaic_gpu_v2" in text
     assert sorted(c for c in collectives(text) if c[2] > few_numbers(n, 2)) == sorted(expected("TP", mode, n, 2))
 
@@ -171,8 +156,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
 @pytest.mark.parametrize(("layout", "rows", "served"), [("TP", V, True), ("TP", V + 8, False), ("DP", V + 8, True)])
 def test_shards_of_a_padded_vocabulary(layout: str, rows: int, served: bool) -> None:
     """A device learns its share in the partitioner: kernels work on multiples of 8 entries, XLA on any."""
-    hidden, weight, n = LAYOUTS[layout]
-    text = program(n, "in_forward", 2, hidden, weight, None, V - 100, rows).as_text()
+    n, text = LAYOUTS[layout][2], program(layout, "in_forward", 2, None, V - 100, rows).as_text()
     assert ("mosaic_gpu_v2" in text) == served
     kept = sorted(c[:2] for c in collectives(text) if c[2] > few_numbers(n, 2))
     assert kept == sorted(c[:2] for c in expected(layout, "in_forward", n, 2))

@@ -13,13 +13,13 @@ import pytest
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics.row import STATISTICS
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, float32_floor, library_loss, library_results, oracle_results
-from tests.pallas_ce.problems import STREAMED, WAYS, Problem, make, problems, statistics_problems
+from tests.pallas_ce.checks import assert_close, call, float32_floor, library_loss, library_results, oracle_results
+from tests.pallas_ce.problems import STORED, STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 DIFFERENTIABLE = [name for name in STATISTICS if name != "argmax"]
 
 
-@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+@pytest.mark.parametrize(("implementation", "backward"), [*WAYS, *STORED])
 @hypothesis.given(p=problems())
 def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem, implementation: str, backward: Any) -> None:
     got, want = library_results(p, implementation, backward), oracle_results(p)
@@ -53,13 +53,8 @@ def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, i
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def ours(arrays: dict[str, Any]) -> Any:
-        arrays = dict(arrays)
-        weight = arrays.pop("weight")
-        found = linear_row_statistics(
-            arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, statistics=names,
-            row_mask=mask, logit_weights=u, vocab_axis=p.vocab_axis, implementation=implementation,
-            **arrays, **p.options,
-        )  # fmt: skip
+        options = {"statistics": names, "row_mask": mask, "logit_weights": u, "implementation": implementation}
+        found = call(linear_row_statistics, p, arrays, **options)
         return sum(jnp.sum(getattr(found, k) * g) for k, g in cotangents.items()) + 0.0, found
 
     (_, found), gradients = ours(jax.tree.map(jnp.asarray, p.arrays))
@@ -98,14 +93,11 @@ def test_a_summed_loss_of_any_statistics_matches_the_oracle(
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def ours(arrays: dict[str, Any], weights: dict[str, Any]) -> Any:
-        arrays = dict(arrays)
-        weight = arrays.pop("weight")
-        return linear_loss(
-            lambda s, *rest: _weighted(s, dict(zip(names, rest, strict=True))),
-            arrays.pop("hidden"), weight if p.vocab_axis == 0 else weight.T, p.labels, *(weights[k] for k in names),
-            reduction="sum", vocab_axis=p.vocab_axis, implementation=implementation, backward=backward,
-            scratch_bytes=budget, **arrays, **p.options,
-        )  # fmt: skip
+        def loss(*head: Any, **options: Any) -> Any:
+            return linear_loss(lambda s, *g: _weighted(s, dict(zip(weights, g, strict=True))), *head, *weights.values(),
+                               reduction="sum", backward=backward, scratch_bytes=budget, **options)  # fmt: skip
+
+        return call(loss, p, arrays, implementation=implementation)
 
     value, (gradients, by_weight) = ours(jax.tree.map(jnp.asarray, p.arrays), weights)
     counted = {k: np.where(counts.reshape(n, *[1] * (x.ndim - 1)), x, 0) for k, x in values.items()}
@@ -123,38 +115,37 @@ def _every_statistic(s: Any, advantage: Any, pair: Any, beta: Any) -> Any:
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: Any) -> None:
-    p = make(3, 37, 12, 71)
-    rng = np.random.default_rng(5)
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, backward: Any, wide: bool) -> None:
+    """Float64 is served in float64."""
+    p, rng = make(3, 37, 12, 71), np.random.default_rng(5)
     inputs = (rng.normal(size=37), rng.normal(size=(37, 2)), 0.3, rng.uniform(0.5, 2, size=37))
+    counts, logits = p.labels >= 0, oracle.Logits(p.arrays)
+    values, slopes = oracle.statistics(logits, p.labels)
+    values = {name: values[name] for name in slopes}
 
-    def ours(hidden: Any, weight: Any, *rest: Any) -> Any:
-        return linear_loss(_every_statistic, hidden, weight, p.labels, *rest[:-1], token_weights=rest[-1],
-                           implementation=implementation, backward=backward)  # fmt: skip
+    def ours(arrays: Any, *inputs: Any) -> Any:
+        return linear_loss(_every_statistic, arrays["hidden"], arrays["weight"], p.labels, *inputs[:-1],
+                           token_weights=inputs[-1], implementation=implementation, backward=backward)  # fmt: skip
 
-    def theirs(hidden: Any, weight: Any, *rest: Any) -> Any:
-        z = hidden @ weight.T
-        log_p = jax.nn.log_softmax(z)
-        prob = jnp.exp(log_p)
-        labels, counts = jnp.where(p.labels < 0, 0, p.labels), p.labels >= 0
-        found = RowStatistics(
-            lse=jax.nn.logsumexp(z, 1), log_prob=jnp.take_along_axis(log_p, labels[:, None], 1)[:, 0],
-            mean_logit=z.mean(1), entropy=-(prob * log_p).sum(1), expected_logit=(prob * z).sum(1),
-            sum_sq_probs=(prob * prob).sum(1), max_logit=z.max(1),
-            varentropy=(prob * log_p**2).sum(1) - (prob * log_p).sum(1) ** 2,
-        )  # fmt: skip
-        return jnp.where(counts, _every_statistic(found, *rest[:-1]) * rest[-1], 0).sum() / rest[-1][counts].sum()
+    def theirs(values: Any, *inputs: Any) -> Any:
+        by_row = _every_statistic(RowStatistics(**values), *inputs[:-1])
+        return jnp.where(counts, by_row * inputs[-1], 0).sum() / jnp.where(counts, inputs[-1], 0).sum()
 
-    arguments = (p.arrays["hidden"], p.arrays["weight"], *inputs)
-    argnums = tuple(range(len(arguments)))
-    got = jax.value_and_grad(ours, argnums)(*(jnp.asarray(x, jnp.float32) for x in arguments))
     with jax.enable_x64(True):
-        want = jax.value_and_grad(theirs, argnums)(*(jnp.asarray(np.float32(x), jnp.float64) for x in arguments))
-        want = jax.tree.map(np.asarray, want)
-    assert_close(got, want, 1e-5, floor=1e-6)
+        dtype = jnp.float64 if wide else jnp.float32
+        inputs = tuple(jnp.asarray(np.float32(x), jnp.float64) for x in inputs)
+        want, (cotangents, *by_input) = jax.value_and_grad(theirs, (0, 1, 2, 3, 4))(values, *inputs)
+        dz = oracle.pull_back(slopes, jax.tree.map(np.asarray, cotangents))
+        want = want, (logits.gradients(dz), *by_input)
+        given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (p.arrays, *inputs))
+        got = jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3, 4)))(*given)
+        assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(dtype)}
+        got, want = jax.tree.map(np.asarray, (got, want))
+    assert_close(got, want, 1e-11 if wide else 1e-5, floor=1e-12 if wide else 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "stored logits"])
 @hypothesis.given(p=problems())
 def test_non_uniform_cotangents_under_reduction_none(p: Problem, implementation: Any) -> None:
     p.options = {k: v for k, v in p.options.items() if k != "normalizer"} | {"reduction": "none"}
@@ -173,13 +164,13 @@ def test_non_uniform_cotangents_under_reduction_none(p: Problem, implementation:
     assert_close(gradients, want_gradients, 1e-5, floor=floor)
 
 
-@pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_float64_is_served_in_float64(implementation: str, backward: Any) -> None:
+@pytest.mark.parametrize(("implementation", "backward"), STORED)
+def test_stored_logits_in_float64_are_served_in_float64(implementation: str, backward: Any) -> None:
     p = make(2, 20, 9, 40)
     p.options = {"z_loss": 0.01, "label_smoothing": 0.1}
     with jax.enable_x64(True):
-        q = Problem(oracle.to64(p.arrays), p.labels, p.options, 0)
-        got = library_results(q, implementation, backward)
+        p.arrays = oracle.to64(p.arrays)
+        got = library_results(p, implementation, backward)
         assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64)}
         got = jax.tree.map(np.asarray, got)
     assert_close(got, oracle_results(p), 1e-12, floor=1e-14)

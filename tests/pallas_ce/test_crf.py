@@ -184,16 +184,3 @@ def test_which_sequences_count() -> None:
     np.testing.assert_allclose(linear_chain_crf(emissions, tags, transitions, mask=mask), each.sum() / 2, rtol=1e-6)
     unknown = linear_chain_crf(emissions, np.full((3, 4), 2), transitions, mask=mask)
     assert unknown == 0
-
-
-@pytest.mark.parametrize(
-    ("emissions", "tags", "transitions", "message"),
-    [
-        ((3,), (3,), (1, 1), r"emissions has shape \(3,\); it must be \[..., T, K\]"),
-        ((2, 3, 4), (2, 4), (4, 4), r"tags have shape \(2, 4\); emissions' \(2, 3\) is needed"),
-        ((2, 3, 4), (2, 3), (3, 3), r"transitions has shape \(3, 3\); it must be \(4, 4\), or \(2, 2, 4, 4\)"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(emissions: Any, tags: Any, transitions: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        linear_chain_crf(jnp.ones(emissions), jnp.zeros(tags, int), jnp.ones(transitions))

@@ -1,32 +1,18 @@
-"""Losses on stored logits: the contract of `linear_cross_entropy`, with the logits as input."""
+"""Losses on stored logits: what `test_contract.py` and `test_edge_cases.py`, which take them too, do not have."""
 
 import functools
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_ce import chunked_cross_entropy, cross_entropy, linear_cross_entropy, mean_squared_lse
+from pallas_ce import cross_entropy, mean_squared_lse
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, float32_floor, relative_error
-from tests.pallas_ce.problems import Problem, make, problems
-
-
-@st.composite
-def materialized_logits(draw: Any) -> Problem:
-    """A drawn problem whose `hidden` is the logits themselves and whose weight is the identity."""
-    p: Problem = draw(problems())
-    n, v = p.labels.size, p.arrays["weight"].shape[0]
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    scale, offset = draw(st.sampled_from([(0.01, 0.0), (1.0, 256.0), (30.0, 0.0)]))
-    logits = (rng.normal(size=(n, v)) * scale + offset).astype(np.float32)
-    arrays = {k: x for k, x in p.arrays.items() if k == "token_weights"}
-    return Problem({"hidden": logits, "weight": np.eye(v, dtype=np.float32), **arrays}, p.labels, p.options, 0)
+from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.problems import Problem
 
 
 def _oracle(p: Problem, cotangent: Any = 1.0) -> Any:
@@ -44,58 +30,6 @@ def _ours(p: Problem, cotangent: Any = 1.0, loss: Any = cross_entropy) -> Any:
 
     (_, value), gradients = run({k: jnp.asarray(x) for k, x in p.arrays.items() if k != "weight"})
     return value, gradients
-
-
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(p=materialized_logits())
-def test_loss_and_gradients_match_the_oracle_in_float32(p: Problem) -> None:
-    want = _oracle(p)
-    assert_close(_ours(p), want, 1e-5, floor=float32_floor(want[0]))
-
-
-@hypothesis.given(p=materialized_logits(), chunk=st.integers(1, 45))
-def test_any_chunk_gives_the_same_result(p: Problem, chunk: int) -> None:
-    want = _oracle(p)
-    got = _ours(p, loss=functools.partial(chunked_cross_entropy, chunk_size=chunk))
-    assert_close(got, want, 1e-5, floor=float32_floor(want[0]))
-
-
-@hypothesis.given(p=materialized_logits())
-def test_losses_by_row_take_a_cotangent_each_and_sum_to_the_total(p: Problem) -> None:
-    p.options = {k: v for k, v in p.options.items() if k != "normalizer"} | {"reduction": "none"}
-    cotangent = np.random.default_rng(0).normal(size=p.labels.size).astype(np.float32)
-    want, want_gradients = _oracle(p, cotangent)
-    floor = 1e-6 * max(1.0, np.max(np.abs(want)))
-    values, gradients = _ours(p, cotangent)
-    assert_close((values, gradients), (want, want_gradients), 1e-5, floor=floor)
-    p.options["reduction"] = "sum"
-    assert_close(_ours(p)[0], np.asarray(values, np.float64).sum(), 1e-5, floor=floor)
-
-
-@hypothesis.given(p=problems())
-def test_it_is_the_loss_of_a_head_on_that_heads_logits(p: Problem) -> None:
-    """Value, metrics and dlogits, on logits rounded nowhere: those of a float64 head."""
-    logits = oracle.Logits({k: x for k, x in p.arrays.items() if k != "token_weights"})
-    z = logits.z if "logit_softcap" not in p.options else logits.scale * logits.linear
-    with jax.enable_x64(True):
-        options = dict(p.options, token_weights=p.arrays.get("token_weights"), return_metrics=True)
-        wide = {k: jnp.asarray(x) for k, x in oracle.to64(p.arrays).items() if k != "token_weights"}
-        got = cross_entropy(jnp.asarray(z), p.labels, **options)
-        want = linear_cross_entropy(wide.pop("hidden"), wide.pop("weight"), p.labels, **wide, **options)
-        got, want = jax.tree.map(np.asarray, (got, want))
-    assert_close(got, want, 1e-11, floor=1e-11)
-
-
-def test_float64_is_served_in_float64() -> None:
-    p = make(2, 20, 40, 40)
-    p.arrays["weight"] = np.eye(40)
-    p.options = {"z_loss": 0.01, "label_smoothing": 0.1}
-    with jax.enable_x64(True):
-        p.arrays = oracle.to64(p.arrays)
-        got = _ours(p)
-        assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64)}
-        got = jax.tree.map(np.asarray, got)
-    assert_close(got, _oracle(p), 1e-12, floor=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -189,80 +123,6 @@ BATCH = np.random.default_rng(1).normal(size=(3, 8, 21)).astype(np.float32)
 LABELS = np.random.default_rng(2).integers(-1, 22, size=(3, 8))
 
 
-def _plain(logits: Any, labels: Any, **options: Any) -> Any:
-    """By materialised logits and JAX's own differentiation."""
-    identity = jnp.eye(logits.shape[-1])
-    return linear_cross_entropy(logits, identity, labels, implementation="reference", **options)
-
-
-def _same(transformed: Any) -> None:
-    want = jax.tree.map(np.asarray, transformed(_plain))
-    assert_close(transformed(cross_entropy), want, 1e-5, floor=1e-6)
-
-
-@pytest.mark.parametrize(("axes", "reduction"), [((0, 0), "mean"), ((0, None), "none"), ((None, 0), "mean")])
-def test_vmap_of_the_loss_and_of_its_gradient(axes: Any, reduction: Any) -> None:
-    logits, labels = (x if axis == 0 else x[0] for x, axis in zip((BATCH, LABELS), axes, strict=True))
-
-    def total(loss: Any) -> Any:
-        return lambda z, t: jnp.sum(loss(z, t, z_loss=0.1, label_smoothing=0.1, reduction=reduction) ** 2)
-
-    def results(loss: Any) -> Any:
-        @jax.jit
-        def run(z: Any, t: Any) -> Any:
-            return (
-                jax.vmap(jax.value_and_grad(total(loss)), axes)(z, t),
-                jax.grad(lambda z: jax.vmap(total(loss), axes)(z, t).sum())(z),
-            )
-
-        return run(jnp.asarray(logits), jnp.asarray(labels))
-
-    _same(results)
-
-
-def test_vmap_over_a_schedule_alone() -> None:
-    betas = jnp.array([0.0, 0.1, 1.0])
-    _same(lambda loss: jax.vmap(jax.grad(lambda z, b: loss(z, LABELS, z_loss=b)), (None, 0))(jnp.asarray(BATCH), betas))
-
-
-def test_scan_checkpoint_upstream_scalars_and_repeated_backward() -> None:
-    def scanned(loss: Any) -> Any:
-        def total(z: Any) -> Any:
-            def step(carry: Any, x: Any) -> Any:
-                return carry + jax.checkpoint(loss)(jnp.tanh(x[0] * carry), x[1]) * 3.7, None
-
-            return jax.lax.scan(step, jnp.float32(1), (z, LABELS))[0]
-
-        return jax.jit(jax.value_and_grad(total))(jnp.asarray(BATCH))
-
-    _same(scanned)
-    _, vjp = jax.vjp(lambda z: cross_entropy(z, LABELS), jnp.asarray(BATCH))
-    assert_close(vjp(jnp.float32(-2)), jax.tree.map(lambda g: -2 * np.asarray(g), vjp(jnp.float32(1))), 1e-6)
-
-
-def test_one_traced_function_differentiated_in_each_way() -> None:
-    """The forward leaves dlogits or nothing: what one differentiation left must not serve the next."""
-    weights = jnp.asarray(np.random.default_rng(3).uniform(size=LABELS.shape).astype(np.float32))
-
-    def both(loss: Any) -> Any:
-        @jax.jit
-        def f(z: Any, w: Any) -> Any:
-            return loss(z, LABELS, token_weights=w, z_loss=0.1)
-
-        return [jax.grad(f, argnums)(jnp.asarray(BATCH), weights) for argnums in (1, 0, (0, 1))]
-
-    _same(both)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_differentiating_twice_is_refused_with_what_works_instead(reduction: Any) -> None:
-    def total(z: Any) -> Any:
-        return jnp.sum(cross_entropy(z, LABELS, reduction=reduction))
-
-    with pytest.raises(NotImplementedError, match=r"first derivatives.*jax.nn.log_softmax"):
-        jax.grad(lambda z: jnp.sum(jax.grad(total)(z) ** 2))(jnp.asarray(BATCH))
-
-
 def test_the_regulariser_by_itself_is_the_z_part() -> None:
     logits, labels = jnp.asarray(BATCH), jnp.asarray(LABELS)
 
@@ -271,36 +131,3 @@ def test_the_regulariser_by_itself_is_the_z_part() -> None:
 
     got = jax.value_and_grad(lambda z: mean_squared_lse(z, labels))(logits)
     assert_close(got, jax.tree.map(np.asarray, jax.value_and_grad(part)(logits)), 1e-5, floor=1e-6)
-
-
-ERRORS = [
-    ((jnp.zeros(()), 0), {}, ValueError, r"logits have shape \(\); they must be \[..., V\]"),
-    ((jnp.zeros((2, 3), int), [0, 1]), {}, TypeError, "logits have dtype int32; supported are bfloat16"),
-    ((jnp.zeros((2, 3)), [0]), {}, ValueError, r"labels have shape \(1,\); logits' leading shape \(2,\) is needed"),
-    ((jnp.zeros((2, 3)), [0.0, 1.0]), {}, TypeError, "labels have dtype float32; they must be integers"),
-    ((jnp.zeros((2, 3)), [0, 1]), {"vocab_size": 4}, ValueError, "vocab_size=4 must be .* the logits' 3 columns"),
-    ((jnp.zeros((2, 3)), [0, 1]), {"class_weights": [1.0]}, ValueError, r"class_weights has shape \(1,\)"),
-    ((jnp.zeros((2, 3)), [0, 1]), {"token_weights": [1.0]}, ValueError, r"token_weights .* logits' leading shape"),
-    ((jnp.zeros((2, 3)), [0, 1]), {"label_smoothing": 2.0}, ValueError, "label_smoothing=2.0 must be between 0 and 1"),
-    (
-        (jnp.zeros((2, 3)), [0, 1]),
-        {"logit_softcap": 0.0},
-        ValueError,
-        "logit_softcap=0.0 must be a finite number above",
-    ),
-    ((jnp.zeros((2, 3)), [0, 1]), {"reduction": "avg"}, ValueError, "reduction='avg' is unknown"),
-    ((jnp.zeros((2, 3)), [0, 5]), {"validate_labels": True}, ValueError, r"labels\[1\]=5 is neither in"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "options", "kind", "message"), ERRORS)
-def test_impossible_arguments_are_named(arguments: Any, options: Any, kind: Any, message: str) -> None:
-    for loss in (cross_entropy, chunked_cross_entropy):
-        with pytest.raises(kind, match=message):
-            loss(arguments[0], jnp.asarray(arguments[1]), **options)
-
-
-@pytest.mark.parametrize("chunk_size", [-1, 2.0, True])
-def test_impossible_chunk_sizes_are_named(chunk_size: Any) -> None:
-    with pytest.raises(ValueError, match=r"chunk_size=.* must be a positive int, or 0 for 4096"):
-        chunked_cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2, int), chunk_size)

@@ -1,19 +1,43 @@
-"""On eight CPU devices: every parallelism, each section of `mesh_program.py` in a process of its own."""
+"""Several CPU devices: every parallelism, in processes of their own, on one host and as on two."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
+def started(devices: int, program: str, *arguments: str, **environment: str) -> subprocess.Popen[Any]:
+    """A process with so many CPU devices that runs a program of this folder."""
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tests.pallas_ce.{program}", *arguments],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def assert_passed(processes: list[subprocess.Popen[Any]], checks: int, timeout: int | None = None) -> None:
+    """Each of the processes ends well and has printed that so many checks passed."""
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert output.count("passed") == checks, output
+
+
 @pytest.mark.parametrize(
     ("section", "checks"),
     [
-        ("auto", 32),
+        ("auto", 24),
         ("others", 10),
         pytest.param("explicit", 17, marks=pytest.mark.slow),
         pytest.param("checked", 35, marks=pytest.mark.slow),
@@ -21,11 +45,13 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_eight_devices_give_the_result_of_one(section: str, checks: int) -> None:
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_ce.mesh_program", section],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == checks, done.stdout
+    assert_passed([started(8, "mesh_program", section)], checks)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_result_of_one() -> None:
+    """JAX's distributed runtime, collectives over sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    assert_passed([started(4, "hosts_program", address, str(index), **gloo) for index in range(2)], 8, timeout=600)

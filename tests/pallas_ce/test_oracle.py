@@ -9,19 +9,6 @@ from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
 
 
-def _differences(function: Any, arrays: dict[str, Any], name: str) -> np.ndarray:
-    base = np.asarray(arrays[name], np.float64)
-    out = np.zeros_like(base)
-    for index in np.ndindex(base.shape):
-        values = []
-        for step in (1e-6, -1e-6):
-            moved = base.copy()
-            moved[index] += step
-            values.append(function({**arrays, name: moved}))
-        out[index] = (values[0] - values[1]) / 2e-6
-    return out
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_gradients(reduction: str) -> None:
     p = make(0, 6, 3, 5)
@@ -32,7 +19,7 @@ def test_cross_entropy_gradients(reduction: str) -> None:
     cotangent = rng.normal(size=6) if reduction == "none" else 1.7
     _, gradients = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
     for name, gradient in gradients.items():
-        numeric = _differences(
+        numeric = oracle.differences(
             lambda a: np.sum(cotangent * oracle.cross_entropy(a, p.labels, p.options)[0]), p.arrays, name
         )
         np.testing.assert_allclose(gradient, numeric, atol=1e-8, err_msg=name)
@@ -51,7 +38,7 @@ def test_statistics_slopes_with_several_targets_and_temperatures() -> None:
         found = oracle.statistics(oracle.Logits(arrays, **options), labels)[0]
         return sum((found[name] * g).sum() for name, g in cotangents.items())
 
-    numeric = _differences(total, p.arrays, "hidden")
+    numeric = oracle.differences(total, p.arrays, "hidden")
     gradient = logits.gradients(oracle.pull_back(slopes, cotangents))["hidden"]
     np.testing.assert_allclose(gradient, numeric, atol=1e-7)
 
@@ -62,7 +49,7 @@ def test_statistics_slopes() -> None:
     logits = oracle.Logits(p.arrays)
     _, slopes = oracle.statistics(logits, p.labels, u)
     for name, slope in slopes.items():
-        numeric = _differences(
+        numeric = oracle.differences(
             lambda a, name=name: oracle.statistics(oracle.Logits(a), p.labels, u)[0][name].sum(), p.arrays, "hidden"
         )
         np.testing.assert_allclose(logits.gradients(slope)["hidden"], numeric, atol=1e-7, err_msg=name)

@@ -81,20 +81,6 @@ def test_an_entry_asked_for_twice_has_both_gradients() -> None:
     assert_close(got, want, 1e-6)
 
 
-@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
-@pytest.mark.parametrize("several", [(), (2,)])
-def test_vmap(axes: Any, several: Any) -> None:
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(3, 5, 9) if axes[0] == 0 else (5, 9)).astype(np.float32))
-    index = jnp.asarray(rng.integers(-1, 9, size=((3, 5) if axes[1] == 0 else (5,)) + several))
-
-    def both(f: Any) -> Any:
-        mapped = jax.vmap(lambda z, i: jnp.square(f(z, i)).sum(), axes)
-        return jax.jit(lambda z: (mapped(z, index), jax.grad(lambda z: mapped(z, index).sum())(z)))(logits)
-
-    assert_close(both(selective_log_softmax), jax.tree.map(np.asarray, both(_plain)), 1e-5, floor=1e-6)
-
-
 def test_rows_that_cannot_be_normalised_have_finite_gradients() -> None:
     logits = jnp.array([[-jnp.inf, -jnp.inf], [jnp.nan, 0.0], [-jnp.inf, 3.0]])
     index = jnp.array([0, -1, 0])
@@ -111,22 +97,3 @@ def test_nothing_to_gather_gives_nothing_or_zero(shape: Any, index_shape: Any) -
     value = selective_log_softmax(jnp.zeros(shape), jnp.zeros(index_shape, int))
     assert value.shape == index_shape
     assert not value.any()
-
-
-def test_differentiating_twice_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="first derivatives"):
-        jax.hessian(lambda z: selective_log_softmax(z, jnp.array([0])).sum())(jnp.ones((1, 3)))
-
-
-@pytest.mark.parametrize(
-    ("logits", "index", "kind", "message"),
-    [
-        (jnp.zeros((2, 3)), jnp.zeros(2), TypeError, "index has dtype float32; it must be an integer one"),
-        (jnp.zeros((2, 3)), jnp.zeros(3, int), ValueError, r"index has shape \(3,\); logits' leading shape \(2,\)"),
-        (jnp.zeros((2, 3)), jnp.zeros((2, 1, 1), int), ValueError, r"index has shape \(2, 1, 1\)"),
-        (jnp.zeros((2, 3), int), jnp.zeros(2, int), TypeError, "logits have dtype int32"),
-    ],
-)
-def test_impossible_arguments_are_named(logits: Any, index: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        selective_log_softmax(logits, index)

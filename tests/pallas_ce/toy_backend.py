@@ -107,15 +107,12 @@ def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
     if batch.labels is not None:
         target = jnp.where(hits(batch.labels, z.shape[1]), z[:, None, :], 0).sum(axis=2).reshape(batch.labels.shape)
     return Partial(
-        top,
-        total,
-        shifted,
-        sum_exp_sq=(e * e).sum(axis=1),
+        top, total, shifted, sum_exp_sq=(e * e).sum(axis=1),
         target_logit=target,
         weighted_sum=jnp.where((u != 0) & (jnp.isfinite(z) | (head.valid_columns is None)), u * z, 0).sum(axis=1),
         argmax=z.argmax(axis=1).astype(jnp.int32),
         sum_exp_deviation_sq=jnp.where(e > 0, e * (y - mean[:, None]) ** 2, 0).sum(axis=1),
-    )
+    )  # fmt: skip
 
 
 def gradient(head: Head, batch: Batch, z: jax.Array, residual: Residual, c: Coefficients) -> jax.Array:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_bridge.materialized import kernels
-
 
 def logits(arrays: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """Scaled and capped logits without the vocabulary's padding."""
@@ -44,9 +42,3 @@ def loss(arrays: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> 
             norm = z_norm = torch.tensor(options["normalizer"], dtype=z.dtype)
     total = (w * each).sum() / torch.where(norm == 0, 1.0, norm)
     return total + (w * z_part).sum() / torch.where(z_norm == 0, 1.0, z_norm)
-
-
-def by_xla(logits, spec):
-    """For `kernels.serving`: what a GPU's kernels do, by XLA."""
-    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
-    return kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None

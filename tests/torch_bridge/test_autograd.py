@@ -1,25 +1,21 @@
 """What PyTorch's autograd does with an operation: partial, repeated and retained backward, autocast, checkpoints."""
 
+import functools
 import re
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torch_bridge import linear_cross_entropy, linear_row_statistics
+from torch_bridge import linear_cross_entropy, linear_log_probs, linear_row_statistics
 from torch_bridge.autograd import operator as ops
 from torch_bridge.programs import calls
 
 MODES = ["in_forward", "recompute"]
 WIDTH, VOCABULARY, TOKENS = 8, 50, 20
 
-
-@pytest.fixture
-def head():
-    torch.manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
-    return hidden, weight, torch.randint(0, VOCABULARY, (TOKENS,))
+in_forward = functools.partial(linear_cross_entropy, backward="in_forward")
+assert_close, gradients = torch.testing.assert_close, torch.autograd.grad
 
 
 @pytest.fixture
@@ -39,80 +35,72 @@ def asked(monkeypatch):
     return seen
 
 
+def kept_by(call):
+    """The tensors that autograd keeps for the backward, each once, and the result."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(id(x), x), lambda x: x):
+        result = call()
+    return list(kept.values()), result
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frozen", ["input", "linear_weight"])
 def test_a_frozen_side_is_not_computed_and_keeps_nothing(head, asked, mode, frozen):
     hidden, weight, target = head
     {"input": hidden, "linear_weight": weight}[frozen].requires_grad_(False)
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(id(x), x), lambda x: x):
-        loss = linear_cross_entropy(hidden, weight, target, backward=mode)
+    kept, loss = kept_by(lambda: linear_cross_entropy(hidden, weight, target, backward=mode))
     loss.backward()
     (names,) = asked
     assert frozen not in names
-    sums = {tuple(x.shape) for x in kept.values() if x.dtype == torch.float32 and x is not hidden and x is not weight}
+    sums = {tuple(x.shape) for x in kept if x.dtype == torch.float32 and x is not hidden and x is not weight}
     if frozen == "linear_weight" and mode == "in_forward":
         assert (TOKENS, WIDTH) in sums
-    assert sum(x.numel() == VOCABULARY * WIDTH for x in kept.values()) == 1 + (
-        mode == "in_forward" and frozen == "input"
-    )
+    of_weight = 2 if mode == "in_forward" and frozen == "input" else 1
+    assert sum(x.numel() == VOCABULARY * WIDTH for x in kept) == of_weight
 
 
 def test_recompute_keeps_a_few_numbers_for_each_token(head):
-    hidden, weight, target = head
-    count = 0
-
-    def pack(x):
-        nonlocal count
-        count += x.numel() if x is not hidden and x is not weight else 0
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        linear_cross_entropy(hidden, weight, target, backward="recompute")
+    hidden, weight, _ = head
+    kept, _ = kept_by(lambda: linear_cross_entropy(*head, backward="recompute"))
+    count = sum(x.numel() for x in kept if x is not hidden and x is not weight)
     assert count <= hidden.numel() + weight.numel() + 4 * TOKENS  # the inputs themselves are saved, not copied
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_the_gradients_computes_that_part_alone(head, asked, mode):
     hidden, weight, target = head
-    loss = linear_cross_entropy(hidden, weight, target, backward=mode)
-    both = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    scaled = (hidden * 1.0).requires_grad_()
-    again = linear_cross_entropy(scaled, weight, target, backward=mode)
-    (for_hidden,) = torch.autograd.grad(again, hidden, retain_graph=True)
+    both = gradients(linear_cross_entropy(*head, backward=mode), (hidden, weight))
+    again = linear_cross_entropy(hidden * 1.0, weight, target, backward=mode)
+    (for_hidden,) = gradients(again, hidden, retain_graph=True)
     again.backward(inputs=[weight])
     assert asked[1:] == [("input",), ("linear_weight",)]
-    torch.testing.assert_close(for_hidden, both[0], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(weight.grad, both[1], rtol=1e-6, atol=1e-8)
+    assert_close((for_hidden, weight.grad), both, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_retained_and_repeated_backward_with_any_upstream_is_exact_each_time(head, mode):
-    hidden, weight, target = head
-    loss = linear_cross_entropy(hidden, weight, target, backward=mode)
-    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    inputs = head[:2]
+    loss = linear_cross_entropy(*head, backward=mode)
+    once = gradients(loss, inputs, retain_graph=True)
     for factor in (3.0, 0.5, 3.0):
-        again = torch.autograd.grad(loss * factor, (hidden, weight), retain_graph=True)
-        for got, want in zip(again, once, strict=True):
-            torch.testing.assert_close(got, factor * want, rtol=1e-5, atol=1e-7)
+        again = gradients(loss * factor, inputs, retain_graph=True)
+        assert_close(again, tuple(factor * x for x in once), rtol=1e-5, atol=1e-7)
     (3 * loss).backward()
-    for x, want in zip((hidden, weight), once, strict=True):
-        torch.testing.assert_close(x.grad, 3 * want, rtol=1e-5, atol=1e-7)
+    assert_close(tuple(x.grad for x in inputs), tuple(3 * x for x in once), rtol=1e-5, atol=1e-7)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
 def test_gradients_of_several_losses_add_up(head):
-    hidden, weight, target = head
-    one = linear_cross_entropy(hidden, weight, target, backward="in_forward")
-    want = torch.autograd.grad(one, (hidden, weight))
-    losses = [linear_cross_entropy(hidden, weight, target, backward="in_forward") for _ in range(3)]
+    inputs = head[:2]
+    want = gradients(in_forward(*head), inputs)
+    losses = [in_forward(*head) for _ in range(3)]
     (losses[0] + 2 * losses[1]).backward()
     losses[2].backward()
-    for x, gradient in zip((hidden, weight), want, strict=True):
-        torch.testing.assert_close(x.grad, 4 * gradient, rtol=1e-6, atol=1e-8)
+    assert_close(tuple(x.grad for x in inputs), tuple(4 * x for x in want), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tokens", [TOKENS, 256])  # padded and not
@@ -124,48 +112,37 @@ def test_the_last_backward_of_a_graph_gives_what_one_that_keeps_it_does(head, dt
     bias = torch.randn(VOCABULARY, dtype=dtype, requires_grad=True)
     smoothing = torch.tensor(0.1, requires_grad=True)  # its gradient is computed, not handed over
     inputs = hidden, weight, bias, smoothing
-    loss = linear_cross_entropy(
-        hidden, weight, target.repeat(13)[:tokens], linear_bias=bias, label_smoothing=smoothing, backward="in_forward"
-    )
+    loss = in_forward(hidden, weight, target.repeat(13)[:tokens], linear_bias=bias, label_smoothing=smoothing)
     for upstream in (1.0, 3.0):  # the last of them loses the graph
-        kept = torch.autograd.grad(loss * upstream, inputs, retain_graph=True)
-    for got, want, x in zip(torch.autograd.grad(loss * upstream, inputs), kept, inputs, strict=True):
-        assert got.stride() == x.stride()
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        kept = gradients(loss * upstream, inputs, retain_graph=True)
+    last = gradients(loss * upstream, inputs)
+    assert_close(last, kept, rtol=0, atol=0)
+    assert [x.stride() for x in last] == [x.stride() for x in inputs]
 
 
 def test_a_learned_scale_is_not_forgotten_in_the_last_backward(head):
-    hidden, weight, target = head
     scale = torch.tensor(0.7, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, target, logit_scale=scale, backward="in_forward")
-    kept = torch.autograd.grad(loss, (hidden, weight, scale), retain_graph=True)
-    for got, want in zip(torch.autograd.grad(loss, (hidden, weight, scale)), kept, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
-
-
-def test_the_loss_may_be_changed_in_place(head):
-    hidden, weight, target = head
-    loss = linear_cross_entropy(hidden, weight, target)
-    loss /= 4
-    loss.backward()
+    inputs, loss = (*head[:2], scale), in_forward(*head, logit_scale=scale)
+    kept = gradients(loss, inputs, retain_graph=True)
+    assert_close(gradients(loss, inputs), kept, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_weight_changed_between_forward_and_backward_is_noticed(head, mode):
-    hidden, weight, target = head
-    loss = linear_cross_entropy(hidden, weight, target, backward=mode)
+def test_the_loss_may_be_changed_in_place_but_not_the_weight_before_the_backward(head, mode):
+    loss = linear_cross_entropy(*head, backward=mode)
+    loss /= 4
+    loss.backward(retain_graph=True)
     with torch.no_grad():
-        weight.mul_(2)
+        head[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_without_gradients_nothing_is_kept(head):
-    hidden, weight, target = head
     with torch.no_grad():
-        assert linear_cross_entropy(hidden, weight, target).grad_fn is None
+        assert linear_cross_entropy(*head).grad_fn is None
     with torch.inference_mode():
-        linear_cross_entropy(hidden, weight, target)
+        linear_cross_entropy(*head)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -176,22 +153,27 @@ def test_activation_checkpointing_gives_the_same_gradients(head, mode, reentrant
     def block(hidden):
         return linear_cross_entropy(torch.tanh(hidden), weight, target, backward=mode)
 
-    want = torch.autograd.grad(block(hidden), (hidden, weight))
+    want = gradients(block(hidden), (hidden, weight))
     checkpoint(block, hidden, use_reentrant=reentrant).backward()
-    assert torch.equal(hidden.grad, want[0])
-    assert torch.equal(weight.grad, want[1])
+    assert_close((hidden.grad, weight.grad), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_autocast_computes_in_its_dtype_and_float32_weights_get_float32_gradients(head, mode):
+def log_probs(hidden, weight, target, backward):
+    return linear_log_probs(hidden, weight, target, temperature=torch.linspace(0.5, 1.5, TOKENS)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "mode"), [(linear_cross_entropy, MODES[0]), (linear_cross_entropy, MODES[1]), (log_probs, None)]
+)
+def test_autocast_computes_in_its_dtype_and_float32_weights_get_float32_gradients(head, function, mode):
     hidden, weight, target = head
     with torch.autocast("cpu", torch.bfloat16):
-        got = linear_cross_entropy(hidden, weight, target, backward=mode)
-    want = linear_cross_entropy(hidden.bfloat16(), weight, target, backward=mode)
+        got = function(hidden, weight, target, backward=mode)
+    narrow = weight if function is linear_cross_entropy else weight.bfloat16()
     assert got.dtype == torch.float32
-    assert torch.equal(got, want)
-    assert not torch.equal(got, linear_cross_entropy(hidden, weight, target, backward=mode))
-    (for_weight,) = torch.autograd.grad(got, weight)
+    assert torch.equal(got, function(hidden.bfloat16(), narrow, target, backward=mode))
+    assert not torch.equal(got, function(hidden, weight, target, backward=mode))
+    (for_weight,) = gradients(got, weight)
     assert for_weight.dtype == torch.float32
     assert not torch.equal(for_weight, for_weight.bfloat16().float())  # the sum itself, not one that was rounded
 
@@ -200,24 +182,17 @@ def test_autocast_computes_in_its_dtype_and_float32_weights_get_float32_gradient
 def test_low_precision_is_as_accurate_as_torch_itself(head, mode):
     hidden, weight, target = head
 
-    def gradients(loss, arrays):
-        return torch.autograd.grad(loss(*arrays), arrays)
-
-    def ours(h, w):
-        return linear_cross_entropy(h, w, target, backward=mode)
-
     def stored(h, w):
-        return torch.nn.functional.cross_entropy((h @ w.T).float(), target)
+        z = h @ w.T
+        return torch.nn.functional.cross_entropy(z if z.dtype == torch.float64 else z.float(), target)
 
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
-    exact = gradients(stored_in_float64(target), [x.detach().double().requires_grad_() for x in low])
-    for got, plain, want in zip(gradients(ours, low), gradients(stored, low), exact, strict=True):
+    double = [x.detach().double().requires_grad_() for x in low]
+    ours = gradients(linear_cross_entropy(*low, target, backward=mode), low)
+    exact = gradients(stored(*double), double)
+    for got, plain, want in zip(ours, gradients(stored(*low), low), exact, strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.double() - want).norm() <= 1.5 * (plain.double() - want).norm()
-
-
-def stored_in_float64(target):
-    return lambda h, w: torch.nn.functional.cross_entropy(h @ w.T, target)
 
 
 def test_small_float16_gradients_survive_until_the_loss_is_scaled(head):
@@ -225,83 +200,66 @@ def test_small_float16_gradients_survive_until_the_loss_is_scaled(head):
     hidden, weight, target = (x.detach() for x in head)
     low = [x.half().requires_grad_() for x in (hidden, weight)]
     tiny = 2.0**-24
-    loss = linear_cross_entropy(*low, target, normalizer=TOKENS / tiny, backward="in_forward")
-    got = torch.autograd.grad(loss / tiny, low)
-    want = torch.autograd.grad(linear_cross_entropy(*low, target, backward="in_forward"), low)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=0)
+    got = gradients(in_forward(*low, target, normalizer=TOKENS / tiny) / tiny, low)
+    assert_close(got, gradients(in_forward(*low, target), low), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_add_up_in_a_float32_main_grad(head, mode):
     hidden, weight, target = (x.detach() for x in head)
     weight = weight.bfloat16().requires_grad_()
-    weight.main_grad = torch.zeros(weight.shape)
-    for part in (slice(0, 10), slice(10, 20)):
-        loss = linear_cross_entropy(hidden[part].bfloat16(), weight, target[part], backward=mode)
-        loss.backward()
-    assert weight.grad is None
     plain = weight.detach().clone().requires_grad_()
-    want = torch.zeros(weight.shape)
+    weight.main_grad, want = torch.zeros(weight.shape), torch.zeros(weight.shape)
     for part in (slice(0, 10), slice(10, 20)):
-        (gradient,) = torch.autograd.grad(
-            linear_cross_entropy(hidden[part].bfloat16(), plain, target[part], backward=mode), plain
+        microbatch = functools.partial(
+            linear_cross_entropy, hidden[part].bfloat16(), target=target[part], backward=mode
         )
-        want += gradient
+        microbatch(weight).backward()
+        want += gradients(microbatch(plain), plain)[0]
+    assert weight.grad is None
     assert torch.equal(weight.main_grad, want)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_that_is_asked_for_is_returned_and_not_added_to_main_grad(head, mode):
-    hidden, weight, target = head
-    (want,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backward=mode), weight)
+    weight = head[1]
+    want = gradients(linear_cross_entropy(*head, backward=mode), weight)
     weight.main_grad = torch.zeros_like(weight)
-    (got,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backward=mode), weight)
-    assert torch.equal(got, want)
+    assert_close(gradients(linear_cross_entropy(*head, backward=mode), weight), want, rtol=0, atol=0)
     assert not weight.main_grad.any()
 
 
-def test_megatrons_hooks_still_see_a_gradient(head):
-    hidden, weight, target = head
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatrons_hooks_still_see_a_gradient(head, tied):
+    """Of a tied weight zeros, to which the embedding's gradient is added, before they go into `main_grad`."""
+    weight = head[1]
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    linear_cross_entropy(hidden, weight, target).backward()
+    weight.zero_out_wgrad = tied
+    (linear_cross_entropy(*head) + (weight.sum() if tied else 0)).backward()
     assert weight.grad_added_to_main_grad
     assert weight.grad.shape == weight.shape
     assert weight.main_grad.any()
-
-
-def test_of_a_tied_weight_megatrons_hooks_see_zeros(head):
-    """To which the embedding's gradient is added, before they go into `main_grad`."""
-    hidden, weight, target = head
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    weight.zero_out_wgrad = True
-    (linear_cross_entropy(hidden, weight, target) + weight.sum()).backward()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert not tied or torch.equal(weight.grad, torch.ones_like(weight))
 
 
 def test_statistics_that_are_not_used_cost_no_gradient(head):
     hidden, weight, target = head
     row = linear_row_statistics(hidden, weight, target, statistics=("lse", "entropy", "argmax"))
     assert not row.argmax.requires_grad
-    row.lse.sum().backward()
-    want = torch.autograd.grad(torch.logsumexp(hidden @ weight.T, 1).sum(), (hidden, weight))
-    torch.testing.assert_close(hidden.grad, want[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weight.grad, want[1], rtol=1e-5, atol=1e-6)
+    want = gradients(torch.logsumexp(hidden @ weight.T, 1).sum(), (hidden, weight))
+    assert_close(gradients(row.lse.sum(), (hidden, weight)), want, rtol=1e-5, atol=1e-6)
 
 
 def test_scalar_tensors_are_differentiated(head):
     hidden, weight, target = (x.detach() for x in head)
-    scale, beta = torch.tensor(0.7, requires_grad=True), torch.tensor(0.1, requires_grad=True)
-    smoothing, norm = torch.tensor(0.2, requires_grad=True), torch.tensor(7.0, requires_grad=True)
-    loss = linear_cross_entropy(
-        hidden, weight, target, logit_scale=scale, z_loss=beta, label_smoothing=smoothing, normalizer=norm
-    )
+    inputs = [torch.tensor(x, requires_grad=True) for x in (0.7, 0.1, 0.2, 7.0)]
+    names = ("logit_scale", "z_loss", "label_smoothing", "normalizer")
+    scale, beta, smoothing, norm = inputs
+    loss = linear_cross_entropy(hidden, weight, target, **dict(zip(names, inputs, strict=True)))
     z = scale * (hidden @ weight.T)
     lse, picked = torch.logsumexp(z, 1), z.gather(1, target[:, None])[:, 0]
     each = (1 - smoothing) * (lse - picked) + smoothing * (lse - z.mean(1)) + beta * lse**2
-    inputs = (scale, beta, smoothing, norm)
-    got, want = torch.autograd.grad(loss, inputs), torch.autograd.grad(each.sum() / norm, inputs)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(loss, inputs), gradients(each.sum() / norm, inputs), rtol=1e-5, atol=1e-6)
 
 
 def program_of(hidden, weight, target, mode):

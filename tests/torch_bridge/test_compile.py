@@ -2,8 +2,17 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge import cross_entropy, linear_cross_entropy, linear_row_statistics, selective_log_softmax
+from tests.torch_bridge.problems import head, value_and_gradients
+from torch_bridge import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+    selective_log_softmax,
+)
 
 MODES = ["in_forward", "recompute"]
 
@@ -15,93 +24,87 @@ def _no_memory_of_other_tests():
 
 
 def problem(tokens=12):
-    torch.manual_seed(tokens)
-    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
-    return hidden, weight, torch.randint(0, 40, (tokens,))
+    return *head(tokens, vocabulary=40), torch.rand(tokens) + 0.5
 
 
-def loss(mode, hidden, weight, target, scale=1.0):
-    return linear_cross_entropy(torch.tanh(hidden), weight, target, backward=mode, label_smoothing=0.1) * scale
+def loss(mode):
+    def function(hidden, weight, target, temperature=None):
+        return linear_cross_entropy(torch.tanh(hidden), weight, target, backward=mode, label_smoothing=0.1)
+
+    return function
 
 
-def gradients(function, hidden, weight, target):
-    value = function(hidden, weight, target)
-    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+def policy(hidden, weight, target, temperature):
+    found = linear_log_probs(torch.tanh(hidden), weight, target, temperature=temperature, return_entropy=True)
+    return -(found.log_probs * torch.cos(target.float())).mean() - 0.01 * found.entropy.mean()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_loss_is_the_eager_one_without_graph_breaks(mode):
-    def function(*given):
-        return loss(mode, *given)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for got, want in zip(gradients(compiled, *problem()), gradients(function, *problem()), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+def loss_and_statistics(hidden, weight, target, temperature):
+    row = linear_row_statistics(hidden, weight, target, statistics=("log_prob", "entropy", "argmax"))
+    return loss("auto")(hidden, weight, target) - (row.log_prob + 0.1 * row.entropy).mean()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
-def test_inductor_compiles_loss_and_statistics():
-    def function(hidden, weight, target):
-        row = linear_row_statistics(hidden, weight, target, statistics=("log_prob", "entropy", "argmax"))
-        return loss("auto", hidden, weight, target) - (row.log_prob + 0.1 * row.entropy).mean()
-
-    compiled = torch.compile(function, fullgraph=True)
-    for got, want in zip(gradients(compiled, *problem()), gradients(function, *problem()), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+def of_logits(function):
+    return lambda hidden, weight, target, temperature: function(torch.tanh(hidden) @ weight.T, target)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_changing_token_counts_are_compiled_once(mode):
-    def function(*given):
-        return loss(mode, *given)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (12, 7, 30, 300):
-            for got, want in zip(
-                gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True
-            ):
-                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
-
-
-MATERIALIZED = {
-    "in place": lambda logits, target: cross_entropy(logits, target, inplace_backward=True),
-    "none": lambda logits, target: cross_entropy(logits, target, reduction="none").square().sum(),
-    "options": lambda logits, target: cross_entropy(
+FUNCTIONS = {
+    "in_forward": loss("in_forward"),
+    "recompute": loss("recompute"),
+    "policy": policy,
+    "policy, by a number": lambda hidden, weight, target, _: policy(hidden, weight, target, 0.7),
+    "in place": of_logits(lambda logits, target: cross_entropy(logits, target, inplace_backward=True)),
+    "none": of_logits(lambda logits, target: cross_entropy(logits, target, reduction="none").square().sum()),
+    "options": of_logits(lambda logits, target: cross_entropy(
         logits, target, reduction="sum", label_smoothing=0.1, z_loss=0.1, logit_softcap=3.0, vocab_size=30,
         class_weights=torch.linspace(0, 2, 30), token_weights=torch.ones(len(target)) / 3,
+    )),
+    "normalizer": of_logits(lambda logits, target: cross_entropy(logits, target, normalizer=target.sum())),
+    "selective in place": of_logits(
+        lambda logits, target: selective_log_softmax(logits, target, inplace_backward=True).sum()
     ),
-    "normalizer": lambda logits, target: cross_entropy(logits, target, normalizer=target.sum()),
-    "selective in place": lambda logits, target: selective_log_softmax(logits, target, inplace_backward=True).sum(),
-    "several": lambda logits, target: selective_log_softmax(logits, torch.stack([target, target // 2], 1)).sum(),
+    "several": of_logits(
+        lambda logits, target: selective_log_softmax(logits, torch.stack([target, target // 2], 1)).sum()
+    ),
 }  # fmt: skip
+LINEAR = list(FUNCTIONS)[:4]
+
+
+def assert_as_eager(compiled, function, sizes, rtol, atol):
+    for tokens in sizes:
+        given = problem(tokens)
+        want = value_and_gradients(function, *given)
+        torch.testing.assert_close(value_and_gradients(compiled, *given), want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [*((name, None) for name in MATERIALIZED), ("options", True), ("several", True)]
+    ("name", "dynamic"),
+    [(name, None) for name in FUNCTIONS if "policy" not in name]
+    + [(name, True) for name in (*LINEAR, "options", "several")],
 )
-def test_losses_of_stored_logits_are_compiled_without_graph_breaks(name, dynamic):
-    def function(hidden, weight, target):
-        return MATERIALIZED[name](torch.tanh(hidden) @ weight.T, target)
+def test_a_compiled_function_is_the_eager_one_without_graph_breaks(name, dynamic):
+    """At any token count by one program if rows are dynamic, which from the second count on they are in any case."""
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=bool(dynamic) and name in LINEAR):
+        sizes = (12, 7, 30, 300) if dynamic else (12, 7, 30)
+        assert_as_eager(compiled, FUNCTIONS[name], sizes, 1e-6, 1e-7 if name in LINEAR else 1e-6)
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for tokens in (12, 7, 30):  # the second makes the rows dynamic where they are not from the start
-        for got, want in zip(gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+def test_a_compiled_function_serves_every_temperature_that_is_a_number():
+    compiled = torch.compile(policy, fullgraph=True, backend="aot_eager")
+    for temperature in (0.7, 1.0, 1.3, 1.7):
+        given = (*problem()[:3], temperature)
+        torch.testing.assert_close(compiled(*given), policy(*given), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
-@pytest.mark.parametrize("name", ["in place", "options", "selective in place"])
-def test_inductor_compiles_losses_of_stored_logits(name):
-    def function(hidden, weight, target):
-        return MATERIALIZED[name](torch.tanh(hidden) @ weight.T, target)
-
-    compiled = torch.compile(function, fullgraph=True)
-    for tokens in (12, 7):
-        for got, want in zip(gradients(compiled, *problem(tokens)), gradients(function, *problem(tokens)), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [(loss_and_statistics, (12,)), *((FUNCTIONS[n], (12, 7)) for n in ("in place", "options", "selective in place"))],
+)
+def test_inductor_compiles_losses_and_statistics(function, sizes):
+    assert_as_eager(torch.compile(function, fullgraph=True), function, sizes, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -113,27 +116,26 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inpl
     torch.library.opcheck(torch.ops.pallas_ce.materialized_row_statistics.default, arguments)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
 @pytest.mark.parametrize("differentiated", [0, 3])
-def test_the_loss_operator_passes_torchs_own_checks(mode, differentiated):
-    hidden, weight, target = problem()
+def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
+    hidden, weight, target, temperature = problem()
     tensors = [x.detach().requires_grad_(differentiated > 0) for x in (hidden, weight)]
-    options = [differentiated, "float32", "mean", -100, None, None, mode, None, None, True]
-    arguments = (*tensors, target.int(), *[None] * 7, *options)
-    torch.library.opcheck(torch.ops.pallas_ce.linear_cross_entropy.default, arguments)
-
-
-def test_the_statistics_operator_passes_torchs_own_checks():
-    hidden, weight, target = problem()
-    arguments = (hidden, weight, target.int(), None, None, None, torch.ones(12, dtype=torch.bool), None)
-    options = (3, "float32", "lse,entropy,max_logit,argmax", None, None, None, None, 1.0)
-    torch.library.opcheck(torch.ops.pallas_ce.linear_row_statistics.default, (*arguments, *options))
+    target = (torch.stack([target] * 3, 1) if "several" in name else target).int()
+    if name in MODES:
+        operator, others = torch.ops.pallas_ce.linear_cross_entropy, [None] * 7
+        options = [differentiated, "float32", "mean", -100, None, None, name, None, None, True]
+    elif name == "row_statistics":
+        operator, others = torch.ops.pallas_ce.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
+        options = [differentiated, "float32", "lse,entropy,max_logit,argmax", None, None, None, None, 1.0]
+    else:
+        operator, others = torch.ops.pallas_ce.linear_log_probs, [None, None, temperature]
+        options = [differentiated, "float32", True, True, True, -100, None, None, None, None, 1.0]
+    torch.library.opcheck(operator.default, (*tensors, target, *others, *options))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_dispatch_mode_sees_the_operators_and_gets_what_is_computed_without_one(mode):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     seen = []
 
     class Recorder(TorchDispatchMode):
@@ -141,20 +143,15 @@ def test_a_dispatch_mode_sees_the_operators_and_gets_what_is_computed_without_on
             seen.append(func.name())
             return func(*args, **(kwargs or {}))
 
-    def function(*given):
-        return loss(mode, *given)
-
-    want = gradients(function, *problem())
+    want = value_and_gradients(loss(mode), *problem())
     with Recorder():
-        got = gradients(function, *problem())
+        got = value_and_gradients(loss(mode), *problem())
     ours = [name for name in seen if name.startswith("pallas_ce")]
     assert ours == ["pallas_ce::linear_cross_entropy", "pallas_ce::linear_cross_entropy_backward"]
     assert all(map(torch.equal, got, want))
 
 
 def test_shapes_are_known_without_computing():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         hidden, weight = torch.empty(2, 3, 8, requires_grad=True), torch.empty(40, 8, requires_grad=True)
         target = torch.empty(2, 3, dtype=torch.int64)

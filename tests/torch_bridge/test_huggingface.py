@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from transformers.trainer_pt_utils import LabelSmoother
 
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
+from torch_bridge.integrations import huggingface
 
 VOCABULARY = 99
 SIZES = {
@@ -32,25 +34,15 @@ MODELS = {
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES)),
     "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SIZES, embd_pdrop=0.0)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            vocab_size=VOCABULARY,
-            n_positions=64,
-            bos_token_id=1,
-            eos_token_id=2,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-        )
-    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )),
     # Not known by name: compared with their own forward.
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SIZES, logits_scaling=3.0)),
     "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.5)),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**SIZES)),
-}
+}  # fmt: skip
 
 pytestmark = [
     # transformers says that GPT-2 names no loss; its default is the one meant.
@@ -59,9 +51,10 @@ pytestmark = [
 ]
 
 
-def make(name="llama"):
+def make(name="llama", **options):
+    """A model of that name, or a Llama with options in its configuration."""
     torch.manual_seed(0)
-    return MODELS[name]().train()
+    return (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **options)) if options else MODELS[name]()).train()
 
 
 def batch():
@@ -84,26 +77,32 @@ def relative(got, want):
     return float((got - want).norm() / want.norm().clamp(min=1e-6))
 
 
+def check_steps(model, *further):
+    """Of the model as it is, and when it is patched."""
+    want = [step(model, **options) for options in further]
+    patch_causal_lm(model)
+    for options, (exact, exact_gradients) in zip(further, want, strict=True):
+        got, gradients = step(model, **options)
+        assert got.logits is None
+        assert abs(got.loss.item() - exact.loss.item()) <= 1e-5 * abs(exact.loss.item())
+        assert gradients.keys() == exact_gradients.keys()
+        for key, gradient in exact_gradients.items():
+            assert relative(gradients[key], gradient) < 1e-5, key
+    return gradients
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("items", [None, 17])
-def test_a_training_step_has_the_same_loss_and_gradients_without_logits(name, items):
-    model = make(name)
-    further = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
-    want, want_gradients = step(model, **further)
-    got, got_gradients = step(patch_causal_lm(model), **further)
-    assert got.logits is None
-    assert abs(got.loss.item() - want.loss.item()) <= 1e-5 * abs(want.loss.item())
-    for key, gradient in want_gradients.items():
-        assert relative(got_gradients[key], gradient) < 1e-5, key
+def test_a_training_step_has_the_same_loss_and_gradients_without_logits(name):
+    check_steps(make(name), {}, {"num_items_in_batch": torch.tensor(17)})
 
 
 @pytest.mark.parametrize("unused", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
 def test_what_a_configuration_states_and_its_model_does_not_use_is_not_applied(unused):
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **{unused: 0.5})).train()
-    _, want = step(model)
-    _, got = step(patch_causal_lm(model))
-    assert relative(got["lm_head.weight"], want["lm_head.weight"]) < 1e-5
+    check_steps(make(**{unused: 0.5}), {})
+
+
+def test_tied_embeddings_train_as_one_parameter():
+    assert "lm_head.weight" not in check_steps(make(tie_word_embeddings=True), {})
 
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
@@ -139,9 +138,7 @@ def test_labels_that_are_shifted_already_and_tuples_are_understood():
     given = batch()
     want = model(**given).loss
     shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:]
-    got = model(
-        given["input_ids"], given["attention_mask"], labels=given["labels"], shift_labels=shifted, return_dict=False
-    )
+    got = model(**given, shift_labels=shifted, return_dict=False)
     assert isinstance(got, tuple)
     assert torch.equal(got[0], want)
 
@@ -175,8 +172,6 @@ def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_afte
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
-    from torch_bridge.integrations import huggingface
-
     seen = []
 
     def spy(hidden, weight, labels, **options):
@@ -193,8 +188,6 @@ def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
 
 
 def test_label_smoothing_is_that_of_trainers_label_smoother():
-    from transformers.trainer_pt_utils import LabelSmoother
-
     model, given = make(), batch()
     out = model(input_ids=given["input_ids"])
     want = LabelSmoother(epsilon=0.1)(out, given["labels"], shift_labels=True)
@@ -223,15 +216,7 @@ def test_a_patched_model_is_copied_saved_and_unpatched(tmp_path):
         unpatch_causal_lm(twin)
 
 
-def test_tied_embeddings_train_as_one_parameter():
-    def tied():
-        torch.manual_seed(0)
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True)).train()
-
-    _, want = step(tied())
-    _, got = step(patch_causal_lm(tied()))
-    assert "lm_head.weight" not in want
-    assert relative(got["model.embed_tokens.weight"], want["model.embed_tokens.weight"]) < 1e-5
+ROUTED = hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
 
 
 class ScaledForCausalLM(hf.LlamaForCausalLM):
@@ -241,16 +226,6 @@ class ScaledForCausalLM(hf.LlamaForCausalLM):
         out = super().forward(*args, **kwargs)
         out.logits = out.logits * 1.5
         return out
-
-
-def scaled():
-    torch.manual_seed(0)
-    return ScaledForCausalLM(hf.LlamaConfig(**SIZES))
-
-
-def routed():
-    config = hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
-    return hf.MixtralForCausalLM(config)
 
 
 def with_other_head():
@@ -273,10 +248,6 @@ class MeanForCausalLM(hf.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def without_num_items():
-    return MeanForCausalLM(hf.LlamaConfig(**SIZES))
-
-
 def on_meta():
     with torch.device("meta"):
         return make("olmo2")
@@ -287,11 +258,11 @@ def on_meta():
     [
         (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
-        (scaled, "logits differ"),
-        (routed, "output_router_logits"),
+        (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
+        (lambda: hf.MixtralForCausalLM(ROUTED), "output_router_logits"),
         (with_other_head, "Sequential"),
         (without_shift, "own loss of four labels"),
-        (without_num_items, "own loss of four labels .* num_items_in_batch=7"),
+        (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
         (on_meta, "after its weights are loaded"),
     ],
 )

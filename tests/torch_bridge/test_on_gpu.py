@@ -70,8 +70,7 @@ def test_a_call_waits_for_each_of_its_tensors(mode, late):
         torch.cuda.synchronize()
         torch.cuda._sleep(_CYCLES // 10)
         tensors[late].detach().copy_(given[late].detach())
-        for got, exactly in zip(gradients(tensors), want, strict=True):
-            assert torch.equal(got, exactly)
+        assert all(map(torch.equal, gradients(tensors), want))
 
 
 @pytest.mark.parametrize("mode", ["in_forward", "recompute", None])
@@ -122,8 +121,7 @@ def test_gradients_that_are_handed_over_are_those_that_are_computed(dtype, upstr
     hidden, weight, target = problem(tokens=300, dtype=dtype)
     loss = linear_cross_entropy(hidden, weight, target, backward="in_forward") * upstream
     kept = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), kept, strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, torch.autograd.grad(loss, (hidden, weight)), kept))
 
 
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])
@@ -141,8 +139,7 @@ def test_tensors_may_begin_anywhere(mode):
         loss = linear_cross_entropy(*leaves, target, backward=mode)
         return loss, *torch.autograd.grad(loss, leaves)
 
-    for got, want in zip(results(*views), results(*(view.clone() for view in views)), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, results(*views), results(*(view.clone() for view in views))))
 
 
 def test_stored_logits_may_begin_anywhere():
@@ -191,8 +188,7 @@ def test_log_probs_on_the_device_are_those_of_stored_logits():
     found = linear_log_probs(hidden, weight, target, temperature=temperature, return_entropy=True)
     log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature[:, None], 1)
     want = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    for got, exactly in zip(found[:2], want, strict=True):
-        torch.testing.assert_close(got.double(), exactly, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(tuple(x.double() for x in found[:2]), want, rtol=1e-5, atol=1e-4)
     assert (found.log_probs.sum() + found.entropy.sum()).requires_grad
 
 

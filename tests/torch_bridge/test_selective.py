@@ -1,6 +1,5 @@
 """The PyTorch function that reinforcement learning libraries import: exact, and never a second array of logits."""
 
-import contextlib
 from typing import Any
 from unittest import mock
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 
 import torch_bridge
-from tests.torch_bridge import reference
+from tests.torch_bridge.problems import as_on_a_gpu
 from torch_bridge.autograd import eager
-from torch_bridge.materialized import chunks, kernels
+from torch_bridge.materialized import chunks
 from torch_bridge.selective import log_probs_from_logits, logprobs_from_logits, selective_log_softmax
 
 
@@ -57,11 +56,8 @@ def test_values_and_gradients_are_those_of_the_exact_log_softmax(data: Any) -> N
     exact = exact.masked_fill(empty, 0.0)
     want = want.detach().masked_fill(empty.reshape(*logits.shape[:-1], *[1] * len(several)), -torch.inf)
 
-    by_kernels = contextlib.nullcontext()
-    if data.draw(st.booleans()):
-        by_kernels = mock.patch.object(kernels, "serving", reference.by_xla)
-    elements = data.draw(st.sampled_from([37, 2**24]))
-    with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 2), by_kernels:
+    kernels, elements = as_on_a_gpu(data.draw(st.booleans())), data.draw(st.sampled_from([37, 2**24]))
+    with mock.patch.dict(chunks.ELEMENTS, cpu=elements), mock.patch.object(chunks, "LEAST_ROWS", 2), kernels:
         if temperature == 1.0:
             value = selective_log_softmax(logits, index, inplace_backward=inplace)
         else:
@@ -137,19 +133,6 @@ def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_back
     assert backward.made == 1
 
 
-def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for() -> None:
-    leaf = torch.randn(4, 9, requires_grad=True)
-    index = torch.randint(0, 9, (4,))
-    logits = leaf * 1.0
-    logits.retain_grad()
-    selective_log_softmax(logits, index, inplace_backward=True).sum().backward()
-    (exact,) = torch.autograd.grad(_exact(leaf, index).sum(), leaf)
-    torch.testing.assert_close(leaf.grad, exact)
-    torch.testing.assert_close(logits.detach(), exact)
-    with pytest.raises(ValueError, match="inplace_backward=True on logits that are a leaf"):
-        selective_log_softmax(leaf, index, inplace_backward=True)
-
-
 def test_the_names_that_are_imported() -> None:
     logits, labels = torch.randn(2, 3, 9, requires_grad=True), torch.randint(0, 9, (2, 3))
     torch.testing.assert_close(logprobs_from_logits(logits, labels), _exact(logits, labels)[..., 0].float())
@@ -165,18 +148,3 @@ def test_nothing_asked_for_gives_nothing(shape: Any, index_shape: Any) -> None:
     assert value.shape == index_shape
     value.sum().backward()
     assert not logits.grad.any()
-
-
-@pytest.mark.parametrize(
-    ("logits", "index", "kind", "message"),
-    [
-        (torch.zeros(2, 3), torch.zeros(2), TypeError, "index has dtype torch.float32; it must be an integer one"),
-        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), ValueError, r"index has shape \(3,\); logits' leading"),
-        (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), TypeError, "logits have dtype"),
-        (torch.zeros(2, 0), torch.zeros(2, dtype=torch.long), ValueError, r"logits of shape \(2, 0\), which have none"),
-        (torch.zeros(2, 3), torch.tensor([0, 3]), RuntimeError, "out of bounds"),
-    ],
-)
-def test_impossible_arguments_are_named(logits: Any, index: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        selective_log_softmax(logits, index)

@@ -3,14 +3,13 @@
 Some would give zero or wrong numbers, others fail obscurely.
 """
 
-import contextlib
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tests.torch_bridge import reference
+from tests.torch_bridge.problems import as_on_a_gpu
 from torch_bridge import (
     cross_entropy,
     linear_cross_entropy,
@@ -19,7 +18,7 @@ from torch_bridge import (
     selective_log_softmax,
     vocab_parallel_cross_entropy,
 )
-from torch_bridge.materialized import chunks, kernels
+from torch_bridge.materialized import chunks
 
 # PyTorch's own, where forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -92,9 +91,9 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("serving", [None, reference.by_xla])
+@pytest.mark.parametrize("on_a_gpu", [False, True])
 @pytest.mark.parametrize("name", TWICE)
-def test_a_gradient_is_not_differentiated_again_whatever_it_is_of(name, serving):
+def test_a_gradient_is_not_differentiated_again_whatever_it_is_of(name, on_a_gpu):
     function, (first, *others), options = TWICE[name]
     values = {"token_weights": torch.rand(len(first)), "z_loss": torch.tensor(0.1), "normalizer": torch.tensor(3.0)}
     inputs = {"first": first.clone()} | {option: values[option].clone() for option in options}
@@ -102,8 +101,7 @@ def test_a_gradient_is_not_differentiated_again_whatever_it_is_of(name, serving)
     def loss(first, **given):
         return function(first, *others, label_smoothing=0.1, **given).sum() if given else function(first, *others).sum()
 
-    by_kernels = mock.patch.object(kernels, "serving", serving) if serving else contextlib.nullcontext()
-    with by_kernels, mock.patch.object(chunks, "LEAST_ROWS", 4):
+    with as_on_a_gpu(on_a_gpu), mock.patch.object(chunks, "LEAST_ROWS", 4):
         for of in inputs:
             tensors = {key: x.detach().requires_grad_() for key, x in inputs.items()}
             value = loss(**tensors)

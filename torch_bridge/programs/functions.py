@@ -90,7 +90,7 @@ def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> A
     _, call, _ = checked
     if known is None or call.logit_scale is not None:
         return {}
-    sums = {"input": known.hidden, "linear_weight": known.weight, "linear_bias": known.bias}
+    sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
     return {name: x for name, x in sums.items() if x is not None}
 
 

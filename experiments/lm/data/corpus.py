@@ -6,7 +6,7 @@ Order, digest and split depend on nothing but the names and the contents of the 
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +42,18 @@ def load_documents(data: str) -> list[Document]:
         UsageError: if there is nothing to read.
     """
     if not data:
-        return _standard_library()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [path for path in root.rglob("*.py") if not path.name.startswith(_SKIPPED_PREFIX)]
+        paths = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)]
+        nothing = f"the Python standard library at {root} has no source files; give a text with --data PATH"
+        return _documents_below(root, paths, nothing)
     path = Path(data)
     if not path.exists():
         raise UsageError(f"the text {data} does not exist")
     if path.is_dir():
-        documents = list(_documents_below(path, _visible_files(path)))
-        if not documents:
-            raise UsageError(f"the folder {data} holds no file of UTF-8 text that is not empty")
-        return documents
+        return _documents_below(
+            path, _visible_files(path), f"the folder {data} holds no file of UTF-8 text that is not empty"
+        )
     text = _read(path)
     if text is None:
         raise UsageError(f"the file {data} is not UTF-8 text")
@@ -101,16 +104,6 @@ def split(documents: Sequence[Document], validation_fraction: float) -> tuple[li
     return training, validation
 
 
-def _standard_library() -> list[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in root.rglob("*.py") if not path.name.startswith(_SKIPPED_PREFIX)]
-    paths = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)]
-    documents = list(_documents_below(root, paths))
-    if not documents:
-        raise UsageError(f"the Python standard library at {root} has no source files; give a text with --data PATH")
-    return documents
-
-
 def _visible_files(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}")
@@ -120,11 +113,13 @@ def _visible_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if not name.startswith(".") and Path(folder, name).is_file())
 
 
-def _documents_below(root: Path, paths: Iterator[Path] | Sequence[Path]) -> Iterator[Document]:
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        text = _read(path)
-        if text is not None and text.strip():
-            yield Document(name, text)
+def _documents_below(root: Path, paths: Iterable[Path], nothing: str) -> list[Document]:
+    """Those of the paths that are text; without any, `nothing` is the error."""
+    texts = {path.relative_to(root).as_posix(): _read(path) for path in paths}
+    documents = [Document(name, text) for name, text in sorted(texts.items()) if text is not None and text.strip()]
+    if not documents:
+        raise UsageError(nothing)
+    return documents
 
 
 def _read(path: Path) -> str | None:
@@ -143,13 +138,11 @@ def _read(path: Path) -> str | None:
 
 def _pieces(text: str) -> Iterator[Document]:
     lines: list[str] = []
-    length = 0
     number = 0
     for line in text.splitlines(keepends=True):
         lines.append(line)
-        length += len(line)
-        if length >= _PIECE_CHARACTERS:
+        if sum(map(len, lines)) >= _PIECE_CHARACTERS:
             yield Document(f"piece {number:08d}", "".join(lines))
-            lines, length, number = [], 0, number + 1
+            lines, number = [], number + 1
     if "".join(lines).strip():
         yield Document(f"piece {number:08d}", "".join(lines))

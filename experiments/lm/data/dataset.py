@@ -5,6 +5,7 @@ from pathlib import Path
 from experiments.lm.config import TrainConfig
 from experiments.lm.data import corpus, packing, tokenizer
 from experiments.lm.data.packing import Dataset
+from experiments.lm.errors import UsageError
 
 
 def load_dataset(config: TrainConfig) -> Dataset:
@@ -25,7 +26,11 @@ def load_dataset(config: TrainConfig) -> Dataset:
     tokens = tokenizer.encode(bpe, training)
     end_of_text = tokenizer.end_of_text_id(bpe)
     rows = packing.pack(tokens, config.sequence_length, end_of_text)
-    packing.check_enough_rows(rows, config.batch_size, len(tokens))
+    if len(rows) < config.batch_size:
+        raise UsageError(
+            f"the training text has {len(tokens)} tokens, too few for one batch of {config.batch_size} rows of "
+            f"{config.sequence_length} tokens; give more text, or lower --batch-size or --sequence-length"
+        )
     validation_rows = packing.pack(tokenizer.encode(bpe, validation), config.sequence_length, end_of_text)
     source = "from the cache" if cached else "trained now"
     print(

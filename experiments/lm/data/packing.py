@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lm.errors import UsageError
-
 IGNORE_INDEX = -100
 
 
@@ -65,16 +63,6 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     counts = np.bincount(tokens)
     probabilities = counts[counts > 0] / tokens.size
     return float(-(probabilities * np.log(probabilities)).sum())
-
-
-def check_enough_rows(rows: np.ndarray, batch_size: int, tokens: int) -> None:
-    """Raises a UsageError if the rows do not fill one batch."""
-    if len(rows) < batch_size:
-        sequence_length = rows.shape[1] - 1
-        raise UsageError(
-            f"the training text has {tokens} tokens, too few for one batch of {batch_size} rows of {sequence_length} "
-            "tokens; give more text, or lower --batch-size or --sequence-length"
-        )
 
 
 @functools.lru_cache(maxsize=2)

@@ -37,14 +37,15 @@ def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Pa
     key = f"{digest(documents)} {vocab_size} {version('tokenizers')}"
     path = cache_dir / f"bpe-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     cached = _read_cached(path, vocab_size)
-    if cached is not None:
-        return cached, True
-    tokenizer = _train((document.text for document in documents), vocab_size)
-    try:
-        write_atomically(path, tokenizer.to_str())
-    except OSError as error:
-        raise UsageError(f"the cache folder {cache_dir} cannot be written: {error.strerror}") from None
-    return tokenizer, False
+    tokenizer = cached or _train((document.text for document in documents), vocab_size)
+    if cached is None:
+        try:
+            write_atomically(path, tokenizer.to_str())
+        except OSError as error:
+            raise UsageError(f"the cache folder {cache_dir} cannot be written: {error.strerror}") from None
+    # A text may spell out "<|endoftext|>": it is text there, not the end of a document. The file does not keep this.
+    tokenizer.encode_special_tokens = True
+    return tokenizer, cached is not None
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> np.ndarray:
@@ -88,13 +89,6 @@ def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"vocab_size is {vocab_size}, but the text supports only {entries} entries; "
             f"use --vocab-size {entries} or less, or give more text"
         )
-    return _with_plain_special_tokens(tokenizer)
-
-
-def _with_plain_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    # A text may spell out "<|endoftext|>": it is text there, not the end of a document. This setting is not saved in
-    # the tokeniser's file.
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -105,6 +99,5 @@ def _read_cached(path: Path, vocab_size: int) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # The library raises plain Exception; a file that cannot be read is trained and written again.
         return None
-    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(END_OF_TEXT) is None:
-        return None
-    return _with_plain_special_tokens(tokenizer)
+    sound = tokenizer.get_vocab_size() == vocab_size and tokenizer.token_to_id(END_OF_TEXT) is not None
+    return tokenizer if sound else None

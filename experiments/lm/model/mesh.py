@@ -60,18 +60,17 @@ class Layout:
         """Shardings of a pytree of arrays, by the names that its `nnx.Param`s carry; other leaves are whole."""
         with nnx.logical_axis_rules(_RULES):
             places = nnx.get_named_sharding(state, self.mesh)
-        # Where an optimiser has no state for a parameter, there is nothing to place.
-        return jax.tree.map(lambda x, place: x if _is_masked(x) else place, state, places, is_leaf=_is_masked)
+
+        def is_masked(x: Any) -> bool:  # where an optimiser has no state for a parameter, there is nothing to place
+            return isinstance(x, optax.MaskedNode)
+
+        return jax.tree.map(lambda x, place: x if is_masked(x) else place, state, places, is_leaf=is_masked)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.mesh.shape.items() if size > 1]
         used, there = self.mesh.size, jax.device_count()
         words = ", ".join([*(sizes or ["one device"]), *([_SEQUENCE] if self.sequence else [])])
         return words + (f"; {used} of {there} devices" if used != there else "")
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def padded_vocab_size(config: TrainConfig) -> int:
@@ -89,8 +88,8 @@ def make_layout(config: TrainConfig) -> Layout:
     sizes, sequence = _parse(config.mesh)
     _check_division(config, sizes, sequence)
     used, there = math.prod(sizes.values()), jax.device_count()
-    product = " · ".join(str(size) for size in sizes.values() if size > 1)
-    product = f"{product} = {used}" if "·" in product else str(used)
+    split = [str(size) for size in sizes.values() if size > 1]
+    product = f"{' · '.join(split)} = {used}" if len(split) > 1 else str(used)
     if used > there:
         raise UsageError(
             f"mesh is {config.mesh!r}, which needs {product} devices, but there are {there}; the sizes' product may be "
@@ -101,10 +100,8 @@ def make_layout(config: TrainConfig) -> Layout:
             f"mesh is {config.mesh!r}, of {product} devices, but the {jax.process_count()} processes have "
             f"{there}; with several processes the sizes must multiply to {there}, for instance data={there}"
         )
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), _AXES, axis_types=(AxisType.Auto,) * len(_AXES), devices=jax.devices()[:used]
-    )
-    return Layout(mesh, sequence)
+    types = (AxisType.Auto,) * len(_AXES)
+    return Layout(jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=types, devices=jax.devices()[:used]), sequence)
 
 
 def refuse_other_padding(stored: TrainConfig, config: TrainConfig) -> None:

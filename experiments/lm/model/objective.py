@@ -57,10 +57,10 @@ def objective(config: TrainConfig, head: str) -> Objective:
 
 def _logits(model: LanguageModel, inputs: jax.Array) -> jax.Array:
     hidden = model.body(inputs)
-    return hidden @ _kernel(model).astype(hidden.dtype)
+    return hidden @ kernel(model).astype(hidden.dtype)
 
 
-def _kernel(model: LanguageModel) -> jax.Array:
+def kernel(model: LanguageModel) -> jax.Array:
     """The head's parameters as `[H, V']`."""
     if model.head.kernel is not None:
         return model.head.kernel[...]

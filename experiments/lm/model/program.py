@@ -45,9 +45,8 @@ class Program:
         abstract_state: its shapes, dtypes and shardings.
         train: `(state, rows [B, T + 1])` to the next state and the step's numbers; the old state is given up.
         validate: `(params, rows [B, T + 1])` to the mean loss over counted labels.
-        parameters: number of trained parameters.
-        step_temporary_bytes: the training step's memory beside its inputs and outputs, as the compiler planned it.
-        compile_seconds: what compiling took.
+        facts: number of trained `parameters`, `step_temporary_bytes` (the training step's memory beside its inputs and
+            outputs, as the compiler planned it) and `compile_seconds`.
     """
 
     head: str
@@ -55,9 +54,7 @@ class Program:
     abstract_state: TrainState
     train: Callable[[TrainState, np.ndarray], tuple[TrainState, StepNumbers]]
     validate: Callable[[Params, np.ndarray], jax.Array]
-    parameters: int
-    step_temporary_bytes: int
-    compile_seconds: float
+    facts: dict[str, float]
 
 
 def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
@@ -126,7 +123,9 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
         abstract_state=abstract_state,
         train=lambda state, rows: compiled_train(state, placed(rows)),
         validate=lambda params, rows: compiled_validate(params, placed(rows)),
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
-        step_temporary_bytes=plan.temp_size_in_bytes if plan is not None else 0,
-        compile_seconds=time.perf_counter() - started,
+        facts={
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
+            "step_temporary_bytes": plan.temp_size_in_bytes if plan is not None else 0,
+            "compile_seconds": time.perf_counter() - started,
+        },
     )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.command_line import write_atomically
+from experiments.command_line import write_record
 from experiments.lm.errors import RunError, UsageError
 from experiments.lm.run.memory import as_text
 from experiments.lm.run.processes import is_first
@@ -48,6 +48,7 @@ class Checkpoints[State]:
         Raises:
             RunError: if it cannot be written.
         """
+        folder = self.folder / str(step)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_by_path(state)), description=ocp.args.JsonSave(description)
         )
@@ -56,11 +57,11 @@ class Checkpoints[State]:
             with self._manager() as manager:
                 manager.save(step, args=items)
             if is_first():
-                _write_checksums(self.folder / str(step))
+                files = sorted(path for path in folder.rglob("*") if path.is_file())
+                checksums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+                write_record(folder / _CHECKSUMS, checksums)
         except Exception as error:  # A full disk surfaces as many types, from OSError to tensorstore's own.
-            raise RunError(
-                f"the checkpoint {self.folder / str(step)} cannot be written: {_first_line(error)}"
-            ) from error
+            raise RunError(f"the checkpoint {folder} cannot be written: {_first_line(error)}") from error
 
     def description(self, step: int) -> dict[str, Any]:
         """What was stored beside the state at `step`.
@@ -68,8 +69,7 @@ class Checkpoints[State]:
         Raises:
             UsageError: if the checkpoint is damaged.
         """
-        restored = self._restore(step, description=ocp.args.JsonRestore())
-        return dict(restored["description"])
+        return dict(self._restore(step, description=ocp.args.JsonRestore())["description"])
 
     def restore(self, step: int, like: State) -> State:
         """Reads the state saved at `step`.
@@ -117,12 +117,6 @@ def _by_path(tree: Any) -> dict[str, Any]:
     """The leaves by their path in the tree, so that a checkpoint does not depend on the classes of its containers."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _write_checksums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    checksums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
-    write_atomically(folder / _CHECKSUMS, json.dumps(checksums, indent=0))
 
 
 def _damage(folder: Path) -> str | None:

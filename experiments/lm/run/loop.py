@@ -21,60 +21,35 @@ from experiments.lm.run.checkpoint import Checkpoints
 from experiments.lm.run.metrics import MetricsLog
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a finished training gave.
-
-    Attributes:
-        validation_loss: over all validation rows after the last step, nats a token.
-        steps_taken: training steps since the start or the resumption.
-        tokens_per_second: of those steps; NaN where all of them had been taken before.
-        peak_bytes: see `memory.peak_bytes`.
-    """
-
-    validation_loss: float
-    steps_taken: int
-    tokens_per_second: float
-    peak_bytes: int
-
-
+@dataclasses.dataclass
 class Trainer:
     """One loss head's training on one dataset.
 
-    Args:
+    Attributes:
         program: the compiled steps.
         config: the run's configuration.
         dataset: the rows to train and to validate on.
         checkpoints: where the state is saved.
         log: where numbers are recorded.
-        stop_signal: asked after every step; a signal's number ends the training.
+        stop_signal: asked after every step; a signal's number, 0 for none, ends the training.
         budget: end after so many steps.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        config: TrainConfig,
-        dataset: Dataset,
-        checkpoints: Checkpoints[TrainState],
-        log: MetricsLog,
-        stop_signal: Callable[[], int | None],
-        budget: float = math.inf,
-    ) -> None:
-        self.program = program
-        self.config = config
-        self.dataset = dataset
-        self.checkpoints = checkpoints
-        self.log = log
-        self.stop_signal = stop_signal
-        self.budget = budget
-        self._seconds = 0.0
-        self._started = 0.0
-        self._first_step = 0
-        self._learning_rates = np.asarray(jax.vmap(learning_rate_schedule(config))(np.arange(config.steps)))
+    program: Program
+    config: TrainConfig
+    dataset: Dataset
+    checkpoints: Checkpoints[TrainState]
+    log: MetricsLog
+    stop_signal: Callable[[], int]
+    budget: float = math.inf
 
-    def run(self, resume: bool) -> Result:
-        """Trains to the last step and validates.
+    def __post_init__(self) -> None:
+        self._seconds = self._started = 0.0
+        self._first_step = 0
+        self._learning_rates = np.asarray(jax.vmap(learning_rate_schedule(self.config))(np.arange(self.config.steps)))
+
+    def run(self, resume: bool) -> int:
+        """Trains to the last step, validates and records the summary; returns how many steps that took.
 
         Args:
             resume: go on from the newest checkpoint, where there is one.
@@ -84,15 +59,24 @@ class Trainer:
             RunError: if the loss is not finite.
             Stopped: if the training was ended early; what was done is saved.
         """
+        head, steps = self.program.head, self.config.steps
         step, state = self._restore() if resume else (0, self.program.initial_state(self.config.seed))
-        self.log.rewind(self.program.head, step)
+        self.log.rewind(head, step)
         self._first_step = step
-        steps = self.config.steps
         # Lines in a log file are for looking at later: few of them.
-        with tqdm(total=steps, initial=step, desc=self.program.head, unit="step", dynamic_ncols=True) as bar:
+        with tqdm(total=steps, initial=step, desc=head, unit="step", dynamic_ncols=True) as bar:
             bar.mininterval = 0.2 if bar.fp.isatty() else 10.0
             validation_loss = self._train(step, state, bar)
-        return Result(validation_loss, steps - step, self._tokens_per_second(steps), memory.peak_bytes())
+        numbers = {
+            "validation_loss": validation_loss,
+            "unigram_entropy": self.dataset.unigram_entropy,
+            "tokens_per_second": self._tokens_per_second(steps),
+            "peak_bytes": memory.peak_bytes(),
+            **self.program.facts,
+        }
+        # JSON has no NaN, which stands for the speed of a session that had nothing left to train.
+        self.log.write("summary", head, steps, **{k: number for k, number in numbers.items() if not math.isnan(number)})
+        return steps - step
 
     def _train(self, step: int, state: TrainState, bar: "tqdm[Any]") -> float:
         pending: StepNumbers | None = None
@@ -105,36 +89,34 @@ class Trainer:
                 self._record(step, pending, bar)  # While the device works on the next step.
             pending, step = numbers, step + 1
             last = step == self.config.steps
-            stopped = self._stop_reason(step)
+            exit_code = self._exit_code(step)
             validates = last or step % self.config.validate_every == 0
-            saves = last or step % self.config.checkpoint_every == 0 or stopped is not None
+            saves = last or step % self.config.checkpoint_every == 0 or exit_code is not None
             if not (validates or saves):
                 continue
             self._record(step, pending, bar)
             pending = None
             self._pause_clock()
             if validates:
-                validation_loss = self.validate(state.params)
-                self.log.write("validation", self.program.head, step, loss=validation_loss)
+                validation_loss = self._validated(step, state.params)
             if saves:
                 self.checkpoints.save(step, state, self._description())
-            if stopped is not None and not last:
-                raise Stopped(
-                    f"stopped after step {step} of {self.config.steps}; everything up to it is saved", stopped
-                )
+            if exit_code is not None and not last:
+                done = f"stopped after step {step} of {self.config.steps}; everything up to it is saved"
+                raise Stopped(done, exit_code)
             self._started = time.perf_counter()
-        if validation_loss is None:  # Resumed after the last step.
-            validation_loss = self.validate(state.params)
-            self.log.write("validation", self.program.head, step, loss=validation_loss)
-        return validation_loss
+        # Without a loss it was resumed after the last step.
+        return self._validated(step, state.params) if validation_loss is None else validation_loss
 
-    def validate(self, params: Params) -> float:
-        """The mean loss over all counted labels of the validation rows, nats a token."""
+    def _validated(self, step: int, params: Params) -> float:
+        """The mean loss over all counted labels of the validation rows, nats a token, recorded."""
         end_of_text = self.dataset.end_of_text
         batches = packing.validation_batches(self.dataset.validation, self.config.batch_size, end_of_text)
         losses = [self.program.validate(params, batch) for batch in batches]
         counts = [packing.counted_labels(batch, end_of_text) for batch in batches]
-        return math.fsum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        loss = math.fsum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        self.log.write("validation", self.program.head, step, loss=loss)
+        return loss
 
     def _record(self, step: int, numbers: StepNumbers, bar: "tqdm[Any]") -> None:
         loss, gradient_norm = float(numbers.loss), float(numbers.gradient_norm)
@@ -152,12 +134,8 @@ class Trainer:
             learning_rate=float(self._learning_rates[step - 1]),
             seconds=round(self._seconds, 4),
         )
-        shown = {
-            "loss": f"{loss:.3f}",
-            "tokens/s": f"{self._tokens_per_second(step):,.0f}",
-            "peak": memory.as_text(memory.peak_bytes()),
-        }
-        bar.set_postfix(shown, refresh=False)
+        speed, peak = f"{self._tokens_per_second(step):,.0f}", memory.as_text(memory.peak_bytes())
+        bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": speed, "peak": peak}, refresh=False)
         bar.update()
 
     def _pause_clock(self) -> None:
@@ -169,10 +147,9 @@ class Trainer:
         tokens = (step - self._first_step) * self.config.batch_size * self.config.sequence_length
         return tokens / self._seconds if self._seconds and tokens else math.nan
 
-    def _stop_reason(self, step: int) -> int | None:
-        """The exit code to stop with after this step, or None to go on."""
-        number = self.stop_signal()
-        if number is not None:
+    def _exit_code(self, step: int) -> int | None:
+        """What to stop with after this step, or None to go on."""
+        if number := self.stop_signal():
             return 128 + number
         return 0 if step - self._first_step >= self.budget else None
 

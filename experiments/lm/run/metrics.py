@@ -8,31 +8,26 @@ Every record has `kind`, `head` and `step` (the number of optimiser steps taken)
 * `summary`: the numbers printed at the end.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from experiments.command_line import write_atomically
 
 Record = dict[str, Any]
 
 
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """An append-only file of records; use it in a `with` statement. Without a path nothing is recorded."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._file = (path or Path(os.devnull)).open("a", encoding="utf-8")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, kind: str, head: str, step: int, **numbers: float) -> None:
@@ -44,17 +39,14 @@ class MetricsLog:
         """Drops what was recorded for `head` after `step`, and its summary: a resumed run records it again."""
         if self.path is None:
             return
-
-        def stays(record: Record) -> bool:
-            return record["head"] != head or (record["step"] <= step and record["kind"] != "summary")
-
-        self._rewrite(self.path, stays)
-
-    def _rewrite(self, path: Path, stays: Callable[[Record], bool]) -> None:
-        lines = [json.dumps(record) + "\n" for record in read_records(path) if stays(record)]
+        lines = [
+            json.dumps(record) + "\n"
+            for record in read_records(self.path)
+            if record["head"] != head or (record["step"] <= step and record["kind"] != "summary")
+        ]
         self._file.close()
-        write_atomically(path, "".join(lines))
-        self._file = path.open("a", encoding="utf-8")
+        write_atomically(self.path, "".join(lines))
+        self._file = self.path.open("a", encoding="utf-8")
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -32,15 +32,10 @@ def _loss_figure(records: list[Record], unigram_entropy: float) -> Figure:
     # Two curves that agree hide each other: the second is drawn dashed on top of the first.
     styles = (("fused", "tab:blue", "-"), ("logits", "tab:green", "-"), ("canonical", "tab:orange", "--"))
     for head, colour, dashes in styles:
-        training, validation = curve(records, "train", head), curve(records, "validation", head)
-        if training:
-            axes.plot(
-                list(training), list(training.values()), dashes, color=colour, linewidth=1, label=f"{head}, training"
-            )
-        if validation:
-            axes.plot(
-                list(validation), list(validation.values()), "o" + dashes, color=colour, label=f"{head}, validation"
-            )
+        for kind, name, form in (("train", "training", dashes), ("validation", "validation", f"o{dashes}")):
+            if by_step := curve(records, kind, head):
+                label, width = f"{head}, {name}", 1 if kind == "train" else None
+                axes.plot(list(by_step), list(by_step.values()), form, color=colour, linewidth=width, label=label)
     axes.axhline(unigram_entropy, color="grey", linestyle=":", label="unigram entropy of the training tokens")
     axes.legend()
     return figure

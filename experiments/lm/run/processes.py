@@ -25,6 +25,7 @@ _ANSWER_SECONDS = 5
 _NOTICE_SECONDS = 1
 _ENDED_WELL = b"."
 _LONGEST_LINE = 1000
+_LONGEST_BROADCAST = 1 << 16
 # Where a launcher tells a process how many there are and which one it is: SLURM, Open MPI, MPICH and Intel MPI.
 _LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
@@ -172,7 +173,7 @@ def _meet_as_first(group: Group) -> dict[int, socket.socket]:
                     f"--process-id in 0..{group.size - 1}, with --coordinator {group.host}:{group.port}"
                 ) from None
             try:
-                size, index = (int(word) for word in _line(connection, _ANSWER_SECONDS).split())
+                size, index = map(int, _line(connection, _ANSWER_SECONDS).split())
             except (OSError, ValueError):
                 connection.close()  # Not one of us.
                 continue
@@ -192,10 +193,11 @@ def _meet_as_first(group: Group) -> dict[int, socket.socket]:
 
 def _meet_first(group: Group) -> dict[int, socket.socket]:
     deadline = time.monotonic() + WAIT_SECONDS
+    address = (group.host, group.port + 1)
     where = f"{group.host}:{group.port + 1}"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection((group.host, group.port + 1), timeout=left)
+            connection = socket.create_connection(address, timeout=left)
             connection.sendall(f"{group.size} {group.index}\n".encode())
             answer = _line(connection, left + 1)  # Process 0 may have started later, and waits as long.
         except OSError:
@@ -250,13 +252,11 @@ def by_first(function: Callable[[], str]) -> str:
     told = ["", ""]
     if is_first():
         try:
-            told = [function(), ""]
+            told[0] = function()
         except UsageError as error:
-            told = ["", str(error)]
-    mine = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    size = largest(mine.size)
-    padded = np.pad(mine, (0, size - mine.size), constant_values=ord(" "))
-    text, refusal = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+            told[1] = str(error)
+    words = json.dumps(told).encode().ljust(_LONGEST_BROADCAST)
+    text, refusal = json.loads(bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(words, np.uint8))))
     if refusal:
         raise UsageError(refusal)
     return str(text)

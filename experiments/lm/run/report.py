@@ -1,28 +1,9 @@
-"""What is recorded and printed at the end of a run."""
+"""What is printed at the end of a run."""
 
-import math
 from pathlib import Path
 
-from experiments.lm.data.packing import Dataset
-from experiments.lm.model.program import Program
 from experiments.lm.run import memory
-from experiments.lm.run.loop import Result
 from experiments.lm.run.metrics import Record, differences
-
-
-def summary(program: Program, result: Result, dataset: Dataset) -> dict[str, float]:
-    """The numbers of one head's training, as recorded in `metrics.jsonl`."""
-    numbers = {
-        "validation_loss": result.validation_loss,
-        "unigram_entropy": dataset.unigram_entropy,
-        "parameters": program.parameters,
-        "tokens_per_second": result.tokens_per_second,
-        "peak_bytes": result.peak_bytes,
-        "step_temporary_bytes": program.step_temporary_bytes,
-        "compile_seconds": program.compile_seconds,
-    }
-    # JSON has no NaN, which stands for the speed of a session that had nothing left to train.
-    return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def report(records: list[Record], backend: str, run: Path) -> str:

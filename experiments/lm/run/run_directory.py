@@ -41,12 +41,10 @@ def choose_new(out: str, overwrite: bool) -> Path:
     Raises:
         UsageError: if the folder is taken, or cannot be written.
     """
-    path = Path(out) if out else DEFAULT
-    if not out and not overwrite:
-        number = 2
-        while not _is_free(path):
-            path = DEFAULT.with_name(f"{DEFAULT.name}-{number}")
-            number += 1
+    path, number = Path(out) if out else DEFAULT, 1
+    while not (out or overwrite or _is_free(path)):
+        number += 1
+        path = DEFAULT.with_name(f"{DEFAULT.name}-{number}")
     if not _is_free(path):
         if not path.is_dir():
             raise UsageError(f"--out is {path}, which is a file; give a folder")
@@ -66,12 +64,9 @@ def choose_existing(out: str) -> Path:
     Raises:
         UsageError: if there is no run, or its folder cannot be written.
     """
-    if out:
-        path = Path(out)
-    else:
-        runs = [DEFAULT, *DEFAULT.parent.glob(f"{DEFAULT.name}-*")]
-        runs = [run for run in runs if (run / _CONFIG).is_file()]
-        path = max(runs, key=lambda run: (run / _CONFIG).stat().st_mtime, default=DEFAULT)
+    configs = [run / _CONFIG for run in (DEFAULT, *DEFAULT.parent.glob(f"{DEFAULT.name}-*"))]
+    latest = max(filter(Path.is_file, configs), key=lambda file: file.stat().st_mtime, default=DEFAULT / _CONFIG)
+    path = Path(out) if out else latest.parent
     if not (path / _CONFIG).is_file():
         raise UsageError(f"there is no run to resume in {path}: it has no {_CONFIG}; start one without --resume")
     _check_writable(path)

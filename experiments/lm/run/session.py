@@ -1,5 +1,6 @@
 """One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
 
+import argparse
 import math
 from pathlib import Path
 
@@ -12,25 +13,16 @@ from experiments.lm.model.program import Program, TrainState, build
 from experiments.lm.run import run_directory
 from experiments.lm.run.checkpoint import Checkpoints
 from experiments.lm.run.interrupt import stop_requests
-from experiments.lm.run.loop import Result, Trainer
+from experiments.lm.run.loop import Trainer
 from experiments.lm.run.memory import as_text
 from experiments.lm.run.metrics import MetricsLog, read_records
 from experiments.lm.run.plots import write_plots
 from experiments.lm.run.processes import is_first, largest
-from experiments.lm.run.report import report, summary
+from experiments.lm.run.report import report
 
 
-def train_heads(
-    config: TrainConfig,
-    dataset: Dataset,
-    run: Path,
-    backend: str,
-    *,
-    resume: bool,
-    overwrite: bool,
-    stop_after: int | None,
-) -> str:
-    """Trains the run's loss heads and writes its files.
+def train_heads(config: TrainConfig, dataset: Dataset, run: Path, backend: str, command: argparse.Namespace) -> str:
+    """Trains the run's loss heads and writes its files, as the command's `resume`, `overwrite` and `stop_after` say.
 
     The first head is compiled before the run's folder is made, so that a configuration that cannot be trained leaves
     nothing behind. A head whose summary is recorded was finished by an earlier session and is not trained again.
@@ -45,26 +37,22 @@ def train_heads(
         RunError: if the training fails.
         Stopped: if it is ended early.
     """
-    finished = _finished_heads(run) if resume else set()
+    finished = _finished_heads(run) if command.resume else set()
     waiting = [head for head in config.loss_heads() if head not in finished]
     first = _build(config, waiting[0], dataset) if waiting else None
-    if not resume and is_first():
-        run_directory.create(run, config, overwrite)
-    budget = math.inf if stop_after is None else stop_after
+    if not command.resume and is_first():
+        run_directory.create(run, config, command.overwrite)
+    budget = math.inf if command.stop_after is None else command.stop_after
     metrics = run_directory.metrics_path(run) if is_first() else None
-    with stop_requests() as request, MetricsLog(metrics) as log:
+    with stop_requests() as stop_signal, MetricsLog(metrics) as log:
         for head in waiting:
             if budget == 0:
                 raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)
             program = first if first is not None and first.head == head else _build(config, head, dataset)
             checkpoints = Checkpoints[TrainState](run_directory.checkpoint_path(run, head))
             # A signal may reach the processes after different steps, or one only: all stop after the same one.
-            trainer = Trainer(
-                program, config, dataset, checkpoints, log, lambda: largest(request.signal_number or 0) or None, budget
-            )
-            result = _run(trainer, resume)
-            log.write("summary", head, config.steps, **summary(program, result, dataset))
-            budget -= result.steps_taken
+            trainer = Trainer(program, config, dataset, checkpoints, log, lambda: largest(stop_signal()), budget)
+            budget -= _run(trainer, command.resume)
     if metrics is None:
         return ""
     records = list(read_records(metrics))
@@ -72,7 +60,7 @@ def train_heads(
     return report(records, backend, run)
 
 
-def _run(trainer: Trainer, resume: bool) -> Result:
+def _run(trainer: Trainer, resume: bool) -> int:
     try:
         return trainer.run(resume)
     except jax.errors.JaxRuntimeError as error:
@@ -86,9 +74,10 @@ def _run(trainer: Trainer, resume: bool) -> Result:
 
 def _build(config: TrainConfig, head: str, dataset: Dataset) -> Program:
     program = build(config, head, dataset.end_of_text)
+    temporaries, seconds = as_text(program.facts["step_temporary_bytes"]), program.facts["compile_seconds"]
     print(
-        f"{head}: {program.parameters:,} parameters, compiled in {program.compile_seconds:.1f} s; "
-        f"a step needs {as_text(program.step_temporary_bytes)} of temporaries",
+        f"{head}: {program.facts['parameters']:,} parameters, compiled in {seconds:.1f} s; "
+        f"a step needs {temporaries} of temporaries",
         flush=True,
     )
     return program

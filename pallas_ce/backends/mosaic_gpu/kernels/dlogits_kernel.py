@@ -86,6 +86,12 @@ def dlogits(
     ).get("dlogits")
 
 
+# The fields of `Coefficients` that the epilogue's formula has.
+_TRANSLATED = frozenset(
+    ("prob", "prob_log_prob", "prob_sq", "prob_deviation_sq", "entropy", "target", "argmax", "logit_weights")
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DlogitsEpilogue:
     """Stores a tile's dlogits."""
@@ -133,6 +139,8 @@ class DlogitsEpilogue:
         def row(name: str) -> jax.Array:
             return layouts.along_columns(by_row[name], shape)
 
+        if missing := sorted(self.present - _TRANSLATED):
+            raise NotImplementedError(f"implementation='mosaic_gpu' has no term for {missing} in dlogits: use 'xla'")
         terms = []
         if "prob" in self.present:
             inner = row("prob")

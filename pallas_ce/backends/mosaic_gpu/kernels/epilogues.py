@@ -137,4 +137,6 @@ def piece_partial(
         if "sum_exp_deviation_sq" in fields:
             deviation = distance - layouts.along_columns(mean_distance(Partial(**found)), shape)
             found["sum_exp_deviation_sq"] = (exp * (deviation * deviation)).sum(axis=1)
+    if missing := sorted(set(fields) - set(found)):
+        raise NotImplementedError(f"implementation='mosaic_gpu' does not compute {missing} of a Partial: use 'xla'")
     return Partial(**found), exp

@@ -1,0 +1,138 @@
+"""The loss head of either framework: the loss of stored logits, and what every option does."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_modules import linen
+from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, stored_logits
+
+FEATURES, VOCAB = 16, 37
+# `implementation="reference"` below: it compiles faster, where what is tested does not depend on which one runs.
+FAST = {"implementation": "reference"}
+REFUSED = "the hidden size is 8 in the one and 16 in the other"
+
+
+@pytest.fixture
+def make(framework, hidden, labels):
+    def make(**options):
+        """Its parameters, and how it is applied."""
+        return initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
+
+    return make
+
+
+@pytest.mark.parametrize(("backward", "use_bias"), [("recompute", True), ("in_forward", False)])
+def test_loss_and_gradients_are_those_of_stored_logits(make, hidden, labels, backward, use_bias):
+    params, apply = make(use_bias=use_bias, bias_init=jax.nn.initializers.normal(1.0), backward=backward)
+
+    def canonical(params, hidden):
+        bias = params["bias"][...] if use_bias else None
+        return mean_cross_entropy(stored_logits(hidden, params["kernel"][...], bias), labels)
+
+    actual = jax.value_and_grad(lambda params, hidden: apply(params, hidden, labels), argnums=(0, 1))(params, hidden)
+    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden))
+
+
+def test_every_option_reaches_loss_logits_and_statistics_and_padding_none(make, hidden, labels):
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0, "logit_scale": 2.0}
+    params, apply = make(padded_vocab_size=64, **options)
+    assert params["kernel"].shape == (FEATURES, 64)
+    logits, targets = stored_logits(hidden, params["kernel"][:, :VOCAB], scale=2.0, softcap=3.0), jnp.maximum(labels, 0)
+    weights = jnp.linspace(0.5, 2.0, labels.size).reshape(labels.shape)
+
+    assert_close(apply(params, hidden, method="logits"), logits)
+    expected = mean_cross_entropy(logits, labels, weights, label_smoothing=0.1, z_loss=1e-2)
+    loss, grads = jax.value_and_grad(apply)(params, hidden, labels, token_weights=weights)
+    assert_close(loss, expected)
+    assert not np.any(grads["kernel"][:, VOCAB:])
+    assert np.any(grads["kernel"][:, :VOCAB])
+    names = ("lse", "target_logit", "argmax")
+    stats = apply(params, hidden, targets, statistics=names, method="row_statistics")
+    assert_close(stats.lse, jax.nn.logsumexp(logits, axis=-1))
+    assert_close(stats.target_logit, jnp.take_along_axis(logits, targets[..., None], -1)[..., 0])
+    np.testing.assert_array_equal(stats.argmax, jnp.argmax(logits, axis=-1))
+
+
+def test_options_of_a_call_replace_those_of_the_head_and_may_be_traced(make, hidden, labels):
+    params, apply = make(label_smoothing=0.3, z_loss=0.3, **FAST)
+
+    @jax.jit
+    def loss(params, smoothing, z_loss, scale):
+        return apply(params, hidden, labels, label_smoothing=smoothing, z_loss=z_loss, logit_scale=scale)
+
+    logits = stored_logits(hidden, params["kernel"][...], scale=1.5)
+    assert_close(loss(params, 0.1, 0.01, 1.5), mean_cross_entropy(logits, labels, label_smoothing=0.1, z_loss=0.01))
+    assert_close(apply(params, hidden, method="logits", logit_scale=1.5), logits)
+    plain = {"label_smoothing": 0.0, "z_loss": 0.0, "logit_scale": 1.5}
+    assert_close(apply(params, hidden, labels, reduction="sum", **plain) / 12, mean_cross_entropy(logits, labels))
+
+
+def test_reduction_normalizer_class_weights_and_metrics_pass_through(make, hidden, labels):
+    params, apply = make(**FAST)
+    per_token = apply(params, hidden, labels, reduction="none")
+    assert per_token.shape == labels.shape
+    assert_close(per_token[1, -2:], jnp.zeros(2))
+    assert_close(apply(params, hidden, labels, normalizer=100.0), per_token.sum() / 100)
+    class_weights = jnp.linspace(0.1, 1.0, VOCAB)
+    weighted = jnp.sum(class_weights[jnp.maximum(labels, 0)] * per_token)
+    assert_close(apply(params, hidden, labels, class_weights=class_weights, reduction="sum"), weighted)
+    loss, metrics = apply(params, hidden, labels, return_metrics=True)
+    assert_close(loss, per_token.sum() / 12)
+    assert 12 in [int(value) for value in jax.tree.leaves(metrics)]
+
+
+def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients(make, hidden, labels):
+    params, apply = make(dtype=jnp.bfloat16)
+    loss, grads = jax.value_and_grad(apply)(params, hidden, labels)
+    logits = apply(params, hidden, method="logits")
+    kernel, gradient = params["kernel"][...], grads["kernel"][...]
+    assert kernel.dtype == loss.dtype == gradient.dtype == logits.dtype == jnp.float32
+
+    def canonical(kernel):
+        return mean_cross_entropy(stored_logits(hidden, kernel), labels)
+
+    assert_close(loss, canonical(kernel), rtol=2e-2)
+    assert_close(gradient, jax.grad(canonical)(kernel), rtol=0.1, atol=5e-3)
+    # Not rounded to bfloat16 on the way, which a cast of the kernel in the module would have done.
+    assert np.mean(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
+
+
+def test_without_dtype_inputs_and_parameters_are_promoted(make, hidden, labels):
+    narrow = hidden.astype(jnp.bfloat16)
+    params, apply = make(**FAST)
+    assert_close(apply(params, narrow, labels), apply(params, narrow.astype(jnp.float32), labels))
+    half, apply = make(param_dtype=jnp.bfloat16, **FAST)
+    assert half["kernel"].dtype == jax.grad(apply)(half, narrow, labels)["kernel"].dtype == jnp.bfloat16
+
+
+def test_calls_name_what_is_wrong(make, hidden, labels):
+    params, apply = make(**FAST)
+    for message, given, options in (
+        ("hidden", (hidden[..., :8], labels), {}),
+        (REFUSED, (hidden[..., :8],), {"method": "logits"}),
+        ("labels", (hidden, labels[:, :-1]), {}),
+        ("reduction", (hidden, labels), {"reduction": "average"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply(params, *given, **options)
+
+
+def test_construction_names_what_is_wrong(framework, hidden, labels):
+    def embed(features):
+        return nn.Embed(VOCAB, features) if framework is linen else nnx.Embed(VOCAB, features, rngs=nnx.Rngs(0))
+
+    def constructed(**options):
+        return initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
+
+    with pytest.raises(ValueError, match="padded_vocab_size=30 is smaller than vocab_size=37"):
+        constructed(padded_vocab_size=30)
+    with pytest.raises(ValueError, match=r"embed has shape \(37, 8\), but this head needs \(37, 16\)"):
+        constructed(embed=embed(8))
+    with pytest.raises(ValueError, match="vocab_size=38 is larger than the embedding, which has 37 rows"):
+        framework.LossHead.tied(embed(FEATURES), vocab_size=38)
+    with pytest.raises(TypeError, match=r"embed is a (Dense|Linear)"):
+        framework.LossHead.tied(nn.Dense(3) if framework is linen else nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

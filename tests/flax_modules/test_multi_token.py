@@ -1,0 +1,169 @@
+"""Multi-token prediction in either framework: k losses, each the plain one on labels shifted further."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_modules import nnx as on_nnx
+from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, shifted, stored_logits
+
+FEATURES, VOCAB, K = 16, 37, 3
+
+
+# The reference implementation compiles faster, and what is tested with it does not depend on which one runs.
+def head(framework, vocab_size=VOCAB, implementation="reference"):
+    return of(framework, "LossHead", FEATURES, vocab_size, implementation=implementation)
+
+
+def shared(framework, implementation="reference", **options):
+    options.setdefault("projection_init", jax.nn.initializers.normal(0.2))
+    return of(framework, "MultiTokenLossHead", head(framework, implementation=implementation), K, **options)
+
+
+def separate(framework, **options):
+    return framework.MultiTokenLossHead([head(framework) for _ in range(K)], **options)
+
+
+def kernel(params, i=None):
+    """Of the head that is shared, or of one of several."""
+    if "heads" in params:
+        return params["heads"][i or 0]["kernel"][...]
+    return params["head" if i is None else f"head_{i}"]["kernel"]
+
+
+def projections(params):
+    if "projections" in params:
+        return [params["projections"][i]["kernel"][...] for i in range(K - 1)]
+    return [params[f"projections_{i}"]["kernel"] for i in range(K - 1)]
+
+
+def losses(states, kernels, labels):
+    """Of each head, by stored logits."""
+    stored = [stored_logits(x, w) for x, w in zip(states, kernels, strict=True)]
+    return [mean_cross_entropy(z, shifted(labels, i)) for i, z in enumerate(stored)]
+
+
+@pytest.fixture
+def mtp(framework, hidden, labels):
+    """Parameters of heads that share a kernel, and how they are applied."""
+    return initialised(shared(framework), hidden, labels)
+
+
+def test_a_shared_head_is_the_mean_of_k_losses_of_projected_hidden_states(framework, hidden, labels):
+    params, apply = initialised(shared(framework, implementation=None), hidden, labels)
+    shapes = sorted(x.shape for x in jax.tree.leaves(params))
+    assert shapes == [(FEATURES, FEATURES)] * (K - 1) + [(FEATURES, VOCAB)]
+
+    def canonical(params, hidden):
+        states = [hidden, *(hidden + hidden @ p for p in projections(params))]
+        return sum(losses(states, [kernel(params)] * K, labels)) / K
+
+    actual = jax.value_and_grad(lambda params, hidden: apply(params, hidden, labels), argnums=(0, 1))(params, hidden)
+    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden))
+
+
+def test_separate_heads_read_the_same_hidden_states(framework, hidden, labels):
+    params, apply = initialised(separate(framework, head_weights=(1.0, 0.5, 0.25)), hidden, labels)
+
+    def canonical(params, hidden):
+        first, second, third = losses([hidden] * K, [kernel(params, i) for i in range(K)], labels)
+        return first + 0.5 * second + 0.25 * third
+
+    actual = jax.value_and_grad(lambda params, hidden: apply(params, hidden, labels), argnums=(0, 1))(params, hidden)
+    assert_close(actual, jax.value_and_grad(canonical, argnums=(0, 1))(params, hidden))
+    assert_close(apply(params, hidden, head=1, method="logits"), stored_logits(hidden, kernel(params, 1)))
+
+
+def test_blocks_of_the_users_own_give_one_hidden_state_a_head(framework, hidden, labels):
+    states = [hidden, jnp.tanh(hidden), -hidden]
+    params, apply = initialised(shared(framework, project_hidden=False, head_weights=1.0), states, labels)
+    assert len(jax.tree.leaves(params)) == 1
+    expected = losses(states, [kernel(params)] * K, labels)
+    loss, metrics = apply(params, states, labels, normalizer=(12.0, 10.0, 8.0), return_metrics=True)
+    assert_close(loss, sum(expected))
+    for metric, count in zip(metrics, (12, 10, 8), strict=True):
+        assert count in [int(value) for value in jax.tree.leaves(metric)]
+    assert_close(apply(params, states, labels, head_weights=jnp.array([0.0, 1.0, 0.0])), expected[1])
+    with pytest.raises(ValueError, match="give a sequence of 3 hidden states"):
+        apply(params, hidden, labels)
+    with pytest.raises(ValueError, match="hidden is a sequence of 2 arrays, but there are 3 heads"):
+        apply(params, states[:2], labels)
+
+
+def test_labels_stop_at_the_row_end_and_at_ignored_labels(framework):
+    labels = jnp.array([[1, 2, -100, 3, 4, 5], [6, 7, 8, 9, 10, 40]])  # a packed row; 40 is outside the vocabulary
+    first, second, third = shared(framework).future_labels(labels)
+    assert first is labels
+    np.testing.assert_array_equal(second, [[2, -100, -100, 4, 5, -100], [7, 8, 9, 10, -100, -100]])
+    np.testing.assert_array_equal(third, [[-100, -100, -100, 5, -100, -100], [8, 9, 10, -100, -100, -100]])
+
+
+def test_unsigned_labels_are_shifted_as_signed_ones(mtp, hidden, labels):
+    (params, apply), tokens = mtp, jnp.maximum(labels, 0)
+    assert_close(apply(params, hidden, tokens.astype(jnp.uint16)), apply(params, hidden, tokens))
+
+
+def test_token_weights_move_with_their_labels(mtp, hidden, labels):
+    params, apply = mtp
+    weights = jnp.linspace(0.0, 2.0, labels.size).reshape(labels.shape)
+    expected = []
+    for i in range(K):
+        moved = jnp.zeros_like(weights).at[:, : 7 - i].set(weights[:, i:])
+        logits = apply(params, hidden, head=i, method="logits")
+        expected.append(mean_cross_entropy(logits, shifted(labels, i), moved))
+    assert_close(apply(params, hidden, labels, token_weights=weights), sum(expected) / K)
+
+
+def test_weights_of_the_heads_may_be_traced_and_normalizers_replace_each_heads_count(mtp, hidden, labels):
+    params, apply = mtp
+    each = [apply(params, hidden, labels, head_weights=jnp.eye(K)[i], reduction="none").sum() for i in range(K)]
+    a, b, c = (apply(params, hidden, labels, head_weights=jnp.eye(K)[i]) for i in range(K))
+    scheduled = jax.jit(lambda p, weight: apply(p, hidden, labels, head_weights=jnp.array([1.0, weight, weight])))
+    assert_close(scheduled(params, 0.3), a + 0.3 * (b + c))
+    assert_close(apply(params, hidden, labels, head_weights=1.0, normalizer=10.0), sum(each) / 10)
+    several = apply(params, hidden, labels, head_weights=1.0, normalizer=(10.0, 9.0, 8.0))
+    assert_close(several, each[0] / 10 + each[1] / 9 + each[2] / 8)
+
+
+def test_the_first_head_is_the_plain_next_token_head(framework, mtp, hidden, labels):
+    params, apply = mtp
+    logits = stored_logits(hidden, kernel(params))
+    assert_close(apply(params, hidden, method="logits"), logits)
+    assert_close(apply(params, hidden, labels, head_weights=(1.0, 0.0, 0.0)), mean_cross_entropy(logits, labels))
+    # Projections start at zero by default: then every head begins as this one.
+    params, apply = initialised(of(framework, "MultiTokenLossHead", head(framework), K), hidden, labels)
+    assert_close(apply(params, hidden, head=2, method="logits"), apply(params, hidden, method="logits"))
+
+
+def test_rows_shorter_than_the_number_of_tokens_have_nothing_to_count(mtp, hidden, labels):
+    (params, apply), row, first = mtp, hidden[:, :1], labels[:, :1]
+    loss, grads = jax.value_and_grad(lambda params: apply(params, row, first, head_weights=1.0))(params)
+    assert_close(loss, mean_cross_entropy(stored_logits(row, kernel(params)), first))
+    assert not np.any(projections(grads)[0])
+
+
+def test_construction_names_what_is_wrong(framework, hidden, labels):
+    one, other = head(framework), head(framework, VOCAB + 1)
+    for message, given in (
+        ("num_tokens=None: with one head shared", (one,)),
+        ("num_tokens=2, but head is a sequence of 3 heads", ([one] * 3, 2)),
+        ("empty sequence", ([],)),
+        (r"different vocab_size: \[37, 38\]", ([one, other],)),
+        ("different features", ([one, of(framework, "LossHead", 8, VOCAB)],)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            initialised(of(framework, "MultiTokenLossHead", *given), hidden, labels)
+    with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
+        on_nnx.MultiTokenLossHead(head(on_nnx), K)
+
+
+def test_calls_name_what_is_wrong(mtp, hidden, labels):
+    params, apply = mtp
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=f"head={wrong} is not one of the 3 heads"):
+            apply(params, hidden, head=wrong, method="logits")
+    with pytest.raises(ValueError, match=r"head_weights has shape \(2,\)"):
+        apply(params, hidden, labels, head_weights=(1.0, 2.0))
+    with pytest.raises(ValueError, match="labels"):
+        apply(params, hidden, labels.at[0, 0].set(99), validate_labels=True)

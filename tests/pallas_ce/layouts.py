@@ -1,0 +1,116 @@
+"""How calls lie on several devices, their arrays, and what one device makes of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_ce import linear_cross_entropy
+
+B, T, H = 8, 8, 16
+DIFFERENTIATED = (0, 1, 2, 3, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How hidden `[B, T, H]` and the weight `[V, H]` lie on the mesh `data=2, tensor=4`."""
+
+    name: str
+    hidden: P
+    weight: P
+    vocabulary: int = 64
+
+    @property
+    def bias(self) -> P:
+        return P(self.weight[0] if len(self.weight) else None)
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """Of hidden, weight, bias, scale, labels and token weights."""
+        return self.hidden, self.weight, self.bias, P(), self.hidden, self.hidden
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The arguments of `MeshAxes` beside `grad`."""
+        width = flat(self.weight[1:])
+        split = flat(self.weight[:1]) + width
+        return {
+            "vocabulary": flat(self.weight[:1]),
+            "width": width,
+            "rows": tuple(axis for axis in flat(self.hidden) if axis in split),
+        }
+
+    @property
+    def only_rows(self) -> tuple[str, ...]:
+        """The axes that split the rows only."""
+        return tuple(axis for axis in flat(self.hidden) if axis not in self.axes["rows"])
+
+
+def flat(spec: Any) -> tuple[str, ...]:
+    return tuple(axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,)))
+
+
+ALL = ("data", "tensor")
+LAYOUTS = (
+    Layout("DP 8", P(ALL), P()),
+    Layout("TP 8", P(), P(ALL)),
+    Layout("TP 4, DP 2", P("data"), P("tensor")),
+    Layout("SP 4, DP 2", P("data", "tensor"), P("tensor"), vocabulary=256),
+    Layout("FSDP 8 over V", P(ALL), P(ALL), vocabulary=32),
+    Layout("FSDP 8 over H", P(ALL), P(None, ALL)),
+    Layout("TP 4, FSDP 2 over V", P("data"), P(("tensor", "data")), vocabulary=32),
+    Layout("TP 4, FSDP 2 over H", P("data"), P("tensor", "data")),
+)
+
+
+def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> Mesh:
+    return jax.make_mesh(shape, ALL, axis_types=(kind,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+
+
+def arrays(vocabulary: int, padded: bool) -> tuple[Any, ...]:
+    """hidden, weight, bias, scale, labels, token weights; with padding the last three entries do not exist."""
+    keys = jax.random.split(jax.random.key(vocabulary), 5)
+    labels = jax.random.randint(keys[3], (B, T), 0, vocabulary - 3 * padded).at[3].set(-100).at[:, 1].set(-100)
+    weights = jax.random.uniform(keys[4], (B, T))
+    hidden, weight = jax.random.normal(keys[0], (B, T, H)), jax.random.normal(keys[1], (vocabulary, H))
+    return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
+
+
+def loss(
+    hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
+) -> Any:
+    """Every term of the loss at once."""
+    vocabulary = weight.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
+    classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
+    return linear_cross_entropy(
+        hidden, weight, labels, bias=bias, logit_scale=scale, token_weights=token_weights, class_weights=classes,
+        label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, vocab_size=vocabulary - 3 * padded if padded else None,
+        **options,
+    )  # fmt: skip
+
+
+def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(function, argnums=DIFFERENTIATED)
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal to float32 rounding, relative to the largest entry."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(y), initial=0.0)))
+
+
+@functools.cache
+def expected(vocabulary: int, padded: bool) -> Any:
+    function = functools.partial(loss, padded=padded, implementation="reference")
+    return gradients(function)(*arrays(vocabulary, padded))
+
+
+def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
+    given = arrays(layout.vocabulary, padded)
+    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, layout.specs, strict=True))

@@ -1,0 +1,70 @@
+"""What tests of the bridge share: random heads, the library's drawn problems as tensors, a count of compilations."""
+
+import contextlib
+from unittest import mock
+
+import jax
+import numpy as np
+import torch
+
+from torch_bridge.materialized import kernels
+
+NAMES = {"hidden": "input", "weight": "linear_weight", "bias": "linear_bias"}
+
+
+def head(tokens=20, width=8, vocabulary=50):
+    """Hidden states and a weight that want gradients, and labels."""
+    torch.manual_seed(tokens)
+    hidden, weight = (torch.randn(rows, width, requires_grad=True) for rows in (tokens, vocabulary))
+    return hidden, weight, torch.randint(0, vocabulary, (tokens,))
+
+
+def value_and_gradients(function, hidden, weight, *others):
+    """The value of a function, and its gradients by its first two arguments."""
+    value = function(hidden, weight, *others)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+def tensors(p, dtype):
+    """The differentiable arrays of a problem of `tests.pallas_ce.problems`."""
+    return {name: torch.tensor(x, dtype=dtype, requires_grad=True) for name, x in p.arrays.items()}
+
+
+def options(p, dtype):
+    """Its options, arrays among them as tensors."""
+    return {k: torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x for k, x in p.options.items()}
+
+
+def bridged(function, p, arrays, **further):
+    """The result of a function of the bridge."""
+    given = {NAMES.get(name, name): x for name, x in arrays.items()}
+    if p.vocab_axis == 1:  # a transposed view of contiguous memory
+        given["linear_weight"] = given["linear_weight"].t().contiguous().t()
+    chosen = {**options(p, arrays["hidden"].dtype), **further}
+    return function(target=torch.tensor(p.labels).long(), **given, **chosen)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list with an entry for each program that JAX compiles."""
+    compiled = []
+
+    def listener(event, seconds, **_):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def as_on_a_gpu(chosen=True):
+    """Stored logits are served as a GPU's kernels do, by XLA, where that is chosen."""
+
+    def serving(logits, spec):
+        by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+        return kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None
+
+    return mock.patch.object(kernels, "serving", serving) if chosen else contextlib.nullcontext()

@@ -1,0 +1,80 @@
+"""Every error that a caller of the bridge can make names the argument, its value and what would work."""
+
+import numpy as np
+import pytest
+import torch
+
+from torch_bridge import cross_entropy, linear_cross_entropy, linear_log_probs, selective_log_softmax
+
+IDS = torch.zeros(3, dtype=torch.int64)
+HEAD = {"input": torch.ones(3, 4), "linear_weight": torch.ones(7, 4), "target": IDS}
+NARROW = {"input": torch.ones(3, 4).bfloat16(), "linear_weight": torch.ones(7, 4).bfloat16()}
+LOGITS = {"logits": torch.zeros(3, 7), "target": IDS}
+SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
+TARGET_SHAPE = r"target has shape \(3, 1, 2\); it must be \(3,\), or that with K >= 1"
+EXPANDED = r"an expanded view \(shape \(3, 7\), strides \(0, 1\)\)"
+FRACTIONAL = "ignore_index=(1.5|'a'|True) must be a Python int"
+
+MISTAKES = [
+    (linear_cross_entropy, HEAD, [
+        (ValueError, "input has shape", {"input": torch.ones(3, 5)}),
+        (ValueError, "linear_weight has shape", {"linear_weight": torch.ones(7)}),
+        (TypeError, "linear_weight has dtype", {"linear_weight": torch.ones(7, 4, dtype=torch.int32)}),
+        (ValueError, "target has shape", {"target": torch.zeros(4, dtype=torch.int64)}),
+        (TypeError, "target has dtype", {"target": torch.zeros(3)}),
+        (ValueError, "linear_bias has shape", {"linear_bias": torch.ones(6)}),
+        (ValueError, "token_weights has shape", {"token_weights": torch.ones(2)}),
+        (ValueError, "class_weights has shape", {"class_weights": torch.ones(2)}),
+        (ValueError, "vocab_size=9", {"vocab_size": 9}),
+        (ValueError, "label_smoothing=1.5", {"label_smoothing": 1.5}),
+        (ValueError, "reduction='avg'", {"reduction": "avg"}),
+        (ValueError, "backward='both'", {"backward": "both"}),
+        (ValueError, "normalizer is given", {"normalizer": 3.0, "reduction": "sum"}),
+        (ValueError, "logit_scale has shape", {"logit_scale": torch.ones(2)}),
+        (ValueError, "linear_weight lies on meta", {"linear_weight": torch.ones(7, 4, device="meta")}),
+        (ValueError, "implementation='fast'", {"implementation": "fast"}),
+        (ValueError, "logit_softcap=-1", {"logit_softcap": -1.0}),
+    ]),
+    (linear_log_probs, HEAD, [
+        (ValueError, TARGET_SHAPE, {"target": torch.zeros(3, 1, 2).long()}),
+        (ValueError, "K >= 1 targets", {"target": torch.zeros(3, 0).long()}),
+        (TypeError, "target has dtype", {"target": torch.zeros(3)}),
+        (ValueError, "temperature=0 must be a finite number above 0", {"temperature": 0.0}),
+        (ValueError, r"temperature has shape \(2,\).*leading shape \(3,\)", {"temperature": torch.ones(2)}),
+        (TypeError, "temperature has dtype torch.int64", {"temperature": torch.ones(3).long()}),
+        (TypeError, "temperature is a ndarray; it must be a number or a torch.Tensor", {"temperature": np.ones(3)}),
+        (TypeError, "ignore_index=0.5 must be a Python int", {"ignore_index": 0.5}),
+        (ValueError, "K=2", {**NARROW, "target": torch.zeros(3, 2).long(), "implementation": "mosaic_gpu"}),
+    ]),
+    (cross_entropy, LOGITS, [
+        (ValueError, r"target has shape \(2,\); it must be", {"target": IDS[:2]}),
+        (TypeError, "target has dtype torch.float32", {"target": torch.zeros(3)}),
+        (TypeError, "logits has dtype torch.int64", {"logits": torch.zeros(3, 7).long()}),
+        (ValueError, "label_smoothing=2", {"label_smoothing": 2}),
+        (ValueError, "reduction='max'", {"reduction": "max"}),
+        (ValueError, "normalizer has shape", {"normalizer": torch.ones(1)}),
+        (TypeError, "normalizer is a str", {"normalizer": "a"}),
+        (ValueError, EXPANDED, {"logits": torch.zeros(7).expand(3, 7), "inplace_backward": True}),
+        (ValueError, "vocab_size=8", {"vocab_size": 8}),
+        (ValueError, "class_weights has", {"class_weights": torch.ones(2)}),
+        (TypeError, FRACTIONAL, {"ignore_index": 1.5}),
+        (TypeError, FRACTIONAL, {"ignore_index": "a"}),
+        (TypeError, FRACTIONAL, {"ignore_index": True}),
+    ]),
+    (selective_log_softmax, SELECTED, [
+        (TypeError, "index has dtype torch.float32; it must be an integer one", {"index": torch.zeros(3)}),
+        (ValueError, r"index has shape \(2,\); logits' leading", {"index": IDS[:2]}),
+        (TypeError, "logits have dtype", {"logits": torch.zeros(3, 7).long()}),
+        (ValueError, r"logits of shape \(3, 0\), which have none", {"logits": torch.zeros(3, 0)}),
+        (RuntimeError, "out of bounds", {"index": torch.tensor([0, 3, 7])}),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "kind", "message", "bad"),
+    [(function, good, *mistake) for function, good, mistakes in MISTAKES for mistake in mistakes],
+)
+def test_a_mistake_is_named(function, good, kind, message, bad):
+    with pytest.raises(kind, match=message):
+        function(**{**good, **bad})
