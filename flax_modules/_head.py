@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.integration import Backward, Implementation, Reduction, flatten_head, read_head
+from pallas_ce.integration import Backward, Implementation, Reduction, read_head
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 
@@ -179,11 +179,11 @@ class HeadCalls(HeadOptions):
         Raises:
             ValueError: the last axis of `hidden` is not `features`.
         """
-        arrays, spec = read_head(hidden, **self._options(logit_scale), logit_weights=None)
-        rows, head, _ = flatten_head(arrays, spec)
+        call = read_head(hidden, **self._options(logit_scale))
+        batch, head, _ = call.flat_rows_that_count()
         # Padding is cut from the result and not from the weight, which would be copied for it.
-        values = head.logits(rows, head.weight, head.bias)[:, : spec.vocab_size]
-        return values.reshape(*arrays.hidden.shape[:-1], spec.vocab_size)
+        values = head.logits(batch.hidden, head.weight, head.bias)[:, : head.spec.vocab_size]
+        return values.reshape(*call.leading, head.spec.vocab_size)
 
     def row_statistics(
         self,

@@ -21,9 +21,9 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def tempered(logits: jax.Array, temperature: jax.Array | None) -> jax.Array:
-    """`logits [n, c]` divided by `temperature [n]`, after the cap and in the accumulator dtype."""
-    return logits if temperature is None else logits / temperature[:, None]
+def tempered(logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
+    """`logits [n, c]` times `inverse_temperature [n]`, after the cap and in the accumulator dtype."""
+    return logits if inverse_temperature is None else logits * inverse_temperature[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +190,7 @@ class Head:
             z = z + jnp.broadcast_to(bias.astype(z.dtype), z.shape)
         if self.logit_scale is not None:
             z = z * self.logit_scale
-        z = soft_cap(z, self.spec.softcap)
-        return z if inverse_temperature is None else z * inverse_temperature[:, None]
+        return tempered(soft_cap(z, self.spec.softcap), inverse_temperature)
 
     def bound(self, inverse_temperature: jax.Array | None) -> jax.Array | float | None:
         """What the soft cap keeps the logits' size below: `c`, `c/T [n, 1]` under row temperatures, or None."""

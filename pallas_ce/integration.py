@@ -10,7 +10,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient`, carried out as
   `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `flatten_head`, `label_array`, `canonical_labels`,
+- A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`,
   `counted_labels`, `NO_TARGET`.
 - The types of options: `Backward`, `Implementation`, `Reduction`.
 """
@@ -18,27 +18,23 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
 from pallas_ce.api import log_probs as log_probs_steps
 from pallas_ce.api import row_statistics as row_statistics_steps
-from pallas_ce.api.checks import check_reduction as check_reduction
-from pallas_ce.api.checks import check_statistics as check_statistics
+from pallas_ce.api.checks import check_reduction, check_statistics
 from pallas_ce.api.checks import ignored as read_ignore_index
 from pallas_ce.api.checks import logits_spec as read_logits_spec
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.inputs import flatten as flatten_head
-from pallas_ce.api.inputs import read_head as read_head
-from pallas_ce.backends.device import local_cuda as local_cuda
-from pallas_ce.backends.protocol import Backward as Backward
-from pallas_ce.backends.protocol import Implementation as Implementation
-from pallas_ce.head import LogitsSpec as LogitsSpec
-from pallas_ce.head import NeedsGrad as NeedsGrad
-from pallas_ce.modes.differentiation import Known as Known
-from pallas_ce.modes.materialized import MaterializedSettings as MaterializedSettings
+from pallas_ce.api.inputs import read_head
+from pallas_ce.backends.device import local_cuda
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.head import LogitsSpec, NeedsGrad
+from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.materialized import MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
-from pallas_ce.statistics.cross_entropy import Reduction as Reduction
-from pallas_ce.statistics.labels import NO_TARGET as NO_TARGET
+from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
 from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import counted as counted_labels
@@ -60,7 +56,6 @@ __all__ = [
     "check_temperature",
     "counted_labels",
     "cross_entropy_steps",
-    "flatten_head",
     "label_array",
     "local_cuda",
     "log_probs_steps",

@@ -19,11 +19,18 @@ type ArrayLike = jax.typing.ArrayLike
 type DTypeLike = jax.typing.DTypeLike
 
 # Between these all that is made of float32 logits of ±1e4 stays finite, values and gradients: a logit over T is then at
-# most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow; and
-# neither 1/T nor a soft cap over T underflows.
+# most 1e9, which is rounded to multiples of 64, so that probabilities beside a rounded log-sum-exp cannot overflow;
+# 1/T does not underflow, nor does a soft cap over T leave float32's range.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e30
+_LEAST_CAP, _MOST_CAP = 1e-8, 1e33
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_SUPPORTED = "supported are bfloat16, float16, float32 and float64"
 
 _LONGEST_SHOWN = 200
+
+# Rows at a time of `chunked_cross_entropy`, where its caller does not say.
+DEFAULT_CHUNK = 4096
 
 
 def shown(value: Any) -> str:
@@ -63,9 +70,9 @@ def head_spec(
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [..., H]")
     if weight.ndim != 2:
         raise ValueError(f"weight has shape {weight.shape}; it must have two axes, [V, H] or [H, V]")
-    for name, array in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
+    for name, values in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if values is not None:
+            floating(name, values)
     held, width = weight.shape[vocab_axis], weight.shape[1 - vocab_axis] * parts[1]
     rows = held * parts[0]
     if hidden.shape[-1] != width:
@@ -78,12 +85,9 @@ def head_spec(
         raise ValueError(f"weight has shape {weight.shape}; both axes must be at least 1")
     if bias is not None and bias.shape != (held,):
         raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
-    if vocab_size is None:
-        vocab_size = rows
-    elif not is_int(vocab_size) or not 1 <= vocab_size <= rows:
-        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the weight's {rows} entries")
+    vocab_size = rows if vocab_size is None else count("vocab_size", vocab_size, rows, f"the weight's {rows} entries")
     return HeadSpec(
-        width, rows, int(vocab_size), int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
+        width, rows, vocab_size, int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
     )
 
 
@@ -91,21 +95,32 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
     """The static facts of materialized logits, from an array or anything with `shape` and `dtype`; V may be 0."""
     if logits.ndim < 1:
         raise ValueError(f"logits have shape {logits.shape}; they must be [..., V]")
-    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise TypeError(f"logits have dtype {logits.dtype}; supported are bfloat16, float16, float32 and float64")
+    if logits.dtype not in _DTYPES:
+        raise TypeError(f"logits have dtype {logits.dtype}; {_SUPPORTED}")
     columns = logits.shape[-1]
-    if vocab_size is None:
-        vocab_size = columns
-    elif not is_int(vocab_size) or not 1 <= vocab_size <= columns:
-        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
-    return LogitsSpec(columns, int(vocab_size), np.dtype(logits.dtype), _cap(logit_softcap))
+    if vocab_size is not None:
+        count("vocab_size", vocab_size, columns, f"the logits' {columns} columns")
+    return LogitsSpec(columns, int(vocab_size or columns), np.dtype(logits.dtype), _cap(logit_softcap))
 
 
-def chunk(name: str, value: Any, default: int) -> int:
-    """A number of rows; 0 stands for `default`."""
+def count(name: str, value: Any, most: int, in_words: str) -> int:
+    """`value` as an int between 1 and `most`, which is `in_words`."""
+    if not is_int(value) or not 1 <= value <= most:
+        raise ValueError(f"{name}={value!r} must be an int between 1 and {in_words}")
+    return int(value)
+
+
+def chunk(name: str, value: Any) -> int:
+    """A number of rows; 0 stands for the default."""
     if not is_int(value) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {default}")
-    return int(value) or default
+        raise ValueError(f"{name}={value!r} must be a positive int, or 0 for {DEFAULT_CHUNK}")
+    return int(value) or DEFAULT_CHUNK
+
+
+def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """One of the known names."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(map(repr, known))}")
 
 
 def is_int(value: Any) -> bool:
@@ -114,14 +129,13 @@ def is_int(value: Any) -> bool:
 
 
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
-    supported = "supported are bfloat16, float16, float32 and float64"
     which = f"dtype={dtype!r}" if dtype is not None else f"hidden {hidden.dtype} with weight {weight.dtype}"
     try:
         chosen = jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError) as error:  # no such dtype, or 8-bit floats, which promote to nothing
-        raise TypeError(f"{which} names no compute dtype; {supported}") from error
-    if chosen not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise TypeError(f"{which} asks for computing in {chosen}; {supported}")
+        raise TypeError(f"{which} names no compute dtype; {_SUPPORTED}") from error
+    if chosen not in _DTYPES:
+        raise TypeError(f"{which} asks for computing in {chosen}; {_SUPPORTED}")
     if chosen == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype=float64 needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True)")
     return np.dtype(chosen)
@@ -140,6 +154,11 @@ def _cap(logit_softcap: float | None) -> float | None:
         raise TypeError(f"logit_softcap={logit_softcap!r} must be a number above 0, or None for no cap") from error
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"logit_softcap={shown(logit_softcap)} must be a finite number above 0, or None for no cap")
+    if not _LEAST_CAP <= cap <= _MOST_CAP:
+        raise ValueError(
+            f"logit_softcap={cap:g} lies outside [{_LEAST_CAP:g}, {_MOST_CAP:g}], where caps over temperatures fit "
+            "float32; None for no cap"
+        )
     return cap
 
 
@@ -163,8 +182,10 @@ def ignored(ignore_index: Any) -> int | None:
     return int(ignore_index)
 
 
-def by_row(name: str, value: Any, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array:
-    """`value` as an array with one entry for each token."""
+def by_row(name: str, value: Any | None, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array | None:
+    """`value` as an array with one entry for each token; None stays None."""
+    if value is None:
+        return None
     values = _real(name, array(name, value))
     if values.shape != leading:
         raise ValueError(f"{name} has shape {values.shape}; {of} leading shape {leading} is needed")
@@ -177,15 +198,22 @@ def _real[T: Any](name: str, values: T) -> T:
     return values
 
 
-def row_mask(value: Any, leading: tuple[int, ...]) -> jax.Array:
-    """`value` as booleans, one for each token.
+def row_mask(value: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
+    """`value` as booleans, one for each token; None stays None.
 
     Only booleans: an integer or floating array is as likely to hold weights or labels as a mask.
     """
     mask = by_row("row_mask", value, leading)
-    if mask.dtype != jnp.bool:
+    if mask is not None and mask.dtype != jnp.bool:
         raise TypeError(f"row_mask has dtype {mask.dtype}; it must be bool: pass row_mask != 0")
     return mask
+
+
+def floating(name: str, values: Any) -> Any:
+    """`values`, if their dtype is a floating one."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be a floating dtype")
+    return values
 
 
 def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> float | jax.Array:
@@ -207,9 +235,7 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
             )
         if not many:
             return float(value)
-    values: Any = value if isinstance(value, jax.ShapeDtypeStruct) else array("temperature", value)
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(f"temperature has dtype {values.dtype}; it must be a floating dtype")
+    values = floating("temperature", value if isinstance(value, jax.ShapeDtypeStruct) else array("temperature", value))
     if values.shape not in ((), leading):
         raise ValueError(
             f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
@@ -217,8 +243,10 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     return values
 
 
-def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:
-    """`value` as an array with one entry for each vocabulary entry."""
+def by_column(name: str, value: Any | None, vocab_size: int) -> jax.Array | None:
+    """`value` as an array with one entry for each vocabulary entry; None stays None."""
+    if value is None:
+        return None
     values = _real(name, array(name, value))
     if values.shape != (vocab_size,):
         raise ValueError(
@@ -227,12 +255,10 @@ def by_column(name: str, value: Any, vocab_size: int) -> jax.Array:
     return values
 
 
-def check_reduction(reduction: str, normalizer: Any, backward: str) -> None:
+def check_reduction(reduction: str, normalizer: Any, backward: str = "auto") -> None:
     """Known names, and a reduction, normalizer and backward mode that go together."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is unknown; choose from 'mean', 'sum', 'none'")
-    if backward not in ("auto", "recompute", "in_forward"):
-        raise ValueError(f"backward={backward!r} is unknown; choose from 'auto', 'recompute', 'in_forward'")
+    choice("reduction", reduction, ("mean", "sum", "none"))
+    choice("backward", backward, ("auto", "recompute", "in_forward"))
     if reduction == "none" and backward == "in_forward":
         raise ValueError(
             "backward='in_forward' needs a scalar loss, and reduction='none' returns one loss for each token: "

@@ -1,26 +1,23 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
-import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
+from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
-from pallas_ce.head import Batch, HeadSpec
-from pallas_ce.modes import two_heads as pair
+from pallas_ce.modes import two_heads
 from pallas_ce.modes.differentiation import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
-from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.divergences import Divergence, Name
 
@@ -126,78 +123,45 @@ def linear_distillation(
         "Distilling the Knowledge in a Neural Network" (Hinton, Vinyals, Dean), section 2. "On-Policy Distillation of
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
-    arguments.check_reduction(reduction, normalizer, "auto")
-    ignore_index = arguments.ignored(ignore_index)
-    student, spec = inputs.read_head(
-        hidden, weight, bias, logit_scale, None,
-        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
-        temperature=temperature, folds=False,
-    )  # fmt: skip
+    return _checked(**locals())
+
+
+def _checked(*, divergence: Name, beta: float, implementation: str | None, **arguments: Any) -> jax.Array:
+    of_loss, of_heads = split(arguments)
+    # The teacher's arguments are the student's, under names that begin so.
+    of_student = {name: value for name, value in of_heads.items() if not name.startswith("teacher_")}
+    of_teacher = {name: of_heads[f"teacher_{name}"] for name in of_student if f"teacher_{name}" in of_heads}
+    if of_teacher["vocab_axis"] is None:
+        of_teacher["vocab_axis"] = of_student["vocab_axis"]
+    student = read_head(**of_student, folds=False)
     try:
-        teacher, teacher_spec = inputs.read_head(
-            teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, None,
-            vocab_axis=vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
-            vocab_size=vocab_size, logit_softcap=teacher_logit_softcap, dtype=teacher_dtype,
-        )  # fmt: skip
+        teacher = read_head(**of_teacher, vocab_size=of_student["vocab_size"])
     except (ValueError, TypeError) as error:
         error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")
         raise
-    leading = student.hidden.shape[:-1]
-    if teacher.hidden.shape[:-1] != leading:
+    if teacher.leading != student.leading:
         raise ValueError(
             f"teacher_hidden has shape {teacher.hidden.shape} and hidden {student.hidden.shape}; "
             "they must have the same leading shape"
         )
-    if spec.vocab_size != teacher_spec.vocab_size:
+    if student.spec.vocab_size != teacher.spec.vocab_size:
         raise ValueError(
-            f"weight has {spec.weight_rows} vocabulary entries and teacher_weight {teacher_spec.weight_rows}; "
+            f"weight has {student.spec.weight_rows} vocabulary entries and teacher_weight {teacher.spec.weight_rows}; "
             "pass vocab_size, the entries that both have"
         )
-    if labels is not None:
-        labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
-    normalizer = arguments.normalizer(normalizer)
+    options = read_options(student.leading, student.spec.vocab_size, **of_loss)
     # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
-    streams = Streams((spec, teacher_spec), arguments.check_scratch_bytes(scratch_bytes), 6)
+    streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
-        streams.plan(max(inputs.tokens(leading), 1), mode)  # raises where the budget is too small
-    by_row = (
-        labels,
-        inputs.read_row_mask(row_mask, leading),
-        inputs.read_by_row("token_weights", token_weights, leading),
-    )
-    shards = shards_of(None, student, (teacher, by_row, normalizer)) or Shards()
-    static = _Static(
-        pair.Call(_divergence(divergence, beta), streams, shards),
-        _streamed(implementation),
-        reduction,
-        ignore_index,
-        spec,
-        teacher_spec,
-    )
-    return in_automatic_region(
-        functools.partial(_linear_distillation, static),
-        reduction == "none",
-        student.hidden,
-        student,
-        teacher,
-        *by_row,
-        normalizer,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    call: pair.Call
-    streamed: bool
-    reduction: str
-    ignore_index: int | None
-    spec: HeadSpec
-    teacher_spec: HeadSpec
+        streams.plan(max(student.tokens, 1), mode)  # raises where the budget is too small
+    shards = shards_of(None, student, (teacher, options)) or Shards()
+    static = (two_heads.Call(_divergence(divergence, beta), streams, shards), _streamed(implementation))
+    function = functools.partial(_linear_distillation, *static)
+    return in_automatic_region(function, options.by_row, student.hidden, student, teacher, options)
 
 
 def _divergence(name: Name, beta: float) -> Divergence:
-    if name not in ("forward_kl", "reverse_kl", "jsd"):
-        raise ValueError(f"divergence={name!r} is unknown; choose from 'forward_kl', 'reverse_kl', 'jsd'")
+    choice("divergence", name, get_args(Name))
     if isinstance(beta, jax.core.Tracer):
         raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
     if not 0.0 < float(beta) < 1.0:
@@ -216,33 +180,22 @@ def _streamed(implementation: str | None) -> bool:
     return implementation != "reference"
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_distillation(
-    static: _Static,
-    student: inputs.HeadArrays,
-    teacher: inputs.HeadArrays,
-    labels: jax.Array | None,
-    row_mask: jax.Array | None,
-    token_weights: jax.Array | None,
-    normalizer: Any | None,
+    pair: two_heads.Call, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
 ) -> jax.Array:
-    spec, leading = static.spec, student.hidden.shape[:-1]
-    hidden, head, temperature = inputs.flatten(student, spec)
-    constant = pair.Teacher(*lax.stop_gradient(inputs.flatten(teacher, static.teacher_spec)[:2]), temperature)
-    mask = None if row_mask is None else row_mask.reshape(-1)
-    if labels is not None:
-        ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-        counted = label_rule.counted(ids, static.ignore_index)
-        mask = counted if mask is None else mask & counted
-    if hidden.shape[0] == 0:
-        values = jnp.zeros(0, spec.accumulator)
-    elif static.streamed:
-        values = pair.row_divergences(static.call, Operands(Batch(hidden), head, mask, constant))
+    batch, head, mask = student.flat_rows_that_count()
+    batch = batch._replace(labels=None)
+    constant, constant_head, _ = lax.stop_gradient(teacher.flat_rows_that_count())
+    if not student.tokens:
+        values = jnp.zeros(0, student.spec.accumulator)
+    elif streamed:
+        operands = Operands(batch, head, mask, two_heads.Teacher(constant.hidden, constant_head))
+        values = two_heads.row_divergences(pair, operands)
     else:
-        inverse = None if constant.temperature is None else 1.0 / constant.temperature
         values = reference.divergences(
-            static.call.divergence, hidden, head, mask, constant.hidden, constant.head, inverse
+            pair.divergence, batch.hidden, head, mask, constant.hidden, constant_head, batch.inverse_temperature
         )
-    weights = None if token_weights is None else token_weights.reshape(-1)
-    loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
-    return loss.reshape(leading) if static.reduction == "none" else loss
+    weights = None if options.token_weights is None else options.token_weights.reshape(-1)
+    loss = reduce_rows(values, mask, weights, options.reduction, options.normalizer)
+    return loss.reshape(student.leading) if options.by_row else loss

@@ -1,6 +1,7 @@
 """`explain`: what a call will do, before it is made."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ def explain(
     """
     arguments.check_reduction(reduction, None, backward)
     arguments.scalar("logit_scale", logit_scale)
-    given = (hidden, weight)
+    arrays = (hidden, weight)
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
@@ -153,23 +154,18 @@ def explain(
         labels = _described("labels", labels)
         arguments.check_labels(labels, leading, several=True)
     temperature = arguments.temperature(temperature, leading)
-    by_row = None if isinstance(temperature, float) else temperature
-    rows = inputs.batch_spec(leading, labels, by_row)
+    rows = inputs.batch_spec(leading, labels, None if isinstance(temperature, float) else temperature)
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
-    needs_grad = NeedsGrad(
-        hidden="hidden" in differentiate,
-        weight="weight" in differentiate,
-        bias="bias" in differentiate and bias is not None,
-        logit_scale="logit_scale" in differentiate and not arguments.is_known(logit_scale, 1.0),
-    )
-    tokens = inputs.tokens(leading)
-    part = share(*given, spec)
+    scaled = not arguments.is_known(logit_scale, 1.0)
+    exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
+    needs_grad = NeedsGrad(**{name: there and name in differentiate for name, there in exists.items()})
+    tokens, part = math.prod(leading), share(*arrays, spec)
     choice = settings.decide(
         spec,
         tokens,
-        given,
+        arrays,
         scalar_loss=reduction != "none",
         rows=rows,
         backward=backward,
@@ -187,36 +183,36 @@ def explain(
         (bias, needs_grad.bias, 1),
     )
     gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
-    if choice.settings.mode is None:
+    told = Explanation(
+        choice.settings.implementation,
+        choice.implementation_reason,
+        choice.settings.mode if needs_grad else None,
+        choice.mode_reason if needs_grad else "nothing is differentiated",
+        gemms=1 + needs_grad.products,
+        rows=None,
+        columns=None,
         # Logits, probabilities and their gradient, as plain differentiation keeps them.
-        return Explanation(
-            choice.settings.implementation,
-            choice.implementation_reason,
-            None,
-            choice.mode_reason,
-            1 + needs_grad.products,
-            None,
-            None,
-            (3 if needs_grad else 2) * logits,
-            0,
-            gradients,
-            (3 if needs_grad else 2) * logits + gradients,
-            logits,
-        )
+        scratch_bytes=(3 if needs_grad else 2) * logits,
+        accumulator_bytes=0,
+        gradient_bytes=gradients,
+        peak_bytes=(3 if needs_grad else 2) * logits + gradients,
+        logits_bytes=logits,
+    )
+    if choice.settings.mode is None:
+        return dataclasses.replace(told, backward_reason=choice.mode_reason)
     mode = choice.settings.mode if needs_grad else None
-    backend = choice.settings.backend
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
-    if mode == "in_forward":
-        sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards()) if part is None else 0
-    scaled = not arguments.is_known(logit_scale, 1.0) or (isinstance(temperature, float) and temperature != 1.0)
-    options = sum([bias is not None, scaled, logit_softcap is not None])
-    with targets.known(given):
+    if mode == "in_forward" and part is None:
+        sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards())
+    scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
+    describe = choice.settings.backend.describe or (lambda *_: Description())
+    with targets.known(arrays):
         plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
-        describe = backend.describe or (lambda *_: Description())
+        options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
-    gathered = 0 if part is None else part.gathered_bytes
-    plan, scratch = plans[-1], max(plan.scratch_bytes for plan in plans) + gathered
+    plan = plans[-1]
+    scratch = max(plan.scratch_bytes for plan in plans) + (0 if part is None else part.gathered_bytes)
     rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
     of_hidden = choice.settings.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
@@ -224,22 +220,17 @@ def explain(
         accumulators -= sum_bytes
     # Statistics, coefficients, order: a few numbers each; and for each further target.
     row_bytes = (16 + 8 * (rows.targets or 0)) * tokens * spec.accumulator.itemsize
-    return Explanation(
-        choice.settings.implementation,
-        choice.implementation_reason,
-        mode,
-        choice.mode_reason if needs_grad else "nothing is differentiated",
-        1 + needs_grad.products + (1 if mode == "recompute" else 0),
-        plan.rows,
-        plan.columns,
-        scratch,
-        accumulators,
-        gradients,
-        scratch + accumulators + gradients + row_bytes,
-        logits,
-        described[-1].weight_copy_bytes,
-        tuple(launch for of_pass in described for launch in of_pass.launches),
-        "" if part is None else part.words,
+    return dataclasses.replace(
+        told,
+        gemms=told.gemms + (mode == "recompute"),
+        rows=plan.rows,
+        columns=plan.columns,
+        scratch_bytes=scratch,
+        accumulator_bytes=accumulators,
+        peak_bytes=scratch + accumulators + gradients + row_bytes,
+        weight_copy_bytes=described[-1].weight_copy_bytes,
+        launches=tuple(launch for of_pass in described for launch in of_pass.launches),
+        parallelism="" if part is None else part.words,
     )
 
 

@@ -1,24 +1,30 @@
-"""From public arguments to rows and a head: what the public functions share."""
+"""From public arguments to a checked call of a head: what the public functions share."""
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
-from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
+from pallas_ce.streaming.rows import flat_rows
 
 
-class HeadArrays(NamedTuple):
-    """The head's arrays as the caller gave them, None where absent.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CheckedCall:
+    """The checked arguments that all functions of a head share: a pytree of arrays, with static facts.
 
-    `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
-    another number that the head has been divided by.
+    Arrays are as the caller gave them, None where absent. `logit_scale` is None where it is the number 1. `temperature`
+    is `[]` or `[...]`; None where it is the number 1 or another number that the head has been divided by.
     """
 
     hidden: jax.Array
@@ -26,60 +32,134 @@ class HeadArrays(NamedTuple):
     bias: jax.Array | None
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
-    temperature: jax.Array | None = None
+    temperature: jax.Array | None
+    labels: jax.Array | None
+    row_mask: jax.Array | None
+    spec: HeadSpec = dataclasses.field(metadata={"static": True})
+    ignore_index: int | None = dataclasses.field(metadata={"static": True})
+    implementation: Implementation | None = dataclasses.field(metadata={"static": True})
+    scratch_bytes: int | None = dataclasses.field(metadata={"static": True})
+    mesh_axes: MeshAxes | None = dataclasses.field(metadata={"static": True})
 
     @property
     def leading(self) -> tuple[int, ...]:
         """Hidden's leading shape."""
         return self.hidden.shape[:-1]
 
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return math.prod(self.leading)
+
+    def settings(self, others: Any = (), *, scalar_loss: bool = False, backward: Backward = "auto") -> Settings:
+        """How the call is carried out; `others` are its further arrays."""
+        return settings.decide(
+            self.spec,
+            self.tokens,
+            (self.hidden, self.weight),
+            scalar_loss=scalar_loss,
+            rows=batch_spec(self.leading, self.labels, self.temperature),
+            backward=backward,
+            implementation=self.implementation,
+            scratch_bytes=self.scratch_bytes,
+            shards=shards_of(self.mesh_axes, self, others),
+        ).settings
+
+    def rows(self) -> tuple[Batch, Head]:
+        """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
+        spec, wide, temperature = self.spec, self.spec.accumulator, self.temperature
+        ids = None if self.labels is None else label_rule.canonical(self.labels, spec.vocab_size)
+        scale = None if self.logit_scale is None else self.logit_scale.astype(wide)
+        u = None if self.logit_weights is None else jax.lax.stop_gradient(self.logit_weights.astype(wide))
+        if temperature is not None:
+            temperature = jnp.broadcast_to(jax.lax.stop_gradient(1.0 / temperature.astype(wide)), self.leading)
+        return Batch(self.hidden, ids, temperature), Head(self.weight, self.bias, scale, u, spec)
+
+    def rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
+        """`rows`, with `NO_TARGET` for labels that do not count, and which rows do, `[...]`; None: all."""
+        batch, head = self.rows()
+        if batch.labels is None:
+            return batch, head, self.row_mask
+        ids, counted = label_rule.targets(batch.labels, self.ignore_index, len(self.leading))
+        mask = counted if self.row_mask is None else counted & self.row_mask
+        return batch._replace(labels=ids), head, mask
+
+    def flat_rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
+        """Likewise, with one axis `[N]` in place of the leading ones."""
+        batch, head, mask = self.rows_that_count()
+        batch, mask = flat_rows(self.leading, (batch, mask))
+        return batch, head, mask
+
 
 def read_head(
     hidden: Any,
     weight: Any,
-    bias: Any | None,
-    logit_scale: Any,
-    logit_weights: Any | None,
+    labels: Any | None = None,
     *,
-    vocab_axis: int,
-    vocab_size: int | None,
-    logit_softcap: float | None,
-    dtype: Any | None,
+    bias: Any | None = None,
+    vocab_axis: int = 0,
+    vocab_size: int | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: Any = 1.0,
+    logit_weights: Any | None = None,
     temperature: Any = 1.0,
+    row_mask: Any | None = None,
+    ignore_index: int | None = None,
+    dtype: Any | None = None,
+    implementation: Implementation | None = None,
+    scratch_bytes: int | None = None,
+    mesh_axes: MeshAxes | None = None,
+    validate_labels: bool = False,
+    needs_labels: bool = False,
+    several: bool = False,
     folds: bool = True,
     zero: bool = False,
-    mesh_axes: MeshAxes | None = None,
-) -> tuple[HeadArrays, HeadSpec]:
-    """Checked arrays and static facts.
+) -> CheckedCall:
+    """The checked call.
 
-    `folds`: whether a number as temperature goes into the head; not where the logits are needed without it. `zero`:
-    whether it may be 0.
+    `needs_labels`: whether None is a mistake. `several`: whether a row may have several labels. `folds`: whether a
+    number as temperature goes into the head; not where the logits are needed without it. `zero`: whether it may be 0.
     """
+    ignore_index = arguments.ignored(ignore_index)
     hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
     bias = None if bias is None else arguments.array("bias", bias)
     mesh_axes = arguments.mesh_axes(mesh_axes)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
     spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap, parts)
+    leading = hidden.shape[:-1]
     logit_scale = arguments.scalar("logit_scale", logit_scale)
-    scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
-    if logit_weights is not None:
-        logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
-    arrays = HeadArrays(hidden, weight, bias, scale, logit_weights)
-    temperature = arguments.temperature(temperature, arrays.leading, zero)
+    logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
+    logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
+    temperature = arguments.temperature(temperature, leading, zero)
     if isinstance(temperature, float) and (folds or temperature == 1.0):
-        return _folded(arrays, spec, temperature)
-    return arrays._replace(temperature=jnp.asarray(temperature)), spec
+        if temperature != 1.0:
+            spec, logit_scale = _folded(spec, logit_scale, temperature)
+        temperature = None
+    if labels is not None or needs_labels:
+        labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+    return CheckedCall(
+        hidden,
+        weight,
+        bias,
+        logit_scale,
+        logit_weights,
+        None if temperature is None else jnp.asarray(temperature),
+        labels,
+        arguments.row_mask(row_mask, leading),
+        spec,
+        ignore_index,
+        implementation,
+        arguments.check_scratch_bytes(scratch_bytes),
+        mesh_axes,
+    )
 
 
-def _folded(arrays: HeadArrays, spec: HeadSpec, temperature: float) -> tuple[HeadArrays, HeadSpec]:
+def _folded(spec: HeadSpec, logit_scale: jax.Array | None, temperature: float) -> tuple[HeadSpec, jax.Array]:
     """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
-    if temperature == 1.0:
-        return arrays, spec
-    if spec.softcap is not None:
-        spec = dataclasses.replace(spec, softcap=spec.softcap / temperature)
     inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
-    scale = inverse if arrays.logit_scale is None else arrays.logit_scale.astype(spec.accumulator) * inverse
-    return arrays._replace(logit_scale=scale), spec
+    softcap = None if spec.softcap is None else spec.softcap / temperature
+    scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
+    return dataclasses.replace(spec, softcap=softcap), scale
 
 
 def batch_spec(leading: tuple[int, ...], labels: Any | None, temperature: Any | None) -> BatchSpec:
@@ -98,57 +178,10 @@ def read_labels(
     several: bool = False,
 ) -> jax.Array:
     """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
-    if not isinstance(
-        labels, np.ndarray | np.generic
-    ):  # whose 64-bit values JAX would cut to 32 bits before they are looked at
-        labels = arguments.array("labels", labels)
-    else:
-        labels = np.asarray(labels)
+    # JAX would cut NumPy's 64-bit values to 32 bits before they are looked at.
+    on_host = isinstance(labels, np.ndarray | np.generic)
+    labels = np.asarray(labels) if on_host else arguments.array("labels", labels)
     arguments.check_labels(labels, leading, of, several)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)
     return label_rule.as_array(labels)
-
-
-def read_by_row(name: str, array: Any | None, leading: tuple[int, ...], of: str = "hidden's") -> jax.Array | None:
-    """A checked array with one entry for each token, or None."""
-    return None if array is None else arguments.by_row(name, array, leading, of)
-
-
-def read_row_mask(mask: Any | None, leading: tuple[int, ...]) -> jax.Array | None:
-    """A checked mask, or None."""
-    return None if mask is None else arguments.row_mask(mask, leading)
-
-
-def tokens(leading: tuple[int, ...]) -> int:
-    """N."""
-    return math.prod(leading)
-
-
-def batch_and_head(arrays: HeadArrays, spec: HeadSpec, ids: jax.Array | None = None) -> tuple[Batch, Head]:
-    """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
-    wide = spec.accumulator
-    u = arrays.logit_weights
-    head = Head(
-        arrays.weight,
-        arrays.bias,
-        None if arrays.logit_scale is None else arrays.logit_scale.astype(wide),
-        None if u is None else jax.lax.stop_gradient(u.astype(wide)),
-        spec,
-    )
-    temperature = by_row(arrays.temperature, arrays.leading, spec)
-    return Batch(arrays.hidden, ids, None if temperature is None else 1.0 / temperature), head
-
-
-def by_row(temperature: jax.Array | None, leading: tuple[int, ...], spec: HeadSpec) -> jax.Array | None:
-    """Temperatures `[...]` in the accumulator dtype, a constant; inside jit."""
-    if temperature is None:
-        return None
-    return jax.lax.stop_gradient(jnp.broadcast_to(temperature.astype(spec.accumulator), leading))
-
-
-def flatten(arrays: HeadArrays, spec: HeadSpec) -> tuple[jax.Array, Head, jax.Array | None]:
-    """`hidden [N, H]`, the head and temperatures `[N]`, inside jit."""
-    head = batch_and_head(arrays, spec)[1]
-    temperature = by_row(arrays.temperature, arrays.leading, spec)
-    return arrays.hidden.reshape(-1, spec.hidden_size), head, None if temperature is None else temperature.reshape(-1)

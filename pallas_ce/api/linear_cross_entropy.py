@@ -2,23 +2,20 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
+from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.options import Options, call_metrics, read_options, split, unnormalised
 from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.statistics import labels as label_rule
+from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
 
 
@@ -119,138 +116,57 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
-    problem = read(
-        hidden, weight, labels, bias=bias, vocab_axis=vocab_axis, vocab_size=vocab_size,
-        ignore_index=ignore_index, token_weights=token_weights, class_weights=class_weights,
-        label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap, logit_scale=logit_scale,
-        reduction=reduction, normalizer=normalizer, dtype=dtype, backward=backward,
-        implementation=implementation, scratch_bytes=scratch_bytes, mesh_axes=mesh_axes,
-        validate_labels=validate_labels, return_metrics=return_metrics,
-    )  # fmt: skip
-    function = functools.partial(compute, problem.static)
-    by_row = (reduction == "none", False)
-    loss, metrics = in_automatic_region(function, by_row, problem.arrays.hidden, *problem[1:])
+    settings, call, options = read(**locals())
+    function, by_row = functools.partial(compute, settings), (options.by_row, False)
+    loss, metrics = in_automatic_region(function, by_row, call.hidden, call, options)
     return (loss, metrics) if return_metrics else loss
 
 
-class Problem(NamedTuple):
-    """A checked call: what `compute` and `keep` take."""
-
-    static: "_Static"
-    arrays: inputs.HeadArrays
-    labels: jax.Array
-    options: Options
+# What `compute` and `keep` take.
+Checked = tuple[Settings, CheckedCall, Options]
 
 
-def read(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    *,
-    bias: Any | None,
-    vocab_axis: int,
-    vocab_size: int | None,
-    ignore_index: int | None,
-    token_weights: Any | None,
-    class_weights: Any | None,
-    label_smoothing: Any,
-    z_loss: Any,
-    logit_softcap: float | None,
-    logit_scale: Any,
-    reduction: Reduction,
-    normalizer: Any | None,
-    dtype: Any | None,
-    backward: Backward,
-    implementation: Implementation | None,
-    scratch_bytes: int | None,
-    mesh_axes: MeshAxes | None = None,
-    validate_labels: bool,
-    return_metrics: bool,
-) -> Problem:
+def read(**arguments: Any) -> Checked:
     """Checks the arguments of `linear_cross_entropy`."""
-    arguments.check_reduction(reduction, normalizer, backward)
-    ignore_index = arguments.ignored(ignore_index)
-    arrays, spec = inputs.read_head(
-        hidden,
-        weight,
-        bias,
-        logit_scale,
-        None,
-        vocab_axis=vocab_axis,
-        vocab_size=vocab_size,
-        logit_softcap=logit_softcap,
-        dtype=dtype,
-        mesh_axes=mesh_axes,
-    )
-    leading = arrays.hidden.shape[:-1]
-    options = read_options(
-        inputs.read_by_row("token_weights", token_weights, leading),
-        class_weights,
-        label_smoothing,
-        z_loss,
-        normalizer,
-        spec.vocab_size,
-    )
-    labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels)
-    choice = settings.decide(
-        spec,
-        inputs.tokens(leading),
-        arrays,
-        scalar_loss=reduction != "none",
-        backward=backward,
-        implementation=implementation,
-        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        shards=shards_of(mesh_axes, arrays, (labels, options)),
-    )
-    static = _Static(reduction, ignore_index, return_metrics, choice.settings, spec)
-    return Problem(static, arrays, labels, options)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    reduction: str
-    ignore_index: int | None
-    return_metrics: bool
-    how: Settings
-    spec: HeadSpec
+    of_loss, of_head = split(arguments)
+    call = read_head(**of_head, needs_labels=True)
+    options = read_options(call.leading, call.spec.vocab_size, **of_loss)
+    return call.settings(options, scalar_loss=not options.by_row, backward=options.backward), call, options
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, known: Known | None = None
+    settings: Settings, call: CheckedCall, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
-    """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same problem."""
-    call, operands = _rows(static, arrays, labels, options)
-    given = operands.inputs
-    if static.reduction == "none":
-        unreduced = (given[0], given[1] | unnormalised(static.spec.accumulator))
-        value, found = evaluate.row_losses(call, operands._replace(inputs=unreduced, known=known))
+    """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
+    static, operands = _operands(settings, call, options)
+    by_row, shared = operands.inputs
+    if options.by_row:
+        inputs = (by_row, shared | unnormalised(call.spec.accumulator))
+        value, found = evaluate.row_losses(static, operands._replace(inputs=inputs, known=known))
     else:
-        value, found = evaluate.total_loss(call, operands._replace(known=known))
-    if not static.return_metrics:
+        value, found = evaluate.total_loss(static, operands._replace(known=known))
+    if not options.return_metrics:
         return value, None
-    assert isinstance(call.row_total, CrossEntropy)
+    assert isinstance(static.row_total, CrossEntropy)
     assert operands.batch.labels is not None
     assert operands.mask is not None
-    return value, call_metrics(call.row_total, found, operands.batch.labels, operands.mask, given, static.how.total)
+    inputs = operands.inputs
+    return value, call_metrics(static.row_total, found, operands.batch.labels, operands.mask, inputs, settings.total)
 
 
-def keep(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options, needs_grad: NeedsGrad
-) -> Known | None:
+def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    return evaluate.keep(*_rows(static, arrays, labels, options), needs_grad)
+    return evaluate.keep(*_operands(settings, call, options), needs_grad)
 
 
-def _rows(
-    static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, options: Options
-) -> tuple[Call[Settings], Operands]:
+def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[Call[Settings], Operands]:
     """The call as rows, a head, and a row loss with its inputs."""
-    spec = static.spec
-    ids = label_rule.canonical(labels, spec.vocab_size)
-    mask = label_rule.counted(ids, static.ignore_index)
-    loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask, static.how.total)
-    arrays = arrays._replace(logit_weights=options.logit_weights(spec.vocab_size, spec.accumulator))
-    names = loss.names | ({"argmax"} if static.return_metrics else set())
-    batch, head = inputs.batch_and_head(arrays, spec, ids)
-    return Call(static.how, names, loss, loss.names), Operands(batch, head, mask, (by_row, shared))
+    batch, head, mask = call.rows_that_count()
+    assert batch.labels is not None
+    assert mask is not None
+    wide = call.spec.accumulator
+    head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
+    loss, *inputs = options.row_loss(wide, batch.labels, mask, settings.total)
+    static = Call(settings, loss.names | options.extra_names, loss, loss.names)
+    return static, Operands(batch, head, mask, tuple(inputs))

@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.checks import ArrayLike, DTypeLike, array
+from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, HeadSpec
+from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.differentiation import Call, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.statistics import labels as label_rule
+from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
 from pallas_ce.streaming.rows import flat_rows
@@ -112,66 +110,45 @@ def linear_loss(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
     """
-    arguments.check_reduction(reduction, normalizer, backward)
-    if validate_labels and labels is None:
+    return _checked(**locals())
+
+
+# Row inputs by their position: those of each row, and those that all rows share.
+_Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
+
+
+def _checked(*, row_loss: RowLoss, row_inputs: tuple[Any, ...], **arguments: Any) -> jax.Array:
+    if arguments["validate_labels"] and arguments["labels"] is None:
         raise ValueError("validate_labels=True needs labels, which is None")
-    ignore_index = arguments.ignored(ignore_index)
     if not callable(row_loss) or not isinstance(row_loss, Hashable):
         raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
-    arrays, spec = inputs.read_head(
-        hidden,
-        weight,
-        bias,
-        logit_scale,
-        logit_weights,
-        vocab_axis=vocab_axis,
-        vocab_size=vocab_size,
-        logit_softcap=logit_softcap,
-        dtype=dtype,
-        temperature=temperature,
-        mesh_axes=mesh_axes,
-    )
-    leading = arrays.hidden.shape[:-1]
-    if labels is not None:
-        labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, several=True)
-    by_row, shared, is_shared = _split(row_inputs, leading)
-    mask = inputs.read_row_mask(row_mask, leading)
-    weights = inputs.read_by_row("token_weights", token_weights, leading)
-    normalizer = arguments.normalizer(normalizer)
-    choice = settings.decide(
-        spec,
-        inputs.tokens(leading),
-        arrays,
-        scalar_loss=reduction != "none",
-        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
-        backward=backward,
-        implementation=implementation,
-        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        shards=shards_of(mesh_axes, arrays, (labels, by_row, shared, mask, weights, normalizer)),
-    )
-    static = _Static(row_loss, is_shared, reduction, ignore_index, choice.settings, spec)
-    return in_automatic_region(
-        functools.partial(_linear_loss, static),
-        reduction == "none",
-        arrays.hidden,
-        arrays,
-        labels,
-        by_row,
-        shared,
-        mask,
-        weights,
-        normalizer,
-    )
+    of_loss, of_head = split(arguments)
+    call = read_head(**of_head, several=True)
+    options = read_options(call.leading, call.spec.vocab_size, **of_loss)
+    inputs = _read_inputs(row_inputs, call.leading)
+    settings = call.settings((options, inputs), scalar_loss=not options.by_row, backward=options.backward)
+    function = functools.partial(_linear_loss, settings, row_loss)
+    return in_automatic_region(function, options.by_row, call.hidden, call, options, inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    row_loss: RowLoss
-    is_shared: tuple[bool, ...]
-    reduction: str
-    ignore_index: int | None
-    how: Settings
-    spec: HeadSpec
+def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
+    by_row, shared = {}, {}
+    for position, value in enumerate(row_inputs):
+        value = array(f"row_inputs[{position}]", value)
+        if value.shape[: len(leading)] == leading:
+            by_row[position] = value
+        elif value.ndim == 0:
+            shared[position] = value
+        else:
+            raise ValueError(
+                f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
+                f"leading shape {leading}"
+            )
+    return by_row, shared
+
+
+def _in_order(inputs: _Inputs) -> list[jax.Array]:
+    return [value for _, value in sorted((inputs[0] | inputs[1]).items())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +158,6 @@ class _RowTotal:
     row_loss: RowLoss
     names: tuple[str, ...]
     unread: tuple[str, ...]
-    is_shared: tuple[bool, ...]
     dtype: Any
     tokens: int
     targets: tuple[int, ...]
@@ -190,93 +166,58 @@ class _RowTotal:
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given
         rows = next((x.shape[0] for x in primitives.values()), self.tokens)
-        # A function may mention a statistic that its result does not depend on; the compiler drops the stand-in.
+        # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
         structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
         statistics = from_primitives(primitives, self.names)._replace(**zeros)
-        values = self.row_loss(statistics, *_join(by_row, shared, self.is_shared))
-        values = values.astype(self.dtype)
+        values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
         return values * inverse_normalizer
 
 
-def _split(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> tuple[list[Any], list[Any], tuple[bool, ...]]:
-    by_row, shared, is_shared = [], [], []
-    for position, value in enumerate(row_inputs):
-        value = arguments.array(f"row_inputs[{position}]", value)
-        if value.shape[: len(leading)] == leading:
-            by_row.append(value)
-        elif value.ndim == 0:
-            shared.append(value)
-        else:
-            raise ValueError(
-                f"row_inputs[{position}] has shape {value.shape}; it must be a scalar or start with hidden's "
-                f"leading shape {leading}"
-            )
-        is_shared.append(value.shape[: len(leading)] != leading)
-    return by_row, shared, tuple(is_shared)
-
-
-def _join(by_row: Any, shared: Any, is_shared: tuple[bool, ...]) -> list[Any]:
-    rows, scalars = iter(by_row), iter(shared)
-    return [next(scalars if flag else rows) for flag in is_shared]
-
-
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_loss(
-    static: _Static,
-    arrays: inputs.HeadArrays,
-    labels: jax.Array | None,
-    by_row: list[jax.Array],
-    shared: list[jax.Array],
-    row_mask: jax.Array | None,
-    token_weights: jax.Array | None,
-    normalizer: Any | None,
+    settings: Settings, row_loss: RowLoss, call: CheckedCall, options: Options, inputs: _Inputs
 ) -> jax.Array:
-    spec, leading = static.spec, arrays.hidden.shape[:-1]
-    wide, n = spec.accumulator, inputs.tokens(leading)
-    mask, ids = row_mask, None
-    if labels is not None:
-        ids, counted = label_rule.targets(
-            label_rule.canonical(labels, spec.vocab_size), static.ignore_index, len(leading)
-        )
-        mask = counted if mask is None else mask & counted
-    batch, head = inputs.batch_and_head(arrays, spec, ids)
-    weights = None if token_weights is None else token_weights.astype(wide)
-
+    wide, (by_row, shared) = call.spec.accumulator, inputs
+    batch, head, mask = call.rows_that_count()
+    weights = None if options.token_weights is None else options.token_weights.astype(wide)
     inverse = jnp.ones((), wide)
-    if static.reduction == "mean":
-        each = jnp.ones(leading, wide) if weights is None else weights
-        default = jnp.sum(each if mask is None else jnp.where(mask, each, 0))
-        inverse = safe_inverse(static.how.total(default) if normalizer is None else jnp.asarray(normalizer, wide))
+    if options.reduction == "mean":
+        each = jnp.ones(call.leading, wide) if weights is None else weights
+        default = settings.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
+        inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
-    examples = _join(flat_rows(leading, by_row), shared, static.is_shared)
-    names = _statistics_read(static.row_loss, spec, batch, examples, n)
-    unread = tuple(name for name in _available(ids is not None) if name not in names)
-    row_total = _RowTotal(static.row_loss, names, unread, static.is_shared, wide, n, batch.targets)
-    call = Call(static.how, primitive_names(names), row_total, primitive_names(names))
+    examples = _in_order((flat_rows(call.leading, by_row), shared))
+    names = _statistics_read(row_loss, wide, batch, examples, call.tokens)
+    unread = tuple(name for name in _available(batch) if name not in names)
+    row_total = _RowTotal(row_loss, names, unread, wide, call.tokens, batch.targets)
+    static = Call(settings, primitive_names(names), row_total, primitive_names(names))
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return (evaluate.row_losses if static.reduction == "none" else evaluate.total_loss)(call, operands)[0]
+    return (evaluate.row_losses if options.by_row else evaluate.total_loss)(static, operands)[0]
 
 
-def _available(has_labels: bool) -> list[str]:
-    return [name for name in STATISTICS if has_labels or not needs_labels(name)]
+def _available(batch: Batch) -> list[str]:
+    return [name for name in STATISTICS if batch.labels is not None or not needs_labels(name)]
 
 
 def _statistics_read(
-    row_loss: RowLoss, spec: HeadSpec, batch: Batch, row_inputs: list[jax.Array], tokens: int
+    row_loss: RowLoss, wide: Any, batch: Batch, row_inputs: list[jax.Array], tokens: int
 ) -> tuple[str, ...]:
     """Names of the statistics that `row_loss`'s result depends on, from its trace."""
-    has_labels = batch.labels is not None
-    names = _available(has_labels)
+    names = _available(batch)
 
     def trace(rows: int) -> tuple[Any, Any]:
-        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, spec.accumulator) for name in names}
+        fields: dict[str, Any] = {name: struct(name, (rows,), batch.targets, wide) for name in names}
         given = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in row_inputs]
         return jax.make_jaxpr(row_loss, return_shape=True)(RowStatistics(**fields), *given)
 
-    without = "" if has_labels else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    without = (
+        ""
+        if batch.labels is not None
+        else "; labels is None, so statistics.target_logit and statistics.log_prob are None"
+    )
     try:
         traced, out = trace(tokens)
     except Exception as error:

@@ -6,18 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.statistics import labels as label_rule
+from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
 
 
@@ -120,103 +118,35 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    problem = read(
-        hidden, weight, labels, temperature=temperature, return_entropy=return_entropy,
-        return_sum_sq_probs=return_sum_sq_probs, return_hit=return_hit, bias=bias,
-        logit_softcap=logit_softcap, logit_scale=logit_scale, vocab_axis=vocab_axis, vocab_size=vocab_size,
-        ignore_index=ignore_index, dtype=dtype, implementation=implementation, scratch_bytes=scratch_bytes,
-        mesh_axes=mesh_axes, validate_labels=validate_labels,
-    )  # fmt: skip
-    function = functools.partial(compute, problem.static)
-    found = in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+    settings, names, call = read(**locals())
+    found = in_automatic_region(functools.partial(compute, settings, names), True, call.hidden, call)
     return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
 
 
-_Static = tuple[Settings, HeadSpec, tuple[str, ...], int | None]
+# What `compute` and `keep` take.
+Checked = tuple[Settings, tuple[str, ...], CheckedCall]
 
 
-class Problem(NamedTuple):
-    """A checked call: what `compute` and `keep` take."""
-
-    static: _Static
-    arrays: inputs.HeadArrays
-    labels: jax.Array
-
-
-def read(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    *,
-    temperature: Any,
-    return_entropy: bool,
-    return_sum_sq_probs: bool,
-    return_hit: bool,
-    bias: Any | None,
-    logit_softcap: float | None,
-    logit_scale: Any,
-    vocab_axis: int,
-    vocab_size: int | None,
-    ignore_index: int | None,
-    dtype: Any | None,
-    implementation: Implementation | None,
-    scratch_bytes: int | None,
-    mesh_axes: MeshAxes | None = None,
-    validate_labels: bool = False,
-) -> Problem:
+def read(*, return_entropy: bool, return_sum_sq_probs: bool, return_hit: bool, **head: Any) -> Checked:
     """Checks the arguments of `linear_log_probs`."""
-    ignore_index = arguments.ignored(ignore_index)
-    arrays, spec = inputs.read_head(
-        hidden,
-        weight,
-        bias,
-        logit_scale,
-        None,
-        vocab_axis=vocab_axis,
-        vocab_size=vocab_size,
-        logit_softcap=logit_softcap,
-        dtype=dtype,
-        temperature=temperature,
-        mesh_axes=mesh_axes,
-    )
-    labels = inputs.read_labels(labels, arrays.leading, spec, ignore_index, validate_labels, several=True)
-    choice = settings.decide(
-        spec,
-        inputs.tokens(arrays.leading),
-        arrays,
-        scalar_loss=False,
-        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
-        implementation=implementation,
-        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        shards=shards_of(mesh_axes, arrays, labels),
-    )
-    asked = {"entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
-    names = ("log_prob", *(name for name, needs_grad in asked.items() if needs_grad))
-    return Problem((choice.settings, spec, names, ignore_index), arrays, labels)
+    call = read_head(**head, needs_labels=True, several=True)
+    asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
+    return call.settings(), tuple(name for name, wanted in asked.items() if wanted), call
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compute(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, known: Known | None = None) -> LogProbs:
-    """Everything asked for. `known`: what `keep` has found for the same problem."""
-    how, _, names, _ = static
-    ids, batch, head, mask = _rows(static, arrays, labels)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> LogProbs:
+    """Everything asked for. `known`: what `keep` has found for the same call."""
+    batch, head, mask = call.rows_that_count()
     operands = Operands(batch, head, mask, known=known)
-    found = from_primitives(evaluate.statistics(Call(how, primitive_names(names)), operands), names)
+    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+    assert batch.labels is not None
     assert found.log_prob is not None
-    counts = ids != label_rule.NO_TARGET
-    hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
+    counts = batch.labels != NO_TARGET
+    hit = None if found.argmax is None else counts & (spread(found.argmax, batch.labels) == batch.labels)
     return LogProbs(jnp.where(counts, found.log_prob, 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def keep(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array, needs_grad: NeedsGrad) -> Known | None:
+def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`."""
-    how, _, names, _ = static
-    _, batch, head, mask = _rows(static, arrays, labels)
-    return evaluate.keep(Call(how, primitive_names(names)), Operands(batch, head, mask), needs_grad)
-
-
-def _rows(static: _Static, arrays: inputs.HeadArrays, labels: jax.Array) -> tuple[jax.Array, Batch, Head, jax.Array]:
-    """The targets, and what the statistics are taken of."""
-    _, spec, _, ignore_index = static
-    ids, mask = label_rule.targets(label_rule.canonical(labels, spec.vocab_size), ignore_index, len(arrays.leading))
-    return ids, *inputs.batch_and_head(arrays, spec, ids), mask
+    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows_that_count()), needs_grad)

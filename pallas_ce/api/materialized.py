@@ -1,6 +1,5 @@
 """`cross_entropy`: the loss of logits that the caller holds, fused with its gradient."""
 
-import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -9,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.options import Options, call_metrics, read_options, row_loss, unnormalised
+from pallas_ce.api.inputs import read_labels
+from pallas_ce.api.options import Options, call_metrics, read_options, unnormalised
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
@@ -20,8 +19,6 @@ from pallas_ce.modes.differentiation import Call
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
-
-_DEFAULT_CHUNK = 4096
 
 
 def cross_entropy(
@@ -104,12 +101,7 @@ def cross_entropy(
         z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5. Smoothing: "Rethinking the Inception
         Architecture for Computer Vision", section 7.
     """
-    return _checked(
-        logits, labels, label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap,
-        ignore_index=ignore_index, class_weights=class_weights, token_weights=token_weights,
-        reduction=reduction, normalizer=normalizer, vocab_size=vocab_size, implementation=implementation,
-        validate_labels=validate_labels, return_metrics=return_metrics, chunk=None,
-    )  # fmt: skip
+    return _checked(**locals())
 
 
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
@@ -138,9 +130,9 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
-    if unknown := sorted(set(options) - set(inspect.signature(cross_entropy).parameters)):
-        raise TypeError(f"chunked_cross_entropy() got an unexpected keyword argument {unknown[0]!r}")
-    return _checked(logits, labels, chunk=arguments.chunk("chunk_size", chunk_size, _DEFAULT_CHUNK), **options)
+    given = inspect.signature(cross_entropy).bind(logits, labels, **options)
+    given.apply_defaults()
+    return _checked(**given.arguments, chunk=arguments.chunk("chunk_size", chunk_size))
 
 
 def mean_squared_lse(
@@ -178,102 +170,77 @@ def mean_squared_lse(
     """
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
-    labels = inputs.read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
+    labels = read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
     function = functools.partial(_mean_squared_lse, mode.decide(spec, logits, None), arguments.ignored(ignore_index))
     return in_automatic_region(function, False, logits, logits, labels)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _mean_squared_lse(
-    given: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> jax.Array:
-    spec = given.spec
-    flat, _, mask = _rows(spec, ignore_index, logits, labels)
+    flat, _, mask = _rows(settings, ignore_index, logits, labels)
     if flat.size == 0:
-        return jnp.zeros((), spec.accumulator)
-    lse = mode.row_statistics(given, frozenset({"lse"}), flat, None, None, mask)["lse"]
-    return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=spec.accumulator))
+        return jnp.zeros((), settings.spec.accumulator)
+    lse = mode.row_statistics(settings, frozenset({"lse"}), flat, None, None, mask)["lse"]
+    return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=settings.spec.accumulator))
 
 
 def _checked(
+    *,
     logits: Any,
     labels: Any,
-    *,
-    chunk: int | None,
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
-    logit_softcap: float | None = None,
-    ignore_index: int | None = -100,
-    class_weights: Any | None = None,
-    token_weights: Any | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Any | None = None,
-    vocab_size: int | None = None,
-    implementation: Implementation | None = None,
-    validate_labels: bool = False,
-    return_metrics: bool = False,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    vocab_size: int | None,
+    implementation: Implementation | None,
+    validate_labels: bool,
+    chunk: int | None = None,
+    **of_loss: Any,
 ) -> Any:
-    arguments.check_reduction(reduction, normalizer, "auto")
-    ignore_index = arguments.ignored(ignore_index)
-    logits = arguments.array("logits", logits)
-    spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
-    leading = logits.shape[:-1]
-    options = read_options(
-        inputs.read_by_row("token_weights", token_weights, leading, "logits'"),
-        class_weights,
-        label_smoothing,
-        z_loss,
-        normalizer,
-        spec.vocab_size,
-    )
-    labels = inputs.read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    given = mode.decide(spec, logits, implementation, chunk=chunk)
-    static = _Static(reduction, ignore_index, return_metrics, given)
-    function = functools.partial(_cross_entropy, static)
-    loss, metrics = in_automatic_region(function, (reduction == "none", False), logits, logits, labels, options)
-    return (loss, metrics) if return_metrics else loss
+    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
+    spec, leading = arguments.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
+    options = read_options(leading, spec.vocab_size, "logits'", **of_loss)
+    labels = read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
+    function = functools.partial(_cross_entropy, mode.decide(spec, logits, implementation, chunk=chunk), ignore_index)
+    loss, metrics = in_automatic_region(function, (options.by_row, False), logits, logits, labels, options)
+    return (loss, metrics) if options.return_metrics else loss
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    reduction: str
-    ignore_index: int | None
-    return_metrics: bool
-    given: mode.MaterializedSettings
-
-
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross_entropy(
-    static: _Static, logits: jax.Array, labels: jax.Array, options: Options
+    settings: mode.MaterializedSettings,
+    ignore_index: int | None,
+    logits: jax.Array,
+    labels: jax.Array,
+    options: Options,
 ) -> tuple[jax.Array, Metrics | None]:
-    given, spec = static.given, static.given.spec
-    flat, ids, mask = _rows(spec, static.ignore_index, logits, labels)
-    loss, by_row, shared = row_loss(options, static.reduction, spec.accumulator, ids, mask)
-    weights = _logit_weights(spec, options) if loss.smoothing else None
-    names = loss.names | (frozenset({"argmax"}) if static.return_metrics else frozenset())
-    handle = jnp.zeros((), spec.accumulator)
+    wide = settings.spec.accumulator
+    flat, ids, mask = _rows(settings, ignore_index, logits, labels)
+    loss, by_row, shared = options.row_loss(wide, ids, mask)
+    weights = _logit_weights(settings.spec, options) if loss.smoothing else None
+    names, handle = loss.names | options.extra_names, jnp.zeros((), wide)
     if flat.size == 0:  # no tokens, or no vocabulary, in which no label can lie
-        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else spec.accumulator) for name in names}
-    elif static.reduction == "none":
-        found = mode.row_statistics(given, names, flat, weights, ids, mask)
+        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else wide) for name in names}
+    elif options.by_row:
+        found = mode.row_statistics(settings, names, flat, weights, ids, mask)
     else:
-        call = Call(given, names, loss, loss.names)
+        call = Call(settings, names, loss, loss.names)
         found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
         found = jax.tree.map(jax.lax.stop_gradient, found)
-    read, each = {name: found[name] for name in loss.names}, static.reduction == "none"
-    normalised = shared | unnormalised(spec.accumulator) if each else shared
+    read = {name: found[name] for name in loss.names}
+    normalised = shared | unnormalised(wide) if options.by_row else shared
     values = evaluate.row_values(loss, read, ids.shape, mask, (by_row, normalised))
-    value = values.reshape(labels.shape) if each else jnp.sum(values) + handle
-    return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if static.return_metrics else None
+    value = values.reshape(labels.shape) if options.by_row else jnp.sum(values) + handle
+    return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if options.return_metrics else None
 
 
 def _rows(
-    spec: LogitsSpec, ignore_index: int | None, logits: jax.Array, labels: jax.Array
+    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits `[N, columns]`, canonical labels `[N]` and which of them count."""
-    flat = logits.reshape(inputs.tokens(labels.shape), spec.columns)
-    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    return flat, ids, label_rule.counted(ids, ignore_index)
+    ids = label_rule.canonical(labels.reshape(-1), settings.spec.vocab_size)
+    return logits.reshape(labels.size, settings.spec.columns), ids, label_rule.counted(ids, ignore_index)
 
 
 def _logit_weights(spec: LogitsSpec, options: Options) -> jax.Array:

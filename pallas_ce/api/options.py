@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api import checks as arguments
+from pallas_ce.api import checks
+from pallas_ce.backends.protocol import Backward
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, safe_inverse
 from pallas_ce.streaming.rows import flat_rows, zeroed
 
@@ -22,13 +23,26 @@ def _alone(rows: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Optional arrays of a call; None where a term is absent."""
+    """How losses by row become what a call returns: arrays, None where a term is absent, and static facts."""
 
     token_weights: Any | None
     class_weights: Any | None
     label_smoothing: Any | None
     z_loss: Any | None
     normalizer: Any | None
+    reduction: str = dataclasses.field(metadata={"static": True})
+    backward: Backward = dataclasses.field(metadata={"static": True})
+    return_metrics: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the loss is not reduced."""
+        return self.reduction == "none"
+
+    @property
+    def extra_names(self) -> frozenset[str]:
+        """The statistics that metrics read beside the loss."""
+        return frozenset({"argmax"}) if self.return_metrics else frozenset()
 
     def logit_weights(self, vocab_size: int, wide: Any) -> jax.Array | None:
         """The u of `mean_logit` that smoothing reads, c/V; None where it is 1/V throughout or not read."""
@@ -36,74 +50,83 @@ class Options:
             return None
         return jax.lax.stop_gradient(self.class_weights.astype(wide)) / vocab_size
 
+    def row_loss(
+        self, wide: Any, ids: jax.Array, mask: jax.Array, total: Total = _alone
+    ) -> tuple[CrossEntropy, dict[str, jax.Array], dict[str, jax.Array]]:
+        """The row loss, its inputs by row `[...]`, and those all rows share, the normalisers' inverses included.
+
+        Args:
+            wide: the accumulator dtype.
+            ids: canonical labels `[...]`.
+            mask: `[...]` bool, which rows count.
+            total: what makes a device's sum over rows that of the call.
+        """
+        loss = CrossEntropy(
+            smoothing=self.label_smoothing is not None,
+            z_loss=self.z_loss is not None,
+            class_weights=self.class_weights is not None,
+            token_weights=self.token_weights is not None,
+        )
+        by_row: dict[str, jax.Array] = {}
+        shared: dict[str, jax.Array] = {}
+        weight = jnp.ones(ids.shape, wide)
+        if self.token_weights is not None:
+            weight = by_row["token_weight"] = self.token_weights.reshape(ids.shape).astype(wide)
+        normalizer = z_normalizer = total(jnp.sum(jnp.where(mask, weight, 0)))
+        if self.class_weights is not None:
+            class_weights = jax.lax.stop_gradient(self.class_weights.astype(wide))
+            if not class_weights.size:  # nothing counts in an empty vocabulary
+                class_weights = jnp.zeros(1, wide)
+            by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
+            shared["mean_class_weight"] = jnp.mean(class_weights)
+            normalizer = total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
+        if self.label_smoothing is not None:
+            shared["smoothing"] = jnp.asarray(self.label_smoothing, wide)
+        if self.z_loss is not None:
+            shared["z_loss"] = jnp.asarray(self.z_loss, wide)
+        if self.normalizer is not None:
+            normalizer = z_normalizer = jnp.asarray(self.normalizer, wide)
+        if self.reduction == "sum":
+            return loss, by_row, shared | unnormalised(wide)
+        inverses = {"inverse_normalizer": safe_inverse(normalizer), "inverse_z_normalizer": safe_inverse(z_normalizer)}
+        return loss, by_row, shared | inverses
+
 
 def read_options(
-    token_weights: jax.Array | None,
-    class_weights: Any | None,
-    label_smoothing: Any,
-    z_loss: Any,
-    normalizer: Any | None,
+    leading: tuple[int, ...],
     vocab_size: int,
+    of: str = "hidden's",
+    *,
+    token_weights: Any | None = None,
+    class_weights: Any | None = None,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    normalizer: Any | None = None,
+    reduction: str = "mean",
+    backward: Backward = "auto",
+    return_metrics: bool = False,
 ) -> Options:
-    """Checked options; `token_weights` have been read already. The number 0 leaves a term out."""
-    label_smoothing = arguments.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    z_loss = arguments.scalar("z_loss", z_loss)
-    if class_weights is not None:
-        class_weights = arguments.by_column("class_weights", class_weights, vocab_size)
+    """Checked options of rows of the shape `leading`, that `of` an argument. The number 0 leaves a term out."""
+    checks.check_reduction(reduction, normalizer, backward)
+    label_smoothing = checks.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
+    z_loss = checks.scalar("z_loss", z_loss)
     return Options(
-        token_weights,
-        class_weights,
-        None if arguments.is_known(label_smoothing, 0.0) else label_smoothing,
-        None if arguments.is_known(z_loss, 0.0) else z_loss,
-        arguments.normalizer(normalizer),
+        checks.by_row("token_weights", token_weights, leading, of),
+        checks.by_column("class_weights", class_weights, vocab_size),
+        None if checks.is_known(label_smoothing, 0.0) else label_smoothing,
+        None if checks.is_known(z_loss, 0.0) else z_loss,
+        checks.normalizer(normalizer),
+        reduction,
+        backward,
+        return_metrics,
     )
 
 
-def row_loss(
-    options: Options, reduction: str, wide: Any, ids: jax.Array, mask: jax.Array, total: Total = _alone
-) -> tuple[CrossEntropy, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The row loss, its inputs by row `[...]`, and those all rows share, the normalisers' inverses included.
-
-    Args:
-        options: of the call.
-        reduction: "mean" and "none" carry the mean's normalisers, "sum" those of a plain sum.
-        wide: the accumulator dtype.
-        ids: canonical labels `[...]`.
-        mask: `[...]` bool, which rows count.
-        total: what makes a device's sum over rows that of the call.
-    """
-    loss = CrossEntropy(
-        smoothing=options.label_smoothing is not None,
-        z_loss=options.z_loss is not None,
-        class_weights=options.class_weights is not None,
-        token_weights=options.token_weights is not None,
-    )
-    by_row: dict[str, jax.Array] = {}
-    shared: dict[str, jax.Array] = {}
-    weight = jnp.ones(ids.shape, wide)
-    if options.token_weights is not None:
-        weight = by_row["token_weight"] = options.token_weights.reshape(ids.shape).astype(wide)
-    z_normalizer = total(jnp.sum(jnp.where(mask, weight, 0)))
-    normalizer = z_normalizer
-    if options.class_weights is not None:
-        class_weights = jax.lax.stop_gradient(options.class_weights.astype(wide))
-        if not class_weights.size:  # nothing counts in an empty vocabulary
-            class_weights = jnp.zeros(1, wide)
-        by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
-        shared["mean_class_weight"] = jnp.mean(class_weights)
-        normalizer = total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
-    if options.label_smoothing is not None:
-        shared["smoothing"] = jnp.asarray(options.label_smoothing, wide)
-    if options.z_loss is not None:
-        shared["z_loss"] = jnp.asarray(options.z_loss, wide)
-    if options.normalizer is not None:
-        normalizer = z_normalizer = jnp.asarray(options.normalizer, wide)
-    if reduction == "sum":
-        shared |= unnormalised(wide)
-    else:
-        shared["inverse_normalizer"] = safe_inverse(normalizer)
-        shared["inverse_z_normalizer"] = safe_inverse(z_normalizer)
-    return loss, by_row, shared
+def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A function's arguments by name: those that `read_options` reads, and the others."""
+    names = read_options.__kwdefaults__ or {}
+    mine = {name: value for name, value in arguments.items() if name in names}
+    return mine, {name: value for name, value in arguments.items() if name not in names}
 
 
 def unnormalised(wide: Any) -> dict[str, jax.Array]:

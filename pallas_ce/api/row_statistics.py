@@ -2,22 +2,19 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.checks import ArrayLike, DTypeLike, check_statistics
+from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.dispatch import settings
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Batch, Head, HeadSpec, NeedsGrad
+from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.differentiation import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.statistics import labels as label_rule
+from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
 
 
@@ -95,107 +92,27 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    problem = read(
-        hidden, weight, labels, statistics=statistics, row_mask=row_mask, logit_weights=logit_weights,
-        bias=bias, vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap,
-        logit_scale=logit_scale, temperature=temperature, dtype=dtype, implementation=implementation,
-        scratch_bytes=scratch_bytes, mesh_axes=mesh_axes,
-    )  # fmt: skip
-    function = functools.partial(compute, problem.static)
-    return in_automatic_region(function, True, problem.arrays.hidden, *problem[1:])
+    settings, names, call = read(**locals())
+    return in_automatic_region(functools.partial(compute, settings, names), True, call.hidden, call)
 
 
-_Static = tuple[Settings, HeadSpec, tuple[str, ...]]
+# What `compute` and `keep` take.
+Checked = tuple[Settings, tuple[str, ...], CheckedCall]
 
 
-class Problem(NamedTuple):
-    """A checked call: what `compute` and `keep` take."""
-
-    static: _Static
-    arrays: inputs.HeadArrays
-    labels: jax.Array | None
-    row_mask: jax.Array | None
-
-
-def read(
-    hidden: Any,
-    weight: Any,
-    labels: Any | None,
-    *,
-    statistics: Sequence[str],
-    row_mask: Any | None,
-    logit_weights: Any | None,
-    bias: Any | None,
-    vocab_axis: int,
-    vocab_size: int | None,
-    logit_softcap: float | None,
-    logit_scale: Any,
-    temperature: Any = 1.0,
-    dtype: Any | None,
-    implementation: Implementation | None,
-    scratch_bytes: int | None,
-    mesh_axes: MeshAxes | None = None,
-) -> Problem:
+def read(*, statistics: Sequence[str], **head: Any) -> Checked:
     """Checks the arguments of `linear_row_statistics`."""
-    arrays, spec = inputs.read_head(
-        hidden,
-        weight,
-        bias,
-        logit_scale,
-        logit_weights,
-        vocab_axis=vocab_axis,
-        vocab_size=vocab_size,
-        logit_softcap=logit_softcap,
-        dtype=dtype,
-        temperature=temperature,
-        mesh_axes=mesh_axes,
-    )
-    leading = arrays.hidden.shape[:-1]
-    if labels is not None:
-        labels = inputs.read_labels(labels, leading, spec, None, False, several=True)
-    names = arguments.check_statistics(statistics, labels)
-    mask = inputs.read_row_mask(row_mask, leading)
-    choice = settings.decide(
-        spec,
-        inputs.tokens(leading),
-        arrays,
-        scalar_loss=False,
-        rows=inputs.batch_spec(arrays.leading, labels, arrays.temperature),
-        implementation=implementation,
-        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        shards=shards_of(mesh_axes, arrays, (labels, mask)),
-    )
-    return Problem((choice.settings, spec, names), arrays, labels, mask)
+    call = read_head(**head, several=True)
+    return call.settings(), check_statistics(statistics, call.labels), call
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compute(
-    static: _Static,
-    arrays: inputs.HeadArrays,
-    labels: jax.Array | None,
-    row_mask: jax.Array | None,
-    known: Known | None = None,
-) -> RowStatistics:
-    """The statistics. `known`: what `keep` has found for the same problem."""
-    how, spec, names = static
-    batch, head = _rows(spec, arrays, labels)
-    operands = Operands(batch, head, row_mask, known=known)
-    return from_primitives(evaluate.statistics(Call(how, primitive_names(names)), operands), names)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> RowStatistics:
+    """The statistics. `known`: what `keep` has found for the same call."""
+    operands = Operands(*call.rows(), call.row_mask, known=known)
+    return from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
 
 
-def keep(
-    static: _Static,
-    arrays: inputs.HeadArrays,
-    labels: jax.Array | None,
-    row_mask: jax.Array | None,
-    needs_grad: NeedsGrad,
-) -> Known | None:
+def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`."""
-    how, spec, names = static
-    batch, head = _rows(spec, arrays, labels)
-    return evaluate.keep(Call(how, primitive_names(names)), Operands(batch, head, row_mask), needs_grad)
-
-
-def _rows(spec: HeadSpec, arrays: inputs.HeadArrays, labels: jax.Array | None) -> tuple[Batch, Head]:
-    ids = None if labels is None else label_rule.canonical(labels, spec.vocab_size)
-    return inputs.batch_and_head(arrays, spec, ids)
+    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows(), call.row_mask), needs_grad)

@@ -1,6 +1,5 @@
 """`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing logits."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,16 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.top_k import check_k, linear_top_k
+from pallas_ce.api.checks import ArrayLike, DTypeLike, count
+from pallas_ce.api.checks import key as check_key
+from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming import noise
+from pallas_ce.streaming.rows import flat_rows, zeroed
 from pallas_ce.streaming.tiles import Tile, Tiles
 
 _LSE = frozenset({"lse"})
@@ -99,34 +99,19 @@ def linear_sample(
     References:
         "A* Sampling" (Maddison, Tarlow, Minka), section 2: the Gumbel-max trick.
     """
-    options: dict[str, Any] = {
-        "vocab_axis": vocab_axis,
-        "vocab_size": vocab_size,
-        "logit_softcap": logit_softcap,
-        "dtype": dtype,
-    }
-    arrays, spec = inputs.read_head(
-        hidden, weight, bias, logit_scale, None, **options, temperature=temperature, folds=False, zero=True
-    )
-    leading, key = arrays.hidden.shape[:-1], arguments.key(key)
-    mask = inputs.read_row_mask(row_mask, leading)
+    return _checked(**locals())
+
+
+def _checked(*, key: Any, top_k: int | None, temperature: Any, **head: Any) -> Samples:
+    call, key = read_head(**head, temperature=temperature, folds=False, zero=True), check_key(key)
     if top_k is not None:
-        k = check_k("top_k", top_k, spec.vocab_size)
-        options |= {"bias": bias, "logit_scale": logit_scale, "row_mask": mask, "scratch_bytes": scratch_bytes}
-        best = linear_top_k(hidden, weight, k, **options)
-        function = functools.partial(_sample_of_best, spec)
-        return in_automatic_region(function, True, arrays.hidden, key, best.logits, best.ids, arrays.temperature, mask)
+        k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
+        best = linear_top_k(**head, k=k)
+        return in_automatic_region(_sample_of_best, True, call.hidden, key, call, best)
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
-    streams = Streams((spec,), arguments.check_scratch_bytes(scratch_bytes), 6)
-    streams.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
-    function = functools.partial(_linear_sample, _Static(spec, streams))
-    return in_automatic_region(function, True, arrays.hidden, key, arrays, mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    spec: HeadSpec
-    streams: Streams
+    streams = Streams((call.spec,), call.scratch_bytes, 6)
+    streams.plan(max(call.tokens, 1))  # raises where the budget is too small
+    return in_automatic_region(functools.partial(_linear_sample, streams), True, call.hidden, key, call)
 
 
 class _Drawn(NamedTuple):
@@ -138,11 +123,11 @@ class _Drawn(NamedTuple):
 
 
 def _draw(
-    keys: jax.Array, logits: jax.Array, ids: jax.Array, valid: jax.Array | None, temperature: jax.Array | None
+    keys: jax.Array, logits: jax.Array, ids: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
 ) -> _Drawn:
     """From `logits [n, c]` of the columns `ids`, `[c]` or `[n, c]`; `argmax` prefers the first of equal ones."""
     added = noise.gumbel(keys, ids, logits.dtype)
-    scores = logits + (added if temperature is None else temperature[:, None] * added)
+    scores = logits + (added if inverse_temperature is None else added / inverse_temperature[:, None])
     scores = scores if valid is None else jnp.where(valid, scores, -jnp.inf)
     place = scores.argmax(axis=1)[:, None]
 
@@ -157,70 +142,60 @@ def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
     return jax.tree.map(lambda x, y: jnp.where(b.score > a.score, y, x), a, b)
 
 
-def _divisor(temperature: jax.Array | None) -> jax.Array | None:
-    """1 in the place of 0, where the log-probability is known without a division."""
-    return None if temperature is None else jnp.where(temperature == 0, 1.0, temperature)
+def _lse_part(logits: jax.Array, columns: jax.Array, valid: jax.Array | None, inverse: jax.Array | None) -> Partial:
+    return partial_of_tile(tempered(logits, _finite(inverse)), columns, valid, None, None, _LSE)
 
 
-def _samples(drawn: _Drawn, partial: Partial, temperature: jax.Array | None) -> Samples:
-    lse = finalise(partial, _LSE)["lse"]
-    divisor = _divisor(temperature)
-    scaled = drawn.logit if divisor is None else drawn.logit / divisor
+def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
+    """1 in place of 1/0, where the log-probability is known without a product."""
+    return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
+
+
+def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | None) -> Samples:
+    lse, inverse = finalise(partial, _LSE)["lse"], _finite(inverse_temperature)
+    scaled = drawn.logit if inverse is None else drawn.logit * inverse
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
-    if temperature is not None:
-        log_probs = jnp.where((temperature == 0) & ~jnp.isneginf(scaled), 0.0, log_probs)
+    if inverse_temperature is not None:
+        log_probs = jnp.where(jnp.isinf(inverse_temperature) & ~jnp.isneginf(scaled), 0.0, log_probs)
     return Samples(drawn.id, log_probs)
 
 
-def _block(by_row: tuple[jax.Array, jax.Array, jax.Array | None], head: Head, plan: Plan) -> Samples:
-    hidden, keys, temperature = by_row
-    divisor = _divisor(temperature)
+def _block(by_row: tuple[Batch, jax.Array], head: Head, plan: Plan) -> Samples:
+    (hidden, _, inverse), keys = by_row
 
     def part(tile: Tile) -> tuple[_Drawn, Partial]:
         logits = head.tile_logits(hidden, tile)
-        partial = partial_of_tile(tempered(logits, divisor), tile.columns, tile.valid, None, None, _LSE)
-        return _draw(keys, logits, tile.columns, tile.valid, temperature), partial
+        partial = _lse_part(logits, tile.columns, tile.valid, inverse)
+        return _draw(keys, logits, tile.columns, tile.valid, inverse), partial
 
     def join(a: tuple[_Drawn, Partial], b: tuple[_Drawn, Partial]) -> tuple[_Drawn, Partial]:
         return _merge_drawn(a[0], b[0]), merge(a[1], b[1])
 
     drawn, partial = fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
-    return _samples(drawn, partial, temperature)
+    return _samples(drawn, partial, inverse)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_sample(static: _Static, key: Any, arrays: inputs.HeadArrays, row_mask: jax.Array | None) -> Samples:
-    spec, leading = static.spec, arrays.hidden.shape[:-1]
-    hidden, head, temperature = lax.stop_gradient(inputs.flatten(arrays, spec))
-    mask = None if row_mask is None else row_mask.reshape(-1)
+def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
+    batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 
     def empty(rows: int) -> Samples:
-        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, spec.accumulator))
+        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, call.spec.accumulator))
 
     with jax.named_scope("pallas_ce.sample"):
-        by_row = (hidden, noise.row_keys(key, hidden.shape[0]), temperature)
-        found = over_rows_that_count(_block, static.streams.plan, empty, by_row, head, mask)
-    return jax.tree.map(lambda x: x.reshape(leading), found)
+        by_row = (batch, noise.row_keys(key, call.tokens))
+        found = over_rows_that_count(_block, streams.plan, empty, by_row, head, mask)
+    return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sample_of_best(
-    spec: HeadSpec,
-    key: Any,
-    logits: jax.Array,
-    ids: jax.Array,
-    temperature: jax.Array | None,
-    row_mask: jax.Array | None,
-) -> Samples:
-    """A sample among `logits [..., k]` of the columns `ids`, with the noise that the whole row would have had there."""
-    leading, k = logits.shape[:-1], logits.shape[-1]
-    logits, ids = logits.reshape(-1, k), ids.reshape(-1, k)
-    by_row = inputs.by_row(temperature, leading, spec)
-    temperatures = None if by_row is None else by_row.reshape(-1)
-    keys = noise.row_keys(key, logits.shape[0])
-    partial = partial_of_tile(tempered(logits, _divisor(temperatures)), jnp.arange(k), None, None, None, _LSE)
-    found = _samples(_draw(keys, logits, ids, None, temperatures), partial, temperatures)
-    if row_mask is not None:
-        mask = row_mask.reshape(-1)
-        found = Samples(jnp.where(mask, found.ids, -1), jnp.where(mask, found.log_probs, 0.0))
-    return jax.tree.map(lambda x: x.reshape(leading), found)
+@jax.jit
+def _sample_of_best(key: Any, call: CheckedCall, best: TopK) -> Samples:
+    """A sample among the `best` of each row, with the noise that the whole row would have had there."""
+    batch, _, mask = call.flat_rows_that_count()
+    logits, ids, _ = flat_rows(call.leading, best)
+    inverse, keys = batch.inverse_temperature, noise.row_keys(key, call.tokens)
+    partial = _lse_part(logits, jnp.arange(ids.shape[1]), None, inverse)
+    found = _samples(_draw(keys, logits, ids, None, inverse), partial, inverse)
+    if mask is not None:
+        found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))
+    return jax.tree.map(lambda x: x.reshape(call.leading), found)

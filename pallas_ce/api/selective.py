@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.modes import materialized as mode
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
+from pallas_ce.streaming.rows import flat_rows
 
 
 def selective_log_softmax(
@@ -63,19 +63,18 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    given = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
-    function = functools.partial(_selective_log_softmax, given)
+    settings = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
+    function = functools.partial(_selective_log_softmax, settings)
     return in_automatic_region(function, True, logits, logits, label_rule.as_array(index))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _selective_log_softmax(given: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
-    spec = given.spec
+def _selective_log_softmax(settings: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
+    spec = settings.spec
     if logits.size == 0 or index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    tokens = inputs.tokens(logits.shape[:-1])
-    ids = label_rule.canonical(index, spec.vocab_size).reshape(tokens, *index.shape[logits.ndim - 1 :])
-    by_row = (ids != label_rule.NO_TARGET).reshape(tokens, -1).any(axis=1)
+    logits, ids = flat_rows(logits.shape[:-1], (logits, label_rule.canonical(index, spec.vocab_size)))
+    by_row = (ids != label_rule.NO_TARGET).reshape(ids.shape[0], -1).any(axis=1)
     log_prob = frozenset({"log_prob"})
-    found = mode.row_statistics(given, log_prob, logits.reshape(tokens, -1), None, ids, by_row)
+    found = mode.row_statistics(settings, log_prob, logits, None, ids, by_row)
     return found["log_prob"].reshape(index.shape)

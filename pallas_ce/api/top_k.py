@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.checks import ArrayLike, DTypeLike, count
+from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
-from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import at_lowering
 from pallas_ce.parallel.explicit_axes import in_automatic_region
@@ -100,32 +99,21 @@ def linear_top_k(
         [[1 2]
          [0 3]]
     """
-    arrays, spec = inputs.read_head(
-        hidden, weight, bias, logit_scale, None,
-        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=logit_softcap, dtype=dtype,
-        temperature=temperature, folds=False,
-    )  # fmt: skip
-    leading = arrays.hidden.shape[:-1]
-    k = check_k("k", k, spec.vocab_size)
-    finders = _finders(k, spec, implementation, arguments.check_scratch_bytes(scratch_bytes), arrays)
+    return _checked(**locals())
+
+
+def _checked(*, k: int, **head: Any) -> TopK:
+    call = read_head(**head, folds=False)
+    k = count("k", k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
+    finders = _finders(k, call)
     for finder in finders:
-        finder.plan(max(inputs.tokens(leading), 1))  # raises where the budget is too small
-    function = functools.partial(_linear_top_k, (k, spec, finders))
-    mask = inputs.read_row_mask(row_mask, leading)
-    return in_automatic_region(function, True, arrays.hidden, arrays, mask)
+        finder.plan(max(call.tokens, 1))  # raises where the budget is too small
+    return in_automatic_region(functools.partial(_linear_top_k, k, finders), True, call.hidden, call)
 
 
-def check_k(name: str, k: Any, vocab_size: int) -> int:
-    """`k` as an int that the vocabulary can serve."""
-    if not arguments.is_int(k) or not 1 <= k <= vocab_size:
-        raise ValueError(f"{name}={k!r} must be an int between 1 and vocab_size={vocab_size}")
-    return int(k)
-
-
-def _finders(
-    k: int, spec: HeadSpec, implementation: str | None, scratch_bytes: int | None, arrays: inputs.HeadArrays
-) -> tuple[TopKFinder, ...]:
+def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
     """Those of the implementations that may serve the call; see `entry.at_lowering`."""
+    spec, scratch_bytes = call.spec, call.scratch_bytes
 
     def finder(name: str) -> TopKFinder:
         if name == "reference":
@@ -138,7 +126,10 @@ def _finders(
         return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
 
     name, _, default = select.select(
-        implementation, lambda name: select.load(name).refusal(spec), arrays, checked=bool(varying(arrays))
+        call.implementation,
+        lambda name: select.load(name).refusal(spec),
+        (call.hidden, call.weight),
+        checked=bool(varying(call)),
     )
     chosen = finder(name)
     return (chosen,) if default is None else default.variants(chosen, finder(default.instead), _holds_a_row(chosen))
@@ -152,33 +143,25 @@ def _holds_a_row(finder: TopKFinder) -> bool:
     return True
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _linear_top_k(
-    static: tuple[int, HeadSpec, tuple[TopKFinder, ...]],
-    arrays: inputs.HeadArrays,
-    row_mask: jax.Array | None,
-) -> TopK:
-    k, spec, finders = static
-    leading = arrays.hidden.shape[:-1]
-    hidden, head, temperature = lax.stop_gradient(inputs.flatten(arrays, spec))
-    mask = None if row_mask is None else row_mask.reshape(-1)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) -> TopK:
+    batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 
     def empty(rows: int) -> TopK:
-        zeros = jnp.zeros((rows, k), spec.accumulator)
+        zeros = jnp.zeros((rows, k), call.spec.accumulator)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
     def search(finder: TopKFinder, *arrays: Any) -> TopK:
         return over_rows_that_count(functools.partial(_block, finder), finder.plan, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
-        found = at_lowering(finders, search, (hidden, temperature), head, mask)
-    return jax.tree.map(lambda x: x.reshape(*leading, k), found)
+        found = at_lowering(finders, search, batch, head, mask)
+    return jax.tree.map(lambda x: x.reshape(*call.leading, k), found)
 
 
-def _block(finder: TopKFinder, by_row: tuple[jax.Array, jax.Array | None], head: Head, plan: Plan) -> TopK:
-    hidden, temperature = by_row
-    best, partial = finder.find(head, hidden, temperature, plan)
-    scaled, lse = tempered(best.values, temperature), finalise(partial, _LSE)["lse"]
+def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
+    best, partial = finder.find(head, batch, plan)
+    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, _LSE)["lse"]
     # A row of -inf only: (-inf) - (-inf) would be nan.
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
     return TopK(best.values, best.places, log_probs)
@@ -195,12 +178,13 @@ class _Tiled:
         """See `Streams`."""
         return self.streams.plan(tokens)
 
-    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+    def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
 
         def part(tile: Tile) -> tuple[Largest, Partial]:
-            logits = head.tile_logits(hidden, tile)
-            partial = partial_of_tile(tempered(logits, temperature), tile.columns, tile.valid, None, None, _LSE)
+            logits = head.tile_logits(batch.hidden, tile)
+            scaled = tempered(logits, batch.inverse_temperature)
+            partial = partial_of_tile(scaled, tile.columns, tile.valid, None, None, _LSE)
             return _best_of_tile(self.k, logits, tile), partial
 
         def join(a: tuple[Largest, Partial], b: tuple[Largest, Partial]) -> tuple[Largest, Partial]:

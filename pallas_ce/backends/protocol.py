@@ -133,8 +133,8 @@ class TopKFinder(Protocol):
             ValueError: the budget cannot hold one row.
         """
 
-    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
-        """Of `hidden [n, H]`: the k largest logits with their ids, and the `Partial` of `logits / temperature [n]`."""
+    def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
+        """Of a block's rows: the k largest logits before temperature with their ids, and the `Partial` after it."""
 
     def __hash__(self) -> int: ...
 

@@ -31,12 +31,10 @@ class Teacher(NamedTuple):
     Attributes:
         hidden: `[N, H_t]`.
         head: the teacher's, with the student's vocabulary.
-        temperature: `[N]` for both heads, or None for 1.
     """
 
     hidden: jax.Array
     head: Head
-    temperature: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +58,14 @@ def _backward(
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
         operation = streamed(call.shards, functools.partial(_gradients, call, needs_grad))
-        more = (teacher.hidden, teacher.temperature, found, cotangent)
+        more = (teacher.hidden, found, cotangent)
         return sweep.finished(
             operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
         )
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
-# its operands are the `Teacher`.
+# its operands are the `Teacher`; the temperatures of its batch are those of both heads.
 row_divergences = differentiable(_forward, _backward)
 
 
@@ -80,10 +78,10 @@ def _tile_logits(
 
 
 def _log_probs(
-    logits: tuple[jax.Array, jax.Array], temperature: jax.Array | None, found: PairStatistics, valid: jax.Array | None
+    logits: tuple[jax.Array, jax.Array], inverse: jax.Array | None, found: PairStatistics, valid: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """`(log p, log q) [n, c]`, -inf in columns that are not valid."""
-    student, teacher = (tempered(z, temperature) for z in logits)
+    student, teacher = (tempered(z, inverse) for z in logits)
     return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
 
 
@@ -91,11 +89,11 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
     divergence, head, teacher = call.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
-        hidden, teacher_hidden, temperature = by_row
+        (hidden, _, inverse), teacher_hidden = by_row
         tiles = Tiles(head.spec.vocab_size, plan.columns)
 
         def part(tile: Tile) -> PairPartial:
-            student, teacher = (tempered(z, temperature) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
+            student, teacher = (tempered(z, inverse) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
             return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.valid)
 
         partial = fold_tiles(tiles, part, functools.partial(pairs.merge_pairs, divergence))
@@ -105,7 +103,7 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
 
         def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
             logits = _tile_logits(hidden, teacher_hidden, heads, tile)
-            return pairs.mixture_sums(divergence, *_log_probs(logits, temperature, found, tile.valid))
+            return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
 
         value, expected = fold_tiles(tiles, mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
@@ -115,20 +113,20 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
         return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
     with jax.named_scope("pallas_ce.divergence"):
-        by_row = (operands.batch.hidden, teacher.hidden, teacher.temperature)
+        by_row = (operands.batch, teacher.hidden)
         return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
     call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, Gradients]:
-    hidden, mask = rows.batch.hidden, rows.mask
-    teacher_hidden, temperature, found, cotangent = rows.more
+    (hidden, _, inverse), mask = rows.batch, rows.mask
+    teacher_hidden, found, cotangent = rows.more
     plan = call.streams.plan(hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
     # Where the divergence is infinite no change of the logits helps: gradient 0.
     valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
-    cotangent = jnp.where(valid, cotangent if temperature is None else cotangent / temperature, 0.0)
+    cotangent = jnp.where(valid, cotangent if inverse is None else cotangent * inverse, 0.0)
     bound = jnp.where(valid, abs(cotangent) * pairs.largest_slope(found.expected), 0.0)
     _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
     cotangent = cotangent / factor
@@ -136,13 +134,13 @@ def _gradients(
     def products(block: RowBlock) -> TileStep:
         block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
         block_teacher_hidden = block.take(teacher_hidden)
-        block_temperature = None if temperature is None else block.take(temperature)
+        block_inverse = None if inverse is None else block.take(inverse)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(tile_index)
             logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
-            log_p, log_q = _log_probs(logits, block_temperature, block_found, tile.valid)
+            log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
             slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:

@@ -83,12 +83,10 @@ def linear_chain_crf(
     References:
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
     """
-    arguments.check_reduction(reduction, normalizer, "auto")
-    emissions, transitions = arguments.array("emissions", emissions), arguments.array("transitions", transitions)
+    arguments.check_reduction(reduction, normalizer)
+    emissions = arguments.floating("emissions", arguments.array("emissions", emissions))
+    transitions = arguments.floating("transitions", arguments.array("transitions", transitions))
     tags = arguments.array("tags", tags)
-    for name, array in (("emissions", emissions), ("transitions", transitions)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
@@ -120,13 +118,14 @@ def _linear_chain_crf(
 ) -> jax.Array:
     *batch, length, k = emissions.shape
     wide = jnp.promote_types(jnp.promote_types(emissions.dtype, transitions.dtype), jnp.float32)
-    emissions = emissions.reshape(-1, length, k).astype(wide)
+    emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
     shared = transitions.ndim == 2
-    transitions = transitions.astype(wide) if shared else transitions.reshape(-1, length - 1, k, k).astype(wide)
+    if not shared:
+        transitions = transitions.reshape(-1, length - 1, k, k)
     valid = jnp.cumprod(mask.reshape(-1, length).astype(jnp.int32), axis=1).astype(bool)
-    known = (tags >= 0) & (tags < k)
-    known = jnp.all(known.reshape(-1, length) | ~valid, axis=1)
-    tags = jnp.where((tags >= 0) & (tags < k), tags, 0).reshape(-1, length).astype(jnp.int32)
+    tags = tags.reshape(-1, length)
+    is_tag = (tags >= 0) & (tags < k)
+    known, tags = jnp.all(is_tag | ~valid, axis=1), jnp.where(is_tag, tags, 0).astype(jnp.int32)
 
     own = jnp.take_along_axis(emissions, tags[..., None], axis=2)[..., 0]
     if shared:

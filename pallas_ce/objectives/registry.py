@@ -6,6 +6,7 @@ auxiliary loss, such as a mixture of experts' load balance, is the model's own a
 
 import dataclasses
 import functools
+import inspect
 import numbers
 import tomllib
 import typing
@@ -98,32 +99,28 @@ class LossEntry:
     """A registered loss.
 
     Attributes:
-        build: makes the loss from a configuration.
+        loss_fn: the loss.
         takes: "logits" where it is called `(logits, labels)`, "hidden" where `(hidden, weight, labels)`.
-        reads_options: whether what `build` makes has label smoothing and z-loss in it.
+        options: what it takes from a configuration, by name; None where the loss is a user's own, which takes nothing.
     """
 
-    build: Callable[[LossConfig], LossFn]
+    loss_fn: LossFn
     takes: Takes
-    reads_options: bool = False
+    options: Callable[[LossConfig], dict[str, Any]] | None = None
 
 
 def _options(config: LossConfig) -> dict[str, Any]:
     return {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_weight}
 
 
+def _chunked_options(config: LossConfig) -> dict[str, Any]:
+    return {"chunk_size": config.ce_chunk_size, **_options(config)}
+
+
 _REGISTRY: dict[str, LossEntry] = {
-    "cross_entropy": LossEntry(
-        lambda config: functools.partial(cross_entropy, **_options(config)), "logits", reads_options=True
-    ),
-    "chunked_cross_entropy": LossEntry(
-        lambda config: functools.partial(chunked_cross_entropy, chunk_size=config.ce_chunk_size, **_options(config)),
-        "logits",
-        reads_options=True,
-    ),
-    "fused_linear_cross_entropy": LossEntry(
-        lambda config: functools.partial(linear_cross_entropy, **_options(config)), "hidden", reads_options=True
-    ),
+    "cross_entropy": LossEntry(cross_entropy, "logits", _options),
+    "chunked_cross_entropy": LossEntry(chunked_cross_entropy, "logits", _chunked_options),
+    "fused_linear_cross_entropy": LossEntry(linear_cross_entropy, "hidden", _options),
 }
 
 
@@ -174,7 +171,7 @@ def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> Non
         )
     if name in _REGISTRY:
         raise ValueError(f"name={name!r} is taken; registered are {', '.join(_REGISTRY)}")
-    _REGISTRY[name] = LossEntry(lambda config: loss_fn, takes)
+    _REGISTRY[name] = LossEntry(loss_fn, takes)
 
 
 _SIGNATURES = {"logits": "(logits, labels)", "hidden": "(hidden, weight, labels)"}
@@ -217,54 +214,40 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     elif not isinstance(config, LossConfig):
         raise TypeError(f"config={config!r} must be a LossConfig, a mapping or the path of a TOML file")
     entry = loss_entry(config.loss_fn)
-    _check(config)
-    loss_fn = entry.build(config)
-    if entry.reads_options:
-        return loss_fn
+    arguments.chunk("ce_chunk_size", config.ce_chunk_size)
+    arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
+    arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
+    if entry.options is not None:
+        return functools.partial(entry.loss_fn, **entry.options(config))
     if config.label_smoothing:
         raise ValueError(
             f"label_smoothing={config.label_smoothing} is not read by loss_fn={config.loss_fn!r}, a loss of your own: "
             "smooth in it, and leave the option at 0.0"
         )
-    return _with_z_loss(loss_fn, entry.takes, config.z_loss_weight) if config.z_loss_weight else loss_fn
+    return _with_z_loss(entry, config.z_loss_weight) if config.z_loss_weight else entry.loss_fn
 
 
-def _check(config: LossConfig) -> None:
-    arguments.chunk("ce_chunk_size", config.ce_chunk_size, 4096)
-    arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
-    arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
-
-
-# Options of a call that say which logits and labels there are, by what a loss takes, and those that weigh tokens.
-_WHICH: dict[Takes, frozenset[str]] = {
-    "logits": frozenset({"ignore_index", "logit_softcap", "vocab_size"}),
-    "hidden": frozenset(
-        {"ignore_index", "row_mask", "bias", "vocab_axis", "vocab_size", "logit_softcap", "logit_scale", "temperature"}
-        | {"dtype", "implementation", "scratch_bytes", "mesh_axes"}
-    ),
-}
+# Options of a call that weigh tokens.
 _WEIGHING = ("token_weights", "class_weights", "normalizer", "reduction")
 
 
-def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
-    """`loss_fn` with `z_weight·mean(lse²)` added, the mean over the labels that count."""
+def _with_z_loss(entry: LossEntry, z_weight: float) -> LossFn:
+    """The loss with `z_weight·mean(lse²)` added, the mean over the labels that count."""
+    z_term = mean_squared_lse if entry.takes == "logits" else functools.partial(linear_loss, _squared_lse)
+    known = inspect.signature(z_term).parameters
 
-    def of_z(options: dict[str, Any]) -> dict[str, Any]:
+    @functools.wraps(entry.loss_fn)
+    def with_z_loss(*arrays: Any, **options: Any) -> jax.Array:
         if weighing := [name for name in _WEIGHING if name in options]:
             raise ValueError(
                 f"{weighing[0]} at a call of a registered loss with z_loss_weight={z_weight}: the z-loss that is added "
                 "is a plain mean; make it part of the loss, and leave z_loss_weight at 0.0"
             )
-        return {name: value for name, value in options.items() if name in _WHICH[takes]}
+        # Those that say which logits and labels there are.
+        of_z = {name: value for name, value in options.items() if name in known}
+        return entry.loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 
-    def from_logits(logits: Any, labels: Any, **options: Any) -> jax.Array:
-        return loss_fn(logits, labels, **options) + z_weight * mean_squared_lse(logits, labels, **of_z(options))
-
-    def from_hidden(hidden: Any, weight: Any, labels: Any, **options: Any) -> jax.Array:
-        z_part = linear_loss(_squared_lse, hidden, weight, labels, **of_z(options))
-        return loss_fn(hidden, weight, labels, **options) + z_weight * z_part
-
-    return functools.wraps(loss_fn)(from_logits if takes == "logits" else from_hidden)
+    return with_z_loss
 
 
 def _squared_lse(row: RowStatistics) -> jax.Array:

@@ -1,24 +1,23 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.head import HeadSpec
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.partitioning import replicated
-from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
+from pallas_ce.statistics.labels import NO_TARGET
 
 
 def sampled_softmax_cross_entropy(
@@ -104,63 +103,47 @@ def sampled_softmax_cross_entropy(
     References:
         "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
     """
-    arguments.check_reduction(reduction, normalizer, "auto")
-    ignore_index = arguments.ignored(ignore_index)
-    arrays, spec = inputs.read_head(
-        hidden, weight, bias, logit_scale, None,
-        vocab_axis=vocab_axis, vocab_size=vocab_size, logit_softcap=None, dtype=dtype,
-    )  # fmt: skip
-    if not arguments.is_int(num_samples) or not 1 <= num_samples <= spec.vocab_size:
-        raise ValueError(f"num_samples={num_samples!r} must be an int between 1 and vocab_size={spec.vocab_size}")
-    if log_expected_correction and arguments.is_known(logit_scale, 0.0):
-        raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
-    leading = arrays.hidden.shape[:-1]
-    normalizer = arguments.normalizer(normalizer)
-    static = _Static(
-        int(num_samples),
-        class_samplers.find(sampler),
-        bool(log_expected_correction),
-        ignore_index,
-        reduction,
-        spec,
-        implementation,
-        arguments.check_scratch_bytes(scratch_bytes),
-    )
-    labels = inputs.read_labels(labels, leading, spec, ignore_index, False)
-    token_weights = inputs.read_by_row("token_weights", token_weights, leading)
-    function = functools.partial(_sampled_softmax, static)
-    by_row, key = reduction == "none", arguments.key(key)
-    return in_automatic_region(function, by_row, arrays.hidden, key, arrays, labels, token_weights, normalizer)
+    return _checked(**locals())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
+class _Sampling(NamedTuple):
+    """What is sampled, and how; static."""
+
     num_samples: int
     sampler: ClassSampler
     correction: bool
-    ignore_index: int | None
-    reduction: str
-    spec: HeadSpec
-    implementation: Any
-    scratch_bytes: int | None
+
+
+def _checked(
+    *,
+    key: Any,
+    num_samples: int,
+    sampler: Name | ClassSampler,
+    log_expected_correction: bool,
+    logit_scale: Any,
+    **rest: Any,
+) -> jax.Array:
+    of_loss, of_head = split(rest)
+    call = read_head(**of_head, logit_scale=logit_scale, needs_labels=True)
+    vocab_size = call.spec.vocab_size
+    num_samples = arguments.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
+    if log_expected_correction and arguments.is_known(logit_scale, 0.0):
+        raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
+    options = read_options(call.leading, vocab_size, **of_loss)
+    sampling = _Sampling(num_samples, class_samplers.find(sampler), bool(log_expected_correction))
+    function, key = functools.partial(_sampled_softmax, sampling), arguments.key(key)
+    return in_automatic_region(function, options.by_row, call.hidden, key, call, options)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _sampled_softmax(
-    static: _Static,
-    key: Any,
-    arrays: inputs.HeadArrays,
-    labels: jax.Array,
-    token_weights: jax.Array | None,
-    normalizer: Any | None,
-) -> jax.Array:
-    spec, leading, count = static.spec, arrays.hidden.shape[:-1], static.num_samples
-    hidden, head, _ = inputs.flatten(arrays, spec)
-    ids = label_rule.canonical(labels.reshape(-1), spec.vocab_size)
-    mask = label_rule.counted(ids, static.ignore_index)
+def _sampled_softmax(sampling: _Sampling, key: Any, call: CheckedCall, options: Options) -> jax.Array:
+    spec, count = call.spec, sampling.num_samples
+    (hidden, ids, _), head, mask = call.flat_rows_that_count()
+    assert ids is not None
+    assert mask is not None
     hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
     targets = jnp.where(mask, ids, 0)
-    drawn = class_samplers.draw(static.sampler, key, count, spec.vocab_size)
+    drawn = class_samplers.draw(sampling.sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
     place_of = (
@@ -168,28 +151,28 @@ def _sampled_softmax(
     )
     found_again = place_of.at[drawn.ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     different = jnp.all(found_again == order)
-    places = jnp.where(place_of == count, label_rule.NO_TARGET, place_of)[targets]
+    places = jnp.where(place_of == count, NO_TARGET, place_of)[targets]
 
     # One gather, so that the weight's gradient is one scatter: the sampled classes first, then each row's label.
     gathered = jnp.concatenate([drawn.ids, targets])
-    columns = jnp.take(arrays.weight, gathered, axis=spec.vocab_axis)
+    columns = jnp.take(call.weight, gathered, axis=spec.vocab_axis)
     axis, scale = spec.vocab_axis, head.logit_scale
-    biases: jax.Array | None = None if arrays.bias is None else arrays.bias.astype(spec.accumulator)[gathered]
-    if static.correction:
+    biases: jax.Array | None = None if call.bias is None else call.bias.astype(spec.accumulator)[gathered]
+    if sampling.correction:
         shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
         shift = shift if scale is None else shift / scale  # the head multiplies its bias by the scale
         biases = shift if biases is None else biases + shift
     found = linear_row_statistics(
         hidden,
         replicated(jax.lax.slice_in_dim(columns, 0, count, axis=axis)),  # or they would be split as the labels are
-        jnp.where(mask, places, label_rule.NO_TARGET),
+        jnp.where(mask, places, NO_TARGET),
         row_mask=mask,
         bias=None if biases is None else replicated(biases[:count]),
         vocab_axis=axis,
         logit_scale=1.0 if scale is None else scale,
         dtype=spec.dtype,
-        implementation=static.implementation,
-        scratch_bytes=static.scratch_bytes,
+        implementation=call.implementation,
+        scratch_bytes=call.scratch_bytes,
     )
     own = jax.lax.slice_in_dim(columns, count, gathered.size, axis=axis)
     products = jnp.einsum(
@@ -201,13 +184,13 @@ def _sampled_softmax(
     )
     target = head.cap(products, None if biases is None else biases[count:])
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
-    drawn_by_accident = places != label_rule.NO_TARGET
+    drawn_by_accident = places != NO_TARGET
     lse, target_in_sum = found.lse, found.target_logit
     assert lse is not None
     assert target_in_sum is not None
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
     values = values * jnp.where(different, 1.0, jnp.nan)  # and so are the gradients
-    weights = None if token_weights is None else token_weights.reshape(-1)
-    loss = reduce_rows(values, mask, weights, static.reduction, normalizer)
-    return loss.reshape(leading) if static.reduction == "none" else loss
+    weights = None if options.token_weights is None else options.token_weights.reshape(-1)
+    loss = reduce_rows(values, mask, weights, options.reduction, options.normalizer)
+    return loss.reshape(call.leading) if options.by_row else loss

@@ -66,7 +66,7 @@ class MeshAxes:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "rows", "width"):
             value = getattr(self, name)
-            axes = (value,) if isinstance(value, str) else tuple(value)
+            axes = tuple(value) if isinstance(value, tuple | list) else (value,)
             if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) != len(axes):
                 raise ValueError(f"{name}={value!r} must be the name of a mesh axis, or a tuple of different names")
             object.__setattr__(self, name, axes)

@@ -82,7 +82,7 @@ def test_a_weight_of_zero_adds_no_work(name: str) -> None:
     assert program({"z_loss_weight": 0.0}) == program({})
     assert len(program({"z_loss_weight": 0.1})) > len(program({}))
     if name == "mine":
-        assert build_loss_fn({"loss_fn": "mine"}) is registry.loss_entry("mine").build(LossConfig())
+        assert build_loss_fn({"loss_fn": "mine"}) is registry.loss_entry("mine").loss_fn
 
 
 def test_an_auxiliary_loss_adds_on_outside() -> None:

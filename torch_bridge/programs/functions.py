@@ -59,48 +59,44 @@ class LogProbsOptions(NamedTuple):
     fixed_temperature: float
 
 
-def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Problem:
+def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Checked:
     return cross_entropy_steps.read(
-        arrays["input"],
-        arrays["linear_weight"],
-        arrays["target"],
+        labels=arrays["target"],
         token_weights=arrays.get("token_weights"),
         class_weights=arrays.get("class_weights"),
         label_smoothing=arrays.get("label_smoothing", 0.0),
         z_loss=arrays.get("z_loss", 0.0),
         normalizer=arrays.get("normalizer"),
-        reduction=options.reduction,  # type: ignore[arg-type]
-        backward=_mode(options, arrays),  # type: ignore[arg-type]
+        reduction=options.reduction,
+        backward=_mode(options, arrays),
         ignore_index=options.ignore_index,
-        validate_labels=False,
         return_metrics=options.return_metrics,
         **_head(options, arrays),
     )
 
 
-def _keep_loss(problem: cross_entropy_steps.Problem, names: frozenset[str]) -> Known | None:
-    return cross_entropy_steps.keep(problem.static, problem.arrays, problem.labels, problem.options, _wanted(names))
+def _keep_loss(checked: cross_entropy_steps.Checked, names: frozenset[str]) -> Known | None:
+    return cross_entropy_steps.keep(*checked, _wanted(names))
 
 
-def _compute_loss(problem: cross_entropy_steps.Problem, known: Any) -> Outputs:
+def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
     """The loss; the five metrics where they are asked for."""
-    loss, metrics = cross_entropy_steps.compute(*problem, known)
+    loss, metrics = cross_entropy_steps.compute(*checked, known)
     return (loss,), tuple(metrics or ())
 
 
-def _scaled_loss(problem: cross_entropy_steps.Problem, known: Known | None) -> Arrays:
+def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
     """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one."""
-    if known is None or problem.arrays.logit_scale is not None:
+    _, call, _ = checked
+    if known is None or call.logit_scale is not None:
         return {}
     sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
     return {name: x for name, x in sums.items() if x is not None}
 
 
-def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Problem:
+def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Checked:
     return row_statistics_steps.read(
-        arrays["input"],
-        arrays["linear_weight"],
-        arrays.get("target"),
+        labels=arrays.get("target"),
         statistics=names_in_order(options.statistics),
         row_mask=arrays.get("row_mask"),
         logit_weights=arrays.get("logit_weights"),
@@ -109,22 +105,21 @@ def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statisti
     )
 
 
-def _keep_statistics(problem: row_statistics_steps.Problem, names: frozenset[str]) -> Known | None:
-    return row_statistics_steps.keep(problem.static, problem.arrays, problem.labels, problem.row_mask, _wanted(names))
+def _keep_statistics(checked: row_statistics_steps.Checked, names: frozenset[str]) -> Known | None:
+    return row_statistics_steps.keep(*checked, _wanted(names))
 
 
-def _compute_statistics(problem: row_statistics_steps.Problem, known: Any) -> Outputs:
-    found = row_statistics_steps.compute(*problem, known)
-    values = [getattr(found, name) for name in problem.static[2]]
+def _compute_statistics(checked: row_statistics_steps.Checked, known: Any) -> Outputs:
+    found = row_statistics_steps.compute(*checked, known)
+    _, names, _ = checked
+    values = [getattr(found, name) for name in names]
     floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
     return floating, tuple(values[len(floating) :])
 
 
-def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Problem:
+def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Checked:
     return log_probs_steps.read(
-        arrays["input"],
-        arrays["linear_weight"],
-        arrays["target"],
+        labels=arrays["target"],
         temperature=arrays.get("temperature", options.fixed_temperature),
         return_entropy=options.return_entropy,
         return_sum_sq_probs=options.return_sum_sq_probs,
@@ -134,12 +129,12 @@ def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps
     )
 
 
-def _keep_log_probs(problem: log_probs_steps.Problem, names: frozenset[str]) -> Known | None:
-    return log_probs_steps.keep(*problem, _wanted(names))
+def _keep_log_probs(checked: log_probs_steps.Checked, names: frozenset[str]) -> Known | None:
+    return log_probs_steps.keep(*checked, _wanted(names))
 
 
-def _compute_log_probs(problem: log_probs_steps.Problem, known: Any) -> Outputs:
-    *differentiable, hit = log_probs_steps.compute(*problem, known)
+def _compute_log_probs(checked: log_probs_steps.Checked, known: Any) -> Outputs:
+    *differentiable, hit = log_probs_steps.compute(*checked, known)
     return tuple(x for x in differentiable if x is not None), () if hit is None else (hit,)
 
 
@@ -159,6 +154,8 @@ def _wanted(names: frozenset[str]) -> NeedsGrad:
 
 def _head(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
     return {
+        "hidden": arrays["input"],
+        "weight": arrays["linear_weight"],
         "bias": arrays.get("linear_bias"),
         "logit_scale": arrays.get("logit_scale", 1.0),
         "vocab_axis": options.vocab_axis,

@@ -14,7 +14,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, operands
 from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming import selection
 from pallas_ce.streaming.budget import budget
@@ -56,12 +56,12 @@ class StoredBlocks:
             rows = min(tokens, operands.round_up(rows, _ROW_STEP))
         return Plan(rows, self.spec.vocab_size, self._scratch(rows), self.spec.vocab_size)
 
-    def find(self, head: Head, hidden: jax.Array, temperature: jax.Array | None, plan: Plan) -> tuple[Largest, Partial]:
+    def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `protocol.TopKFinder`."""
         del plan
-        rows, covered = hidden.shape[0], operands.covered(head.spec)
+        hidden, rows, covered = batch.hidden, batch.hidden.shape[0], operands.covered(head.spec)
         tiles = config.with_least_padding(logits_kernel.CONFIG, rows)
-        stored = logits_kernel.logits(head, hidden, None if temperature is None else 1 / temperature, tiles)
+        stored = logits_kernel.logits(head, hidden, batch.inverse_temperature, tiles)
         # Rows that pad the stored array hold anything, and are dropped at the end: a slice of it might be a copy.
         padded = stored.logits.shape[0]
         groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
@@ -73,7 +73,7 @@ class StoredBlocks:
         # All ids of the tail are higher, so that equal logits stay in order.
         values, places = selection.largest(jnp.concatenate([best.values, logits], 1), self.k)
         both = jnp.concatenate([best.places, jnp.broadcast_to(ids, logits.shape)], 1)
-        last = partial_of_tile(tempered(logits, temperature), ids, None, None, None, _LSE)
+        last = partial_of_tile(tempered(logits, batch.inverse_temperature), ids, None, None, None, _LSE)
         chosen = jnp.take_along_axis(both, places, axis=1, mode="promise_in_bounds")
         return Largest(values, chosen), merge(partial, last)
 

@@ -1,14 +1,5 @@
 """Losses of post-training, as plain differentiable functions of log-probabilities `[..., T]` of sequences.
 
 `pallas_ce.linear_log_probs` makes those from hidden states without storing logits; any others will do. Nothing here
-knows of a vocabulary.
+knows of a vocabulary. `pallas_ce.post_training` is the public name.
 """
-
-from pallas_ce.objectives.post_training.distillation import top_k_distillation_loss as top_k_distillation_loss
-from pallas_ce.objectives.post_training.policy import PolicyMetrics as PolicyMetrics
-from pallas_ce.objectives.post_training.policy import group_advantages as group_advantages
-from pallas_ce.objectives.post_training.policy import kl_estimate as kl_estimate
-from pallas_ce.objectives.post_training.policy import policy_loss as policy_loss
-from pallas_ce.objectives.post_training.preference import PreferenceMetrics as PreferenceMetrics
-from pallas_ce.objectives.post_training.preference import dpo_loss as dpo_loss
-from pallas_ce.objectives.post_training.preference import sequence_log_probs as sequence_log_probs

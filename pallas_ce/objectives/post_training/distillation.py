@@ -9,15 +9,8 @@ import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.objectives.post_training.sequences import (
-    Aggregation,
-    aggregate,
-    choice,
-    constants,
-    floats,
-    keep,
-    token_mask,
-)
+from pallas_ce.objectives.post_training import sequences
+from pallas_ce.objectives.post_training.sequences import Aggregation
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -79,18 +72,18 @@ def top_k_distillation_loss(
         a temperature, pass `temperature` to `linear_log_probs` and multiply the loss by its square: "Distilling the
         Knowledge in a Neural Network", arXiv 1503.02531.
     """
-    choice("divergence", divergence, ("forward_kl", "reverse_kl", "jsd"))
+    arguments.choice("divergence", divergence, ("forward_kl", "reverse_kl", "jsd"))
     if divergence == "jsd" and not 0 < arguments.scalar("beta", beta) < 1:
         raise ValueError(f"beta={beta!r} must lie in (0, 1); its limits are divergence='forward_kl' and 'reverse_kl'")
-    log_probs = floats("log_probs", log_probs)
+    log_probs = sequences.floats("log_probs", log_probs)
     if log_probs.ndim < 2:
         raise ValueError(f"log_probs has shape {log_probs.shape}; it must be [..., T, K]")
-    teacher = constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
-    mask = token_mask(mask, log_probs.shape[:-1])
+    teacher = sequences.constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
+    mask = sequences.token_mask(mask, log_probs.shape[:-1])
     # Places that take no part have probability 0 on both sides, which is selected and never computed.
     present = mask[..., None] & ~jnp.isneginf(teacher)
-    student, there = _distribution(keep(present, log_probs), present, tail)
-    teacher, _ = _distribution(keep(present, teacher), present, tail)
+    student, there = _distribution(sequences.keep(present, log_probs), present, tail)
+    teacher, _ = _distribution(sequences.keep(present, teacher), present, tail)
     if divergence == "forward_kl":
         values = _kl(teacher, student, there)
     elif divergence == "reverse_kl":
@@ -98,7 +91,7 @@ def top_k_distillation_loss(
     else:
         mixture = jnp.logaddexp(math.log(beta) + teacher, math.log1p(-beta) + student)
         values = beta * _kl(teacher, mixture, there) + (1 - beta) * _kl(student, mixture, there)
-    return aggregate(values, mask, aggregation, length, normalizer)
+    return sequences.aggregate(values, mask, aggregation, length, normalizer)
 
 
 def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple[jax.Array, jax.Array]:

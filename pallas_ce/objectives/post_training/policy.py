@@ -9,17 +9,8 @@ import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.objectives.post_training.sequences import (
-    Aggregation,
-    aggregate,
-    choice,
-    constants,
-    difference,
-    floats,
-    keep,
-    masked_mean,
-    token_mask,
-)
+from pallas_ce.objectives.post_training import sequences
+from pallas_ce.objectives.post_training.sequences import Aggregation
 
 Level = Literal["token", "sequence", "sequence_token"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -129,23 +120,23 @@ def policy_loss(
         DAPO: arXiv 2503.14476; GSPO and GSPO-token: arXiv 2507.18071. The aggregations are TRL's "bnpo"/"dapo", "grpo"
         and "dr_grpo".
     """
-    log_probs = floats("log_probs", log_probs)
+    log_probs = sequences.floats("log_probs", log_probs)
     shape = log_probs.shape
     if not shape:
         raise ValueError("log_probs is a scalar; it must be [..., T]")
-    mask = token_mask(mask, shape)
-    advantages = constants("advantages", advantages, shape, shape[:-1])
-    advantages = keep(mask, advantages if advantages.shape == shape else advantages[..., None])
+    mask = sequences.token_mask(mask, shape)
+    advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
+    advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
     if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > 1 + clip_high:
         raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={1 + clip_high}")
-    log_probs = keep(mask, log_probs)
+    log_probs = sequences.keep(mask, log_probs)
     if old_log_probs is None:
         old_log_probs = jax.lax.stop_gradient(log_probs)
     else:
-        old_log_probs = keep(mask, constants("old_log_probs", old_log_probs, shape))
+        old_log_probs = sequences.keep(mask, sequences.constants("old_log_probs", old_log_probs, shape))
 
     ratio = jnp.exp(_log_ratio(log_probs, old_log_probs, mask, level))
     limited = ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)
@@ -153,9 +144,11 @@ def policy_loss(
     loss = -jnp.minimum(limited * advantages, clipped * advantages)
     kl = None
     if ref_log_probs is not None:
-        kl = kl_estimate(log_probs, keep(mask, constants("ref_log_probs", ref_log_probs, shape)), kl_estimator)
+        kl = kl_estimate(
+            log_probs, sequences.keep(mask, sequences.constants("ref_log_probs", ref_log_probs, shape)), kl_estimator
+        )
     if entropy is not None:
-        entropy = keep(mask, floats("entropy", entropy, shape))
+        entropy = sequences.keep(mask, sequences.floats("entropy", entropy, shape))
     for name, coefficient, needed, sign, term in (
         ("kl_coefficient", kl_coefficient, "ref_log_probs", 1, kl),
         ("entropy_coefficient", entropy_coefficient, "entropy", -1, entropy),
@@ -165,29 +158,29 @@ def policy_loss(
             if term is None:
                 raise ValueError(f"{name}={coefficient!r} needs {needed}, which is None")
             loss = loss + sign * coefficient * term
-    value = aggregate(loss, mask, aggregation, length, normalizer)
+    value = sequences.aggregate(loss, mask, aggregation, length, normalizer)
     if not return_metrics:
         return value
     metrics = PolicyMetrics(
-        masked_mean(ratio, mask),
-        masked_mean((ratio < 1 - clip_low) & (advantages < 0), mask),
-        masked_mean((ratio > 1 + clip_high) & (advantages > 0), mask),
-        None if kl is None else masked_mean(kl, mask),
-        None if entropy is None else masked_mean(entropy, mask),
+        sequences.masked_mean(ratio, mask),
+        sequences.masked_mean((ratio < 1 - clip_low) & (advantages < 0), mask),
+        sequences.masked_mean((ratio > 1 + clip_high) & (advantages > 0), mask),
+        None if kl is None else sequences.masked_mean(kl, mask),
+        None if entropy is None else sequences.masked_mean(entropy, mask),
     )
     return value, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     """log r, `[..., T]` or, for sequences, `[..., 1]`."""
-    choice("level", level, ("token", "sequence", "sequence_token"))
-    by_token = _limit(difference(log_probs, old_log_probs))
+    arguments.choice("level", level, ("token", "sequence", "sequence_token"))
+    by_token = _limit(sequences.difference(log_probs, old_log_probs))
     if level == "token":
         return by_token
     of_sequence = jnp.sum(by_token, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
     if level == "sequence":
         return of_sequence
-    return jax.lax.stop_gradient(of_sequence) + difference(log_probs, jax.lax.stop_gradient(log_probs))
+    return jax.lax.stop_gradient(of_sequence) + sequences.difference(log_probs, jax.lax.stop_gradient(log_probs))
 
 
 def _limit(log_ratio: jax.Array) -> jax.Array:
@@ -226,9 +219,9 @@ def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estim
     References:
         J. Schulman, "Approximating KL Divergence" (2020); GRPO, arXiv 2402.03300, equation 4.
     """
-    choice("estimator", estimator, ("k1", "k2", "k3"))
-    log_probs = floats("log_probs", log_probs)
-    d = _limit(difference(floats("ref_log_probs", ref_log_probs, log_probs.shape), log_probs))
+    arguments.choice("estimator", estimator, ("k1", "k2", "k3"))
+    log_probs = sequences.floats("log_probs", log_probs)
+    d = _limit(sequences.difference(sequences.floats("ref_log_probs", ref_log_probs, log_probs.shape), log_probs))
     if estimator == "k1":
         return -d
     return 0.5 * jnp.square(d) if estimator == "k2" else jnp.expm1(d) - d
@@ -266,8 +259,8 @@ def group_advantages(
     References:
         GRPO: arXiv 2402.03300, section 4.1; Dr. GRPO: arXiv 2503.20783.
     """
-    choice("scale", scale, ("group", "batch", "none"))
-    rewards = constants("rewards", rewards)
+    arguments.choice("scale", scale, ("group", "batch", "none"))
+    rewards = sequences.constants("rewards", rewards)
     if not arguments.is_int(group_size):
         raise TypeError(f"group_size={group_size!r} must be an int")
     if rewards.ndim != 1 or group_size < 2 or rewards.size % group_size:

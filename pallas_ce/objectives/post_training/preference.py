@@ -7,15 +7,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.objectives.post_training.sequences import (
-    choice,
-    constants,
-    difference,
-    floats,
-    keep,
-    masked_mean,
-    token_mask,
-)
+from pallas_ce.objectives.post_training import sequences
 from pallas_ce.statistics.cross_entropy import safe_inverse
 
 
@@ -56,11 +48,11 @@ def sequence_log_probs(log_probs: ArrayLike, mask: ArrayLike | None = None, *, a
         >>> print(sequence_log_probs(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[True, True, False]])))
         [-3.]
     """
-    log_probs = floats("log_probs", log_probs)
+    log_probs = sequences.floats("log_probs", log_probs)
     if not log_probs.shape:
         raise ValueError("log_probs is a scalar; it must be [..., T]")
-    mask = token_mask(mask, log_probs.shape)
-    total = jnp.sum(keep(mask, log_probs), axis=-1)
+    mask = sequences.token_mask(mask, log_probs.shape)
+    total = jnp.sum(sequences.keep(mask, log_probs), axis=-1)
     return total * safe_inverse(jnp.sum(mask, axis=-1)) if average else total
 
 
@@ -114,21 +106,21 @@ def dpo_loss(
         DPO: arXiv 2305.18290, equation 7; label smoothing: E. Mitchell, "A note on DPO with noisy preferences" (2023);
         hinge: SLiC-HF, arXiv 2305.10425; IPO: arXiv 2310.12036, equation 17.
     """
-    choice("kind", kind, ("sigmoid", "hinge", "ipo"))
-    choice("reduction", reduction, ("mean", "sum", "none"))
+    arguments.choice("kind", kind, ("sigmoid", "hinge", "ipo"))
+    arguments.choice("reduction", reduction, ("mean", "sum", "none"))
     beta = arguments.above_zero("beta", beta)
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
     smoothed = not arguments.is_known(label_smoothing, 0.0)
     if smoothed and kind != "sigmoid":
         raise ValueError(f"label_smoothing={label_smoothing!r} is for kind='sigmoid'; kind is {kind!r}")
-    chosen = floats("chosen", chosen)
+    chosen = sequences.floats("chosen", chosen)
     shape = chosen.shape
-    mask = token_mask(mask, shape)
-    chosen, rejected = keep(mask, chosen), keep(mask, floats("rejected", rejected, shape))
-    ref_chosen = keep(mask, constants("ref_chosen", ref_chosen, shape))
-    ref_rejected = keep(mask, constants("ref_rejected", ref_rejected, shape))
-    chosen_gain, rejected_gain = difference(chosen, ref_chosen), difference(rejected, ref_rejected)
-    delta = difference(chosen_gain, rejected_gain)
+    mask = sequences.token_mask(mask, shape)
+    chosen, rejected = sequences.keep(mask, chosen), sequences.keep(mask, sequences.floats("rejected", rejected, shape))
+    ref_chosen = sequences.keep(mask, sequences.constants("ref_chosen", ref_chosen, shape))
+    ref_rejected = sequences.keep(mask, sequences.constants("ref_rejected", ref_rejected, shape))
+    chosen_gain, rejected_gain = sequences.difference(chosen, ref_chosen), sequences.difference(rejected, ref_rejected)
+    delta = sequences.difference(chosen_gain, rejected_gain)
     if kind == "sigmoid":
         losses = -jax.nn.log_sigmoid(beta * delta)
         if smoothed:
@@ -137,9 +129,9 @@ def dpo_loss(
         losses = jax.nn.relu(1 - beta * delta)
     else:
         losses = jnp.square(delta - 1 / (2 * beta))
-    losses = keep(mask, losses)
-    value = {"mean": masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
+    losses = sequences.keep(mask, losses)
+    value = {"mean": sequences.masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
     if not return_metrics:
         return value
     rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, delta > 0)
-    return value, PreferenceMetrics(*(jax.lax.stop_gradient(masked_mean(x, mask)) for x in rewards))
+    return value, PreferenceMetrics(*(jax.lax.stop_gradient(sequences.masked_mean(x, mask)) for x in rewards))

@@ -13,9 +13,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "none"]
 
 def floats(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
     """`value` as floating numbers of at least float32, of one of `shapes` where any are given."""
-    x = arguments.array(name, value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+    x = arguments.floating(name, arguments.array(name, value))
     if shapes and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -49,12 +47,6 @@ def difference(a: jax.Array, b: jax.Array) -> jax.Array:
     return keep(~same, a) - keep(~same, b)
 
 
-def choice(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Refuses unknown names."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; choose from {known}")
-
-
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean where `mask` is on; 0 where it is nowhere."""
     return jnp.sum(keep(mask, x)) * safe_inverse(jnp.sum(mask))
@@ -72,7 +64,7 @@ def aggregate(
         fixed_length    Σ_it m_it·x_it / (length·Z)              [B]
         none            m_it·x_it
     """
-    choice("aggregation", how, ("token_mean", "sequence_mean", "fixed_length", "none"))
+    arguments.choice("aggregation", how, ("token_mean", "sequence_mean", "fixed_length", "none"))
     if (length is not None) != (how == "fixed_length"):
         raise ValueError(f"length={length!r} is needed for aggregation='fixed_length', and only there; it is {how!r}")
     if normalizer is not None and how == "none":
