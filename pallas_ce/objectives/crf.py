@@ -84,8 +84,9 @@ def linear_chain_crf(
         "Conditional Random Fields" (Lafferty, McCallum, Pereira), section 3.
     """
     arguments.check_reduction(reduction, normalizer)
-    emissions = arguments.floating("emissions", arguments.array("emissions", emissions))
-    transitions = arguments.floating("transitions", arguments.array("transitions", transitions))
+    emissions, transitions = arguments.array("emissions", emissions), arguments.array("transitions", transitions)
+    arguments.floating("emissions", emissions)
+    arguments.floating("transitions", transitions)
     tags = arguments.array("tags", tags)
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")

@@ -13,9 +13,10 @@ The warpgroups either multiply the two halves of a tile together, or work in pin
 other multiplies, so that the tensor cores never rest.
 """
 
+import abc
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -66,15 +67,18 @@ class At(NamedTuple):
         return At(jnp.int32(0), jnp.int32(0))
 
 
-class Epilogue(Protocol):
+class Epilogue(abc.ABC):
     """What a kernel does with its product; `refs` holds inputs, outputs and scratch by name. Hashable."""
 
+    @abc.abstractmethod
     def scratch(self, config: Config) -> dict[str, Any]:
         """Shared memory to allocate, by name."""
 
+    @abc.abstractmethod
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """The carry of a new window."""
 
+    @abc.abstractmethod
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Takes `product [rows, columns]` float32, in the layout of a wgmma accumulator."""
 

@@ -62,8 +62,8 @@ class Shape(NamedTuple):
     @property
     def nearest(self) -> "Shape":
         """The class that it belongs to."""
-        sizes = (2 ** round(math.log2(max(1, size))) for size in self[1:4])
-        return Shape(self.kernel, *sizes, self.vocab_axis)
+        rows, vocab_size, hidden_size = (2 ** round(math.log2(max(1, size))) for size in self[1:4])
+        return Shape(self.kernel, rows, vocab_size, hidden_size, self.vocab_axis)
 
 
 class Entry(NamedTuple):
