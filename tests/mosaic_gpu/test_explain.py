@@ -83,10 +83,10 @@ def test_what_is_told_is_what_is_launched(mode: Any, options: dict[str, Any], mo
     sizes = 8192, 131072, 1024
     launched, run = [], launching.run
 
-    def recorded(body: Any, name: str, product: Any, *others: Any) -> Any:
+    def recorded(body: Any, name: str, product: Any, *others: Any, **named: Any) -> Any:
         config, schedule = product.config, product.schedule
         launched.append((name, config.tile_rows, config.columns, config.cluster_size, schedule.windows))
-        return run(body, name, product, *others)
+        return run(body, name, product, *others, **named)
 
     monkeypatch.setattr(launching, "run", recorded)
     loss = loss_of(backward=mode or "auto", **options)
