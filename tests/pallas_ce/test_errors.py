@@ -95,6 +95,7 @@ OF_THE_HEAD: list[Row] = [
     ({"logit_softcap": -3}, ValueError, "logit_softcap=-3 must be a finite number above 0"),
     ({"logit_softcap": NAN}, ValueError, "logit_softcap=nan must be a finite number above 0"),
     ({"logit_softcap": INFINITY}, ValueError, "logit_softcap=inf must be a finite number above 0"),
+    ({"logit_softcap": 1e39}, ValueError, r"logit_softcap=1e\+39 lies outside \[1e-08, 1e\+33\]"),
     ({"logit_softcap": "soft"}, TypeError, "logit_softcap='soft' must be a number above 0"),
     ({"logit_softcap": 10**400}, ValueError, "logit_softcap=1000.*… must be"),
     ({"logit_scale": jnp.ones(4)}, ValueError, r"logit_scale has shape \(4,\); it must be a scalar"),
