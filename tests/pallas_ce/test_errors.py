@@ -347,3 +347,9 @@ def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
     with pytest.raises(ValueError, match="the hidden size is 7 in the one and 3 in the other") as raised:
         pallas_ce.linear_distillation(HIDDEN, WEIGHT, jnp.ones((4, 7)), WEIGHT)
     assert raised.value.__notes__[0].startswith("This is about the teacher's head")
+
+
+@pytest.mark.parametrize("axes", [3, None, ("data", 4)])
+def test_axes_that_are_no_names(axes: Any) -> None:
+    with pytest.raises(ValueError, match=rf"vocabulary={re.escape(repr(axes))} must be the name of a mesh axis"):
+        pallas_ce.MeshAxes(vocabulary=axes)
