@@ -9,7 +9,6 @@ from torch import Tensor
 from pallas_ce import Metrics, RowStatistics, integration
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
-from torch_bridge.programs.functions import names_in_order
 
 Reduction = Literal["mean", "sum", "none"]
 Backward = Literal["auto", "recompute", "in_forward"]
@@ -185,7 +184,10 @@ def linear_row_statistics(
         tensor([1.3863, 1.3863])
         >>> (-row.log_prob - 0.01 * row.entropy).mean().backward()
     """
-    names = integration.check_statistics(statistics, target)
+    asked = integration.check_statistics(statistics, target)
+    # As the operator returns them: argmax, which has no gradient, last.
+    names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
+    names += ["argmax"] if "argmax" in asked else []
     dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
@@ -221,4 +223,4 @@ def linear_row_statistics(
         },
     )
     shaped = (cast(Any, x.reshape(*leading, *x.shape[1:])) for x in found)
-    return RowStatistics(**dict(zip(names_in_order(",".join(names)), shaped, strict=False)))
+    return RowStatistics(**dict(zip(names, shaped, strict=False)))

@@ -59,30 +59,51 @@ class LogProbsOptions(NamedTuple):
     fixed_temperature: float
 
 
+# What `pallas_ce` calls the tensors that have another name here.
+_NAMES = {"input": "hidden", "linear_weight": "weight", "linear_bias": "bias", "target": "labels"}
+
+
+def _arguments(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
+    """The arguments of `read`; arrays that are missing are left to its defaults."""
+    static = options._asdict()
+    if "fixed_temperature" in static:
+        static["temperature"] = static.pop("fixed_temperature")
+    return static | {_NAMES.get(name, name): x for name, x in arrays.items()}
+
+
 def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Checked:
-    return cross_entropy_steps.read(
-        labels=arrays["target"],
-        token_weights=arrays.get("token_weights"),
-        class_weights=arrays.get("class_weights"),
-        label_smoothing=arrays.get("label_smoothing", 0.0),
-        z_loss=arrays.get("z_loss", 0.0),
-        normalizer=arrays.get("normalizer"),
-        reduction=options.reduction,
-        backward=_mode(options, arrays),
-        ignore_index=options.ignore_index,
-        return_metrics=options.return_metrics,
-        **_head(options, arrays),
+    return cross_entropy_steps.read(**_arguments(options, arrays) | {"backward": _mode(options, arrays)})
+
+
+def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Checked:
+    return row_statistics_steps.read(**_arguments(options, arrays) | {"statistics": options.statistics.split(",")})
+
+
+def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Checked:
+    return log_probs_steps.read(**_arguments(options, arrays))
+
+
+def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
+    wanted = NeedsGrad(
+        hidden="input" in names,
+        weight="linear_weight" in names,
+        bias="linear_bias" in names,
+        logit_scale="logit_scale" in names,
     )
-
-
-def _keep_loss(checked: cross_entropy_steps.Checked, names: frozenset[str]) -> Known | None:
-    return cross_entropy_steps.keep(*checked, _wanted(names))
+    return steps.keep(*checked, wanted)  # type: ignore[no-any-return]
 
 
 def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
     """The loss; the five metrics where they are asked for."""
     loss, metrics = cross_entropy_steps.compute(*checked, known)
     return (loss,), tuple(metrics or ())
+
+
+def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
+    """What is asked for, in the order of the result's fields; only floating values have gradients."""
+    values = jax.tree.leaves(steps.compute(*checked, known))
+    floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
+    return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
@@ -92,79 +113,6 @@ def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> A
         return {}
     sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
     return {name: x for name, x in sums.items() if x is not None}
-
-
-def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Checked:
-    return row_statistics_steps.read(
-        labels=arrays.get("target"),
-        statistics=names_in_order(options.statistics),
-        row_mask=arrays.get("row_mask"),
-        logit_weights=arrays.get("logit_weights"),
-        temperature=arrays.get("temperature", options.fixed_temperature),
-        **_head(options, arrays),
-    )
-
-
-def _keep_statistics(checked: row_statistics_steps.Checked, names: frozenset[str]) -> Known | None:
-    return row_statistics_steps.keep(*checked, _wanted(names))
-
-
-def _compute_statistics(checked: row_statistics_steps.Checked, known: Any) -> Outputs:
-    found = row_statistics_steps.compute(*checked, known)
-    _, names, _ = checked
-    values = [getattr(found, name) for name in names]
-    floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
-    return floating, tuple(values[len(floating) :])
-
-
-def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Checked:
-    return log_probs_steps.read(
-        labels=arrays["target"],
-        temperature=arrays.get("temperature", options.fixed_temperature),
-        return_entropy=options.return_entropy,
-        return_sum_sq_probs=options.return_sum_sq_probs,
-        return_hit=options.return_hit,
-        ignore_index=options.ignore_index,
-        **_head(options, arrays),
-    )
-
-
-def _keep_log_probs(checked: log_probs_steps.Checked, names: frozenset[str]) -> Known | None:
-    return log_probs_steps.keep(*checked, _wanted(names))
-
-
-def _compute_log_probs(checked: log_probs_steps.Checked, known: Any) -> Outputs:
-    *differentiable, hit = log_probs_steps.compute(*checked, known)
-    return tuple(x for x in differentiable if x is not None), () if hit is None else (hit,)
-
-
-def names_in_order(statistics: str) -> tuple[str, ...]:
-    """The names in a comma-separated list; argmax, which has no gradient, last."""
-    return tuple(sorted(statistics.split(","), key=lambda name: name == "argmax"))
-
-
-def _wanted(names: frozenset[str]) -> NeedsGrad:
-    return NeedsGrad(
-        hidden="input" in names,
-        weight="linear_weight" in names,
-        bias="linear_bias" in names,
-        logit_scale="logit_scale" in names,
-    )
-
-
-def _head(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
-    return {
-        "hidden": arrays["input"],
-        "weight": arrays["linear_weight"],
-        "bias": arrays.get("linear_bias"),
-        "logit_scale": arrays.get("logit_scale", 1.0),
-        "vocab_axis": options.vocab_axis,
-        "vocab_size": options.vocab_size,
-        "logit_softcap": options.logit_softcap,
-        "dtype": options.dtype,
-        "implementation": options.implementation,
-        "scratch_bytes": options.scratch_bytes,
-    }
 
 
 def _mode(options: LossOptions, arrays: Arrays) -> str | None:
@@ -191,6 +139,12 @@ def _chosen_mode(
     ).backward
 
 
-LOSS = Function(_read_loss, _keep_loss, _compute_loss, _scaled_loss)
-STATISTICS = Function(_read_statistics, _keep_statistics, _compute_statistics)
-LOG_PROBS = Function(_read_log_probs, _keep_log_probs, _compute_log_probs)
+LOSS = Function(_read_loss, functools.partial(_keep, cross_entropy_steps), _compute_loss, _scaled_loss)
+STATISTICS = Function(
+    _read_statistics,
+    functools.partial(_keep, row_statistics_steps),
+    functools.partial(_compute_by_row, row_statistics_steps),
+)
+LOG_PROBS = Function(
+    _read_log_probs, functools.partial(_keep, log_probs_steps), functools.partial(_compute_by_row, log_probs_steps)
+)
