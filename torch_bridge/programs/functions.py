@@ -90,7 +90,7 @@ def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
         bias="linear_bias" in names,
         logit_scale="logit_scale" in names,
     )
-    return steps.keep(*checked, wanted)  # type: ignore[no-any-return]
+    return steps.keep(*checked, wanted)
 
 
 def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
