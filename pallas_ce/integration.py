@@ -28,7 +28,7 @@ from pallas_ce.api.inputs import read_head
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import LogitsSpec, NeedsGrad
-from pallas_ce.modes.differentiation import Known
+from pallas_ce.modes.call import Known
 from pallas_ce.modes.materialized import MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics

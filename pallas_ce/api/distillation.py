@@ -13,7 +13,7 @@ from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
-from pallas_ce.modes.differentiation import Operands
+from pallas_ce.modes.call import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import shards_of
@@ -153,7 +153,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
     # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
-        streams.plan(max(student.tokens, 1), mode)  # raises where the budget is too small
+        streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     shards = shards_of(None, student, (teacher, options)) or Shards()
     static = (two_heads.Call(_divergence(divergence, beta), streams, shards), _streamed(implementation))
     function = functools.partial(_linear_distillation, *static)

@@ -208,7 +208,7 @@ def explain(
     scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
     describe = choice.settings.backend.describe or (lambda *_: Description())
     with targets.known(arrays):
-        plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
+        plans = [choice.settings.block_sizes(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
         options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     plan = plans[-1]

@@ -13,7 +13,7 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Known, Operands
+from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
@@ -168,5 +168,4 @@ def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
     loss, *inputs = options.row_loss(wide, batch.labels, mask, settings.total)
-    static = Call(settings, loss.names | options.extra_names, loss, loss.names)
-    return static, Operands(batch, head, mask, tuple(inputs))
+    return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, tuple(inputs))

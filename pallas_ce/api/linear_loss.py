@@ -16,7 +16,7 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Operands
+from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
@@ -156,12 +156,16 @@ class _RowTotal:
     """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
 
     row_loss: RowLoss
-    names: tuple[str, ...]
+    read: tuple[str, ...]
     unread: tuple[str, ...]
     dtype: Any
     tokens: int
     targets: tuple[int, ...]
     defined_at_zero: ClassVar[bool] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return primitive_names(self.read)
 
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given
@@ -169,7 +173,7 @@ class _RowTotal:
         # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
         structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
-        statistics = from_primitives(primitives, self.names)._replace(**zeros)
+        statistics = from_primitives(primitives, self.read)._replace(**zeros)
         values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
@@ -190,10 +194,10 @@ def _linear_loss(
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = _in_order((flat_rows(call.leading, by_row), shared))
-    names = _statistics_read(row_loss, wide, batch, examples, call.tokens)
-    unread = tuple(name for name in _available(batch) if name not in names)
-    row_total = _RowTotal(row_loss, names, unread, wide, call.tokens, batch.targets)
-    static = Call(settings, primitive_names(names), row_total, primitive_names(names))
+    read = _statistics_read(row_loss, wide, batch, examples, call.tokens)
+    unread = tuple(name for name in _available(batch) if name not in read)
+    row_total = _RowTotal(row_loss, read, unread, wide, call.tokens, batch.targets)
+    static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
     return (evaluate.row_losses if options.by_row else evaluate.total_loss)(static, operands)[0]
 

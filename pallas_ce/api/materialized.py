@@ -15,7 +15,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
-from pallas_ce.modes.differentiation import Call
+from pallas_ce.modes.call import Call
 from pallas_ce.parallel.explicit_axes import in_automatic_region
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
@@ -225,12 +225,12 @@ def _cross_entropy(
     elif options.by_row:
         found = mode.row_statistics(settings, names, flat, weights, ids, mask)
     else:
-        call = Call(settings, names, loss, loss.names)
-        found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
+        found, handle = mode.statistics_and_handle(
+            Call(settings, names, loss), flat, weights, ids, mask, (by_row, shared)
+        )
         found = jax.tree.map(jax.lax.stop_gradient, found)
-    read = {name: found[name] for name in loss.names}
     normalised = shared | unnormalised(wide) if options.by_row else shared
-    values = evaluate.row_values(loss, read, ids.shape, mask, (by_row, normalised))
+    values = evaluate.row_values(loss, found, ids.shape, mask, (by_row, normalised))
     value = values.reshape(labels.shape) if options.by_row else jnp.sum(values) + handle
     return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if options.return_metrics else None
 

@@ -110,7 +110,7 @@ def _checked(*, key: Any, top_k: int | None, temperature: Any, **head: Any) -> S
         return in_automatic_region(_sample_of_best, True, call.hidden, key, call, best)
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((call.spec,), call.scratch_bytes, 6)
-    streams.plan(max(call.tokens, 1))  # raises where the budget is too small
+    streams.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
     return in_automatic_region(functools.partial(_linear_sample, streams), True, call.hidden, key, call)
 
 
@@ -184,7 +184,7 @@ def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
 
     with jax.named_scope("pallas_ce.sample"):
         by_row = (batch, noise.row_keys(key, call.tokens))
-        found = over_rows_that_count(_block, streams.plan, empty, by_row, head, mask)
+        found = over_rows_that_count(_block, streams.block_sizes, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 

@@ -107,7 +107,7 @@ def _checked(*, k: int, **head: Any) -> TopK:
     k = count("k", k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
     finders = _finders(k, call)
     for finder in finders:
-        finder.plan(max(call.tokens, 1))  # raises where the budget is too small
+        finder.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
     return in_automatic_region(functools.partial(_linear_top_k, k, finders), True, call.hidden, call)
 
 
@@ -137,7 +137,7 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
 
 def _holds_a_row(finder: TopKFinder) -> bool:
     try:
-        finder.plan(1)
+        finder.block_sizes(1)
     except ValueError:
         return False
     return True
@@ -152,7 +152,7 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
     def search(finder: TopKFinder, *arrays: Any) -> TopK:
-        return over_rows_that_count(functools.partial(_block, finder), finder.plan, empty, *arrays)
+        return over_rows_that_count(functools.partial(_block, finder), finder.block_sizes, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
         found = at_lowering(finders, search, batch, head, mask)
@@ -174,9 +174,9 @@ class _Tiled:
     k: int
     streams: Streams
 
-    def plan(self, tokens: int) -> Plan:
+    def block_sizes(self, tokens: int) -> Plan:
         """See `Streams`."""
-        return self.streams.plan(tokens)
+        return self.streams.block_sizes(tokens)
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""

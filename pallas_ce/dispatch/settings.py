@@ -76,7 +76,7 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+    def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
@@ -85,12 +85,14 @@ class Settings:
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
-            alone = self._plan(spec, tokens, mode, default + sum_bytes)
+            alone = self._within_budget(spec, tokens, mode, default + sum_bytes)
             if alone.rows >= tokens:
                 return alone
-        return self._plan(spec, tokens, mode, default, sum_bytes // 2)
+        return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)
 
-    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0) -> Plan:
+    def _within_budget(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0
+    ) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
@@ -108,7 +110,7 @@ class Settings:
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
-        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
+        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `block_sizes`."""
         scattered = shards.gathered
         narrow = self.backend.capabilities.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
         if not needs_grad.weight or scattered or not narrow:
@@ -189,7 +191,7 @@ def decide(
         if why:
             settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards))
     for needed in (None, settings.mode):
-        settings.plan(spec, tokens, needed)  # raises where the budget is too small
+        settings.block_sizes(spec, tokens, needed)  # raises where the budget is too small
     return Choice(settings, reason, mode_reason)
 
 
@@ -201,7 +203,7 @@ def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, ba
     useful = min(-(-tokens // 4), _USEFUL_ROWS)
     rows = 0
     if settings.scratch_bytes is None or settings.scratch_bytes >= settings.backend.minimum_scratch(spec, "in_forward"):
-        plan = settings.plan(spec, tokens, "in_forward")
+        plan = settings.block_sizes(spec, tokens, "in_forward")
         if plan.slower is not None:
             return "recompute", plan.slower
         rows = plan.rows

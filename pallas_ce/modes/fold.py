@@ -37,7 +37,7 @@ class Streams:
     tile_arrays: int
     least_columns: int = 1
 
-    def plan(self, tokens: int, mode: Mode | None = None) -> Plan:
+    def block_sizes(self, tokens: int, mode: Mode | None = None) -> Plan:
         """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
 
         Raises:
@@ -86,7 +86,7 @@ def over_rows_that_count[ByRow, Shared, Out](
 
     Args:
         visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
-        plan_for: the block sizes of at least one row, as `Streams.plan`.
+        plan_for: the block sizes of at least one row, as `Streams.block_sizes`.
         empty: `N -> out` of rows that do not count.
         by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
         shared: a tree of arrays that all rows share.

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.modes import differentiation as diff
-from pallas_ce.modes.differentiation import Call
+from pallas_ce.modes import evaluate
+from pallas_ce.modes.call import Call, absent
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
 from pallas_ce.modes.materialized_blocks import MaterializedSettings as MaterializedSettings
@@ -97,9 +97,9 @@ def row_statistics(
 
 
 def _forward(settings: MaterializedSettings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
-    values = diff.values_of(primals)
+    values = evaluate.values_of(primals)
     saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
-    found = _forward_statistics(settings, names | saved, *diff.first_order_only(values, _INSTEAD))
+    found = _forward_statistics(settings, names | saved, *evaluate.first_order_only(values, _INSTEAD))
     return {name: found[name] for name in names}, (values, {name: found[name] for name in saved})
 
 
@@ -107,10 +107,10 @@ def _backward(
     settings: MaterializedSettings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]
 ) -> tuple[Any, ...]:
     del names
-    cotangents = {name: g for name, g in diff.given(cotangents).items() if g is not None}
+    cotangents = {name: g for name, g in evaluate.given(cotangents).items() if g is not None}
     if not cotangents:
         return None, None, None, None
-    (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
+    (arrays, kept), cotangents = evaluate.first_order_only((saved, cotangents), _INSTEAD)
     logits, logit_weights, labels, mask = arrays
     return row_gradient(settings, logits, logit_weights, labels, mask, kept, cotangents), None, None, None
 
@@ -188,14 +188,14 @@ def statistics_and_handle(
 
 def _fused_forward(call: Call[MaterializedSettings], *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
     needs_grad = primals[0].perturbed and call.read - {"argmax"}
-    logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
-    residual = Residual(diff.absent(), diff.absent())
+    logits, logit_weights, labels, mask, inputs = evaluate.first_order_only(evaluate.values_of(primals), _INSTEAD)
+    residual = Residual(absent(), absent())
     if needs_grad:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
             operation = _entered(call.settings, functools.partial(_statistics_and_gradient, call))
             by_row = (logits, labels, mask, inputs[0])
             found, *made = operation(by_row, (logit_weights, inputs[1]))
-        residual = Residual(*(diff.absent() if x is None else x for x in made))
+        residual = Residual(*(absent() if x is None else x for x in made))
     else:
         found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
     return with_handle(found, inputs, call.settings.spec.accumulator), residual
@@ -237,11 +237,11 @@ def _statistics_and_gradient(
 def _fused_backward(
     call: Call[MaterializedSettings], residual: Residual, cotangents: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    upstream = diff.given(cotangents[1])
+    upstream = evaluate.given(cotangents[1])
     made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
     if not made or upstream is None:
         return None, None, None, None, None
-    (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
+    (dlogits, factor), upstream = evaluate.first_order_only((residual, upstream), _INSTEAD)
     spec = call.settings.spec
     scale = upstream * factor[:, None] if call.settings.normalises else upstream
     return (scale * dlogits.astype(spec.accumulator)).astype(spec.dtype), None, None, None, None

@@ -14,9 +14,9 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Head, NeedsGrad, TileStep
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import Call, Gradients, Operands, differentiable
+from pallas_ce.modes.call import Call, Gradients, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.parallel.entry import at_lowering, streamed
+from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.streaming.rows import RowBlock
@@ -36,7 +36,8 @@ class _Kept(NamedTuple):
     bias: jax.Array | None = None
 
 
-def _forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
+def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
+    """Statistics; kept are those that their derivatives read."""
     settings, known = call.settings, operands.known
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
     gathered: tuple[Any, ...] = ()
@@ -52,9 +53,10 @@ def _forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | N
     return {name: found[name] for name in call.names}, _Kept({name: found[name] for name in saved}, *gathered)
 
 
-def _backward(
+def backward(
     call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: _Kept, cotangents: Statistics
 ) -> Gradients:
+    """Gradients from the statistics' cotangents."""
     batch, head, mask, *_ = operands
     settings, statistics, weight_dtype = call.settings, dict(kept.statistics), head.weight.dtype
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
@@ -65,13 +67,9 @@ def _backward(
             assert kept.weight is not None
             settings = _told_it_is_whole(settings)
             head = dataclasses.replace(head, weight=kept.weight, bias=kept.bias)
-        operation = streamed(settings.shards, functools.partial(_gradients, settings, needs_grad, weight_dtype))
+        operation = streamed(settings, functools.partial(_gradients, needs_grad, weight_dtype))
         rows = RowArrays(batch, mask, statistics.pop("argmax", None), (statistics, cotangents))
         return sweep.finished(operands, *operation(rows, head))
-
-
-# Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
-row_statistics = differentiable(_forward, _backward)
 
 
 def _gathers(settings: Settings) -> bool:
@@ -85,15 +83,7 @@ def _told_it_is_whole(settings: Settings) -> Settings:
 
 
 def _gradients(
-    settings: Settings, needs_grad: NeedsGrad, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
-) -> tuple[jax.Array | None, Gradients]:
-    operation = functools.partial(_local_gradients, needs_grad, shards, weight_dtype)
-    rows, head = shards.enter(rows, head)
-    return at_lowering(settings.variants(head), operation, rows, head)
-
-
-def _local_gradients(
-    needs_grad: NeedsGrad, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
+    needs_grad: NeedsGrad, weight_dtype: np.dtype, settings: Settings, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, Gradients]:
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
@@ -103,7 +93,7 @@ def _local_gradients(
     lse = kept["lse"] if coefficients.need_probabilities else None
     argmax = rows.argmax if coefficients.argmax is not None else None
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
-    plan = settings.plan(head.spec, tokens, "recompute")
+    plan = settings.block_sizes(head.spec, tokens, "recompute")
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = jax.tree.map(block.take, coefficients)

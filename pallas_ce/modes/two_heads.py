@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import Gradients, Operands, differentiable
+from pallas_ce.modes.call import Gradients, Operands
+from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
@@ -45,6 +46,10 @@ class Call:
     streams: Streams
     shards: Shards
 
+    def variants(self, head: Head) -> tuple["Call"]:
+        """The one way for every platform."""
+        return (self,)
+
 
 def _forward(call: Call, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
@@ -57,7 +62,7 @@ def _backward(
 ) -> Gradients:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
-        operation = streamed(call.shards, functools.partial(_gradients, call, needs_grad))
+        operation = streamed(call, functools.partial(_gradients, needs_grad))
         more = (teacher.hidden, found, cotangent)
         return sweep.finished(
             operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
@@ -114,15 +119,15 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
 
     with jax.named_scope("pallas_ce.divergence"):
         by_row = (operands.batch, teacher.hidden)
-        return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
+        return over_rows_that_count(visit, call.streams.block_sizes, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
-    call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
+    needs_grad: NeedsGrad, call: Call, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, Gradients]:
     (hidden, _, inverse), mask = rows.batch, rows.mask
     teacher_hidden, found, cotangent = rows.more
-    plan = call.streams.plan(hidden.shape[0], "recompute")
+    plan = call.streams.block_sizes(hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
     # Where the divergence is infinite no change of the logits helps: gradient 0.
     valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask

@@ -114,10 +114,10 @@ def test_other_gpus_are_refused_with_the_alternative(
 def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, rows: int) -> None:
     spec, settings = HeadSpec(h, v, v, 0, np.dtype(jnp.bfloat16), None), Settings("mosaic_gpu", None, None)
     sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(weight=True), Shards())
-    plan = settings.plan(spec, n, "in_forward", sums)
+    plan = settings.block_sizes(spec, n, "in_forward", sums)
     assert plan.rows == rows
     assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else 0)
-    half = dataclasses.replace(settings, scratch_bytes=plan.scratch_bytes // 2).plan(spec, n, "in_forward", sums)
+    half = dataclasses.replace(settings, scratch_bytes=plan.scratch_bytes // 2).block_sizes(spec, n, "in_forward", sums)
     assert half.scratch_bytes <= plan.scratch_bytes // 2
     assert half.rows >= rows // 4  # a bound does not count what lies where the gradient will
 
@@ -125,7 +125,7 @@ def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, 
 def test_a_small_bound_gives_up_parts_of_a_product_before_rows() -> None:
     """Of 384 rows a product for hidden states would fill the chip in two parts, for which 16 MiB have no room."""
     sums = 4 * SPEC.vocab_size * SPEC.hidden_size
-    bounded = Settings("mosaic_gpu", None, 2**24).plan(SPEC, 16384, "in_forward", sums)
+    bounded = Settings("mosaic_gpu", None, 2**24).block_sizes(SPEC, 16384, "in_forward", sums)
     assert (bounded.rows, bounded.splits) == (384, False)
     assert bounded.scratch_bytes <= 2**24
     assert BACKEND.plan(SPEC, 384, "in_forward", 2**28).splits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy
-from pallas_ce.parallel.batching import over_rows
+from pallas_ce.parallel.entry import over_rows
 
 B, N, H = 3, 4, 5
 
