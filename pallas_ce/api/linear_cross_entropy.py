@@ -1,7 +1,6 @@
 """`linear_cross_entropy`: the loss of a language model's head."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
 
@@ -116,9 +115,7 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
-    settings, call, options = read(**locals())
-    function, by_row = functools.partial(compute, settings), (options.by_row, False)
-    loss, metrics = in_automatic_region(function, by_row, call.hidden, call, options)
+    loss, metrics = compute(*read(**locals()))
     return (loss, metrics) if return_metrics else loss
 
 
@@ -134,7 +131,7 @@ def read(**arguments: Any) -> Checked:
     return call.settings(options, scalar_loss=not options.by_row, backward=options.backward), call, options
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=1, by_row=lambda settings, call, options, *_: (options.by_row, False))
 def compute(
     settings: Settings, call: CheckedCall, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:

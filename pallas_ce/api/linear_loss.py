@@ -1,7 +1,6 @@
 """`linear_loss`: any row-wise function of the statistics, reduced, in either backward mode."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
@@ -127,8 +126,7 @@ def _checked(*, row_loss: RowLoss, row_inputs: tuple[Any, ...], **arguments: Any
     options = read_options(call.leading, call.spec.vocab_size, **of_loss)
     inputs = _read_inputs(row_inputs, call.leading)
     settings = call.settings((options, inputs), scalar_loss=not options.by_row, backward=options.backward)
-    function = functools.partial(_linear_loss, settings, row_loss)
-    return in_automatic_region(function, options.by_row, call.hidden, call, options, inputs)
+    return _linear_loss(settings, row_loss, call, options, inputs)
 
 
 def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
@@ -180,7 +178,7 @@ class _RowTotal:
         return values * inverse_normalizer
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda settings, row_loss, call, options, inputs: options.by_row)
 def _linear_loss(
     settings: Settings, row_loss: RowLoss, call: CheckedCall, options: Options, inputs: _Inputs
 ) -> jax.Array:

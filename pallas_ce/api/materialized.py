@@ -1,6 +1,5 @@
 """`cross_entropy`: the loss of logits that the caller holds, fused with its gradient."""
 
-import functools
 import inspect
 from typing import Any
 
@@ -16,7 +15,7 @@ from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
 from pallas_ce.modes.call import Call
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
 
@@ -171,11 +170,10 @@ def mean_squared_lse(
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    function = functools.partial(_mean_squared_lse, mode.decide(spec, logits, None), arguments.ignored(ignore_index))
-    return in_automatic_region(function, False, logits, logits, labels)
+    return _mean_squared_lse(mode.decide(spec, logits, None), arguments.ignored(ignore_index), logits, labels)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda *_: False)
 def _mean_squared_lse(
     settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> jax.Array:
@@ -202,12 +200,12 @@ def _checked(
     spec, leading = arguments.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
     options = read_options(leading, spec.vocab_size, "logits'", **of_loss)
     labels = read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    function = functools.partial(_cross_entropy, mode.decide(spec, logits, implementation, chunk=chunk), ignore_index)
-    loss, metrics = in_automatic_region(function, (options.by_row, False), logits, logits, labels, options)
+    settings = mode.decide(spec, logits, implementation, chunk=chunk)
+    loss, metrics = _cross_entropy(settings, ignore_index, logits, labels, options)
     return (loss, metrics) if options.return_metrics else loss
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda settings, ignored, logits, labels, options: (options.by_row, False))
 def _cross_entropy(
     settings: mode.MaterializedSettings,
     ignore_index: int | None,

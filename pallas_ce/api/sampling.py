@@ -1,6 +1,5 @@
 """`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing logits."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed
@@ -106,12 +105,11 @@ def _checked(*, key: Any, top_k: int | None, temperature: Any, **head: Any) -> S
     call, key = read_head(**head, temperature=temperature, folds=False, zero=True), check_key(key)
     if top_k is not None:
         k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
-        best = linear_top_k(**head, k=k)
-        return in_automatic_region(_sample_of_best, True, call.hidden, key, call, best)
+        return _sample_of_best(call, key, linear_top_k(**head, k=k))
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((call.spec,), call.scratch_bytes, 6)
     streams.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
-    return in_automatic_region(functools.partial(_linear_sample, streams), True, call.hidden, key, call)
+    return _linear_sample(streams, call, key)
 
 
 class _Drawn(NamedTuple):
@@ -175,8 +173,8 @@ def _block(by_row: tuple[Batch, jax.Array], head: Head, plan: Plan) -> Samples:
     return _samples(drawn, partial, inverse)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
+@program(static=1)
+def _linear_sample(streams: Streams, call: CheckedCall, key: Any) -> Samples:
     batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 
     def empty(rows: int) -> Samples:
@@ -188,8 +186,8 @@ def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
     return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 
-@jax.jit
-def _sample_of_best(key: Any, call: CheckedCall, best: TopK) -> Samples:
+@program()
+def _sample_of_best(call: CheckedCall, key: Any, best: TopK) -> Samples:
     """A sample among the `best` of each row, with the noise that the whole row would have had there."""
     batch, _, mask = call.flat_rows_that_count()
     logits, ids, _ = flat_rows(call.leading, best)

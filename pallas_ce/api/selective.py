@@ -1,7 +1,5 @@
 """`selective_log_softmax`: log-probabilities of a few entries of each row of logits."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.modes import materialized as mode
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.rows import flat_rows
 
@@ -64,11 +62,10 @@ def selective_log_softmax(
             "entries"
         )
     settings = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
-    function = functools.partial(_selective_log_softmax, settings)
-    return in_automatic_region(function, True, logits, logits, label_rule.as_array(index))
+    return _selective_log_softmax(settings, logits, label_rule.as_array(index))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=1)
 def _selective_log_softmax(settings: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
     spec = settings.spec
     if logits.size == 0 or index.size == 0:

@@ -15,7 +15,7 @@ from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
 from pallas_ce.parallel.entry import at_lowering
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest
@@ -108,7 +108,7 @@ def _checked(*, k: int, **head: Any) -> TopK:
     finders = _finders(k, call)
     for finder in finders:
         finder.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
-    return in_automatic_region(functools.partial(_linear_top_k, k, finders), True, call.hidden, call)
+    return _linear_top_k(k, finders, call)
 
 
 def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
@@ -143,7 +143,7 @@ def _holds_a_row(finder: TopKFinder) -> bool:
     return True
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2)
 def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) -> TopK:
     batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 

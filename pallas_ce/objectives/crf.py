@@ -1,6 +1,5 @@
 """A linear-chain conditional random field over candidate tags, on emission scores from anywhere."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 
 
@@ -105,14 +104,14 @@ def linear_chain_crf(
     if valid.shape != tags.shape or valid.dtype != jnp.bool:
         raise ValueError(f"mask is {valid.dtype}{list(valid.shape)}; it must be bool{list(tags.shape)}")
     normalizer = arguments.normalizer(normalizer)
-    function = functools.partial(_linear_chain_crf, reduction)
-    return in_automatic_region(function, reduction == "none", tags, emissions, tags, transitions, valid, normalizer)
+    return _linear_chain_crf(reduction, tags, emissions, transitions, valid, normalizer)
 
 
+@program(static=1, by_row=lambda reduction, *_: reduction == "none")
 def _linear_chain_crf(
     reduction: str,
-    emissions: jax.Array,
     tags: jax.Array,
+    emissions: jax.Array,
     transitions: jax.Array,
     mask: jax.Array,
     normalizer: Any | None,

@@ -1,6 +1,5 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.entry import replicated
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.explicit_axes import program
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.labels import NO_TARGET
 
@@ -131,12 +130,11 @@ def _checked(
         raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
     options = read_options(call.leading, vocab_size, **of_loss)
     sampling = _Sampling(num_samples, class_samplers.find(sampler), bool(log_expected_correction))
-    function, key = functools.partial(_sampled_softmax, sampling), arguments.key(key)
-    return in_automatic_region(function, options.by_row, call.hidden, key, call, options)
+    return _sampled_softmax(sampling, call, arguments.key(key), options)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sampled_softmax(sampling: _Sampling, key: Any, call: CheckedCall, options: Options) -> jax.Array:
+@program(static=1, by_row=lambda sampling, call, key, options: options.by_row)
+def _sampled_softmax(sampling: _Sampling, call: CheckedCall, key: Any, options: Options) -> jax.Array:
     spec, count = call.spec, sampling.num_samples
     (hidden, ids, _), head, mask = call.flat_rows_that_count()
     assert ids is not None

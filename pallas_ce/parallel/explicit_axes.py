@@ -1,5 +1,6 @@
-"""Meshes with explicit axes: what is streamed is split from inside an automatic region (`partitioning.py`)."""
+"""Meshes with explicit axes: what is streamed is split from inside an automatic region (`entry.py`)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,26 +8,41 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
-def in_automatic_region(function: Callable[..., Any], by_row: Any, rows: jax.Array, *arguments: Any) -> Any:
-    """`function(*arguments)`, with the explicit axes of the arguments' mesh made automatic inside, if there are any.
+def program[Out](
+    static: int = 0, by_row: Callable[..., Any] = lambda *_: True
+) -> Callable[[Callable[..., Out]], Callable[..., Out]]:
+    """Jits a function; the explicit axes of its arguments' mesh, if there are any, are automatic inside.
 
     Args:
-        function: on arrays; differentiable.
-        by_row: a prefix of the result's tree: whether a result has the leading dimensions of `rows` and lies as they
-            do, or is a replicated scalar.
-        rows: `[..., K]`, for how its leading dimensions lie.
-        *arguments: pytrees.
+        static: so many arguments, the first ones, are static. The first array of the others is `[..., K]`: its leading
+            dimensions are the rows'.
+        by_row: of the arguments: a prefix of the result's tree, whether a result has the rows'
+            leading dimensions and lies as they do, or is a replicated scalar.
     """
-    mesh = _explicit_mesh(arguments)
-    if mesh is None:
-        return function(*arguments)
-    spec = PartitionSpec(*jax.typeof(rows).sharding.spec[: rows.ndim - 1])
-    places = jax.tree.map(lambda flag: NamedSharding(mesh, spec if flag else PartitionSpec()), by_row)
-    return jax.sharding.auto_axes(function, out_sharding=places)(*arguments)
+
+    def decorate(function: Callable[..., Out]) -> Callable[..., Out]:
+        jitted = jax.jit(function, static_argnums=tuple(range(static)))
+
+        @functools.wraps(jitted)
+        def run(*arguments: Any) -> Out:
+            facts, arrays = arguments[:static], arguments[static:]
+            leaves = jax.tree.leaves(arrays)
+            mesh = _explicit_mesh(leaves)
+            if mesh is None:
+                return jitted(*arguments)
+            lies = PartitionSpec(*jax.typeof(leaves[0]).sharding.spec[: leaves[0].ndim - 1])
+            places = jax.tree.map(
+                lambda rows: NamedSharding(mesh, lies if rows else PartitionSpec()), by_row(*arguments)
+            )
+            return jax.sharding.auto_axes(functools.partial(jitted, *facts), out_sharding=places)(*arrays)
+
+        return run
+
+    return decorate
 
 
-def _explicit_mesh(tree: Any) -> AbstractMesh | None:
-    for leaf in jax.tree.leaves(tree):
+def _explicit_mesh(leaves: list[jax.Array]) -> AbstractMesh | None:
+    for leaf in leaves:
         mesh = jax.typeof(leaf).sharding.mesh
         if AxisType.Explicit in (mesh.axis_types or ()):
             return mesh
