@@ -7,7 +7,7 @@ import jax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
-from pallas_ce.api.options import Options, call_metrics, read_options, split, unnormalised
+from pallas_ce.api.options import Options, call_metrics, read_options, split
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
@@ -137,19 +137,14 @@ def compute(
 ) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
     static, operands = _operands(settings, call, options)
-    by_row, shared = operands.inputs
-    if options.by_row:
-        inputs = (by_row, shared | unnormalised(call.spec.accumulator))
-        value, found = evaluate.row_losses(static, operands._replace(inputs=inputs, known=known))
-    else:
-        value, found = evaluate.total_loss(static, operands._replace(known=known))
+    value, found = evaluate.loss(static, operands._replace(known=known), options.by_row)
     if not options.return_metrics:
         return value, None
     assert isinstance(static.row_total, CrossEntropy)
     assert operands.batch.labels is not None
     assert operands.mask is not None
-    inputs = operands.inputs
-    return value, call_metrics(static.row_total, found, operands.batch.labels, operands.mask, inputs, settings.total)
+    ids, mask, inputs = operands.batch.labels, operands.mask, operands.inputs
+    return value, call_metrics(static.row_total, found, ids, mask, inputs, settings.total)
 
 
 def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
@@ -164,5 +159,5 @@ def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[
     assert mask is not None
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
-    loss, *inputs = options.row_loss(wide, batch.labels, mask, settings.total)
-    return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, tuple(inputs))
+    loss, inputs = options.row_loss(wide, batch.labels, mask, settings.total)
+    return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, inputs)

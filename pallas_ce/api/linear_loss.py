@@ -197,7 +197,7 @@ def _linear_loss(
     row_total = _RowTotal(row_loss, read, unread, wide, call.tokens, batch.targets)
     static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return (evaluate.row_losses if options.by_row else evaluate.total_loss)(static, operands)[0]
+    return evaluate.loss(static, operands, options.by_row)[0]
 
 
 def _available(batch: Batch) -> list[str]:

@@ -133,22 +133,18 @@ def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]
     return _recomputed(call, operands)
 
 
-def row_losses(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(call, operands)
-    return _row_values(call, operands, found).reshape(operands.batch.leading), found
-
-
-def total_loss(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`Σ row_total` over the rows that count, a scalar, and the statistics without gradient."""
+def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
+    handle = jnp.zeros((), operands.head.spec.accumulator)
     if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
         found, handle = _with_handle(call, operands)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
         found = statistics(call, operands)
-        handle = jnp.zeros((), operands.head.spec.accumulator)
-    values = _row_values(call, operands, found)
-    return call.settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
+    assert call.row_total is not None
+    values = row_values(call.row_total, found, operands.batch.leading, operands.mask, operands.inputs)
+    result = values.reshape(operands.batch.leading) if by_row else call.settings.total(jnp.sum(values)) + handle
+    return result, jax.tree.map(jax.lax.stop_gradient, found)
 
 
 def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:
@@ -161,11 +157,6 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Kno
     if call.settings.mode == "in_forward":
         return in_forward.keep(call, operands, needs_grad)
     return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
-
-
-def _row_values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
-    assert call.row_total is not None
-    return row_values(call.row_total, found, operands.batch.leading, operands.mask, operands.inputs)
 
 
 def row_values(

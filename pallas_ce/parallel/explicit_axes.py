@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def program[Out](
@@ -26,24 +26,14 @@ def program[Out](
         @functools.wraps(jitted)
         def run(*arguments: Any) -> Out:
             facts, arrays = arguments[:static], arguments[static:]
-            leaves = jax.tree.leaves(arrays)
-            mesh = _explicit_mesh(leaves)
+            shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
+            mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
             if mesh is None:
                 return jitted(*arguments)
-            lies = PartitionSpec(*jax.typeof(leaves[0]).sharding.spec[: leaves[0].ndim - 1])
-            places = jax.tree.map(
-                lambda rows: NamedSharding(mesh, lies if rows else PartitionSpec()), by_row(*arguments)
-            )
+            whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
+            places = jax.tree.map(lambda flag: as_rows if flag else whole, by_row(*arguments))
             return jax.sharding.auto_axes(functools.partial(jitted, *facts), out_sharding=places)(*arrays)
 
         return run
 
     return decorate
-
-
-def _explicit_mesh(leaves: list[jax.Array]) -> AbstractMesh | None:
-    for leaf in leaves:
-        mesh = jax.typeof(leaf).sharding.mesh
-        if AxisType.Explicit in (mesh.axis_types or ()):
-            return mesh
-    return None

@@ -82,12 +82,14 @@ class CrossEntropy:
         z_loss: whether β is.
         class_weights: whether c is.
         token_weights: whether w is.
+        normalised: whether each row is divided by the normalisers.
     """
 
     smoothing: bool
     z_loss: bool
     class_weights: bool
     token_weights: bool
+    normalised: bool
     defined_at_zero: ClassVar[bool] = True
 
     @property
@@ -114,7 +116,8 @@ class CrossEntropy:
 
     def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> jax.Array:
         """Each row's share `[n]` of the reduced loss."""
-        shared = inputs[1]
         loss, z_part = self.parts(statistics, inputs)
-        loss = loss * shared["inverse_normalizer"]
-        return loss if z_part is None else loss + z_part * shared["inverse_z_normalizer"]
+        if self.normalised:
+            loss = loss * inputs[1]["inverse_normalizer"]
+            z_part = None if z_part is None else z_part * inputs[1]["inverse_z_normalizer"]
+        return loss if z_part is None else loss + z_part
