@@ -154,7 +154,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     shards = shards_of(None, student, (teacher, options)) or Shards()
-    pair = two_heads.Call(_divergence(divergence, beta), streams, shards)
+    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards)
     return _linear_distillation(pair, _streamed(implementation), student, teacher, options)
 
 
@@ -180,7 +180,7 @@ def _streamed(implementation: str | None) -> bool:
 
 @program(static=2, by_row=lambda pair, streamed, student, teacher, options: options.by_row)
 def _linear_distillation(
-    pair: two_heads.Call, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
+    pair: two_heads.Pair, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
 ) -> jax.Array:
     batch, head, mask = student.flat_rows_that_count()
     batch = batch._replace(labels=None)

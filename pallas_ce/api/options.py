@@ -63,13 +63,6 @@ class Options:
             mask: `[...]` bool, which rows count.
             total: what makes a device's sum over rows that of the call.
         """
-        loss = CrossEntropy(
-            smoothing=self.label_smoothing is not None,
-            z_loss=self.z_loss is not None,
-            class_weights=self.class_weights is not None,
-            token_weights=self.token_weights is not None,
-            normalised=self.reduction == "mean",
-        )
         by_row: Inputs = {}
         shared: Inputs = {}
         weight = jnp.ones(ids.shape, wide)
@@ -92,7 +85,7 @@ class Options:
         if self.reduction == "sum":
             normalizer = z_normalizer = jnp.ones((), wide)
         shared["inverse_normalizer"], shared["inverse_z_normalizer"] = map(safe_inverse, (normalizer, z_normalizer))
-        return loss, (by_row, shared)
+        return CrossEntropy(self.label_smoothing is not None, self.reduction == "mean"), (by_row, shared)
 
 
 def read_options(

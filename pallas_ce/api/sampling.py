@@ -11,15 +11,13 @@ from pallas_ce.api.checks import key as check_key
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
+from pallas_ce.head import Batch, Head
+from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
 from pallas_ce.parallel.explicit_axes import program
-from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed
-from pallas_ce.streaming.tiles import Tile, Tiles
-
-_LSE = frozenset({"lse"})
+from pallas_ce.streaming.tiles import Tile
 
 
 class Samples(NamedTuple):
@@ -140,17 +138,13 @@ def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
     return jax.tree.map(lambda x, y: jnp.where(b.score > a.score, y, x), a, b)
 
 
-def _lse_part(logits: jax.Array, columns: jax.Array, valid: jax.Array | None, inverse: jax.Array | None) -> Partial:
-    return partial_of_tile(tempered(logits, _finite(inverse)), columns, valid, None, None, _LSE)
-
-
 def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
     """1 in place of 1/0, where the log-probability is known without a product."""
     return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
 
 
 def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | None) -> Samples:
-    lse, inverse = finalise(partial, _LSE)["lse"], _finite(inverse_temperature)
+    lse, inverse = finalise(partial, LSE)["lse"], _finite(inverse_temperature)
     scaled = drawn.logit if inverse is None else drawn.logit * inverse
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
     if inverse_temperature is not None:
@@ -161,16 +155,11 @@ def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | N
 def _block(by_row: tuple[Batch, jax.Array], head: Head, plan: Plan) -> Samples:
     (hidden, _, inverse), keys = by_row
 
-    def part(tile: Tile) -> tuple[_Drawn, Partial]:
-        logits = head.tile_logits(hidden, tile)
-        partial = _lse_part(logits, tile.columns, tile.valid, inverse)
-        return _draw(keys, logits, tile.columns, tile.valid, inverse), partial
+    def part(logits: jax.Array, tile: Tile) -> _Drawn:
+        return _draw(keys, logits, tile.columns, tile.valid, inverse)
 
-    def join(a: tuple[_Drawn, Partial], b: tuple[_Drawn, Partial]) -> tuple[_Drawn, Partial]:
-        return _merge_drawn(a[0], b[0]), merge(a[1], b[1])
-
-    drawn, partial = fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
-    return _samples(drawn, partial, inverse)
+    found = fold_with_lse(part, _merge_drawn, head, hidden, _finite(inverse), plan.columns)
+    return _samples(*found, inverse)
 
 
 @program(static=1)
@@ -192,7 +181,7 @@ def _sample_of_best(call: CheckedCall, key: Any, best: TopK) -> Samples:
     batch, _, mask = call.flat_rows_that_count()
     logits, ids, _ = flat_rows(call.leading, best)
     inverse, keys = batch.inverse_temperature, noise.row_keys(key, call.tokens)
-    partial = _lse_part(logits, jnp.arange(ids.shape[1]), None, inverse)
+    partial = lse_partial(logits, jnp.arange(ids.shape[1]), None, _finite(inverse))
     found = _samples(_draw(keys, logits, ids, None, inverse), partial, inverse)
     if mask is not None:
         found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))

@@ -13,15 +13,13 @@ from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
+from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
 from pallas_ce.parallel.entry import at_lowering
 from pallas_ce.parallel.explicit_axes import program
-from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest
-from pallas_ce.streaming.tiles import Tile, Tiles
-
-_LSE = frozenset({"lse"})
+from pallas_ce.streaming.tiles import Tile
 
 
 class TopK(NamedTuple):
@@ -161,7 +159,7 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
 
 def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
     best, partial = finder.find(head, batch, plan)
-    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, _LSE)["lse"]
+    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
     # A row of -inf only: (-inf) - (-inf) would be nan.
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
     return TopK(best.values, best.places, log_probs)
@@ -180,17 +178,8 @@ class _Tiled:
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
-
-        def part(tile: Tile) -> tuple[Largest, Partial]:
-            logits = head.tile_logits(batch.hidden, tile)
-            scaled = tempered(logits, batch.inverse_temperature)
-            partial = partial_of_tile(scaled, tile.columns, tile.valid, None, None, _LSE)
-            return _best_of_tile(self.k, logits, tile), partial
-
-        def join(a: tuple[Largest, Partial], b: tuple[Largest, Partial]) -> tuple[Largest, Partial]:
-            return _merge_best(a[0], b[0]), merge(a[1], b[1])
-
-        return fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
+        part = functools.partial(_best_of_tile, self.k)
+        return fold_with_lse(part, _merge_best, head, batch.hidden, batch.inverse_temperature, plan.columns)
 
 
 def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:

@@ -24,7 +24,7 @@ _USEFUL_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a call is carried out; static and hashable.
+    """How a call is carried out; static and hashable, whatever the reasons.
 
     Attributes:
         implementation: a backend's name, or "reference".
@@ -32,6 +32,8 @@ class Settings:
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
+        implementation_reason: why that implementation, for `explain`.
+        mode_reason: why that mode.
     """
 
     implementation: str
@@ -39,6 +41,8 @@ class Settings:
     scratch_bytes: int | None
     shards: Shards | None = None
     default: Default | None = None
+    implementation_reason: str = dataclasses.field(default="", compare=False)
+    mode_reason: str = dataclasses.field(default="", compare=False)
 
     @property
     def backend(self) -> Backend:
@@ -118,15 +122,6 @@ class Settings:
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """`Settings` with their reasons, for `explain`."""
-
-    settings: Settings
-    implementation_reason: str
-    mode_reason: str
-
-
 def decide(
     spec: HeadSpec,
     tokens: int,
@@ -139,7 +134,7 @@ def decide(
     scratch_bytes: int | None = None,
     shards: Shards | None = None,
     padded_share: HeadSpec | None = None,
-) -> Choice:
+) -> Settings:
     """Chooses for `tokens` rows of a head.
 
     The mode is one for all platforms, or forward and backward would not fit: what is kept between them is of the mode.
@@ -174,14 +169,15 @@ def decide(
             )
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
-        return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
+        return Settings(name, None, None, None, None, reason, "JAX differentiates the materialised logits")
     tokens = max(tokens, 1)
 
-    def decided(settings: Settings) -> tuple[Settings, str]:
+    def settings_of(name: str, default: Default | None, reason: str) -> Settings:
+        settings = Settings(name, None, scratch_bytes, shards, default, reason)
         mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
-        return dataclasses.replace(settings, mode=mode), mode_reason
+        return dataclasses.replace(settings, mode=mode, mode_reason=mode_reason)
 
-    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default))
+    settings = settings_of(name, default, reason)
     if default is not None:
         other = default.instead
         if why := settings._incapable(spec, padded_share):
@@ -189,10 +185,10 @@ def decide(
         elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
-            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards))
+            settings = settings_of(other, None, reason)
     for needed in (None, settings.mode):
         settings.block_sizes(spec, tokens, needed)  # raises where the budget is too small
-    return Choice(settings, reason, mode_reason)
+    return settings
 
 
 def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:

@@ -13,12 +13,15 @@ import jax
 
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import ROWS, TILE_ELEMENTS
-from pallas_ce.head import HeadSpec
+from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+
+LSE = frozenset({"lse"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,33 @@ def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callab
     """`part` of each tile, joined from the left. The first tile's columns are all valid."""
     first = part(tiles.tile(0))
     return fori_loop(1, tiles.count, lambda i, done: merge(done, part(tiles.tile(i))), first)
+
+
+def fold_with_lse[Found](
+    part: Callable[[jax.Array, Tile], Found],
+    merge_parts: Callable[[Found, Found], Found],
+    head: Head,
+    hidden: jax.Array,
+    inverse_temperature: jax.Array | None,
+    columns: int,
+) -> tuple[Found, Partial]:
+    """`part` of the capped logits of each tile, joined, and the `Partial` that the tempered logits' lse is made of."""
+
+    def both(tile: Tile) -> tuple[Found, Partial]:
+        logits = head.tile_logits(hidden, tile)
+        return part(logits, tile), lse_partial(logits, tile.columns, tile.valid, inverse_temperature)
+
+    def join(a: tuple[Found, Partial], b: tuple[Found, Partial]) -> tuple[Found, Partial]:
+        return merge_parts(a[0], b[0]), merge(a[1], b[1])
+
+    return fold_tiles(Tiles(head.spec.vocab_size, columns), both, join)
+
+
+def lse_partial(
+    logits: jax.Array, columns: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
+) -> Partial:
+    """The `Partial` of capped logits `[n, c]` that the log-sum-exp at the rows' temperatures is made of."""
+    return partial_of_tile(tempered(logits, inverse_temperature), columns, valid, None, None, LSE)
 
 
 def over_rows_that_count[ByRow, Shared, Out](

@@ -39,30 +39,30 @@ class Teacher(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Pair:
     """Static facts of one call; `shards` says how the rows are split inside a `shard_map` that tracks it."""
 
     divergence: Divergence
     streams: Streams
     shards: Shards
 
-    def variants(self, head: Head) -> tuple["Call"]:
+    def variants(self, head: Head) -> tuple["Pair"]:
         """The one way for every platform."""
         return (self,)
 
 
-def _forward(call: Call, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
+def _forward(pair: Pair, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
-    found = _statistics(call, operands)
+    found = _statistics(pair, operands)
     return found.value, found
 
 
 def _backward(
-    call: Call, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
+    pair: Pair, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
 ) -> Gradients:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
-        operation = streamed(call, functools.partial(_gradients, needs_grad))
+        operation = streamed(pair, functools.partial(_gradients, needs_grad))
         more = (teacher.hidden, found, cotangent)
         return sweep.finished(
             operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
@@ -90,8 +90,8 @@ def _log_probs(
     return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
 
 
-def _statistics(call: Call, operands: Operands) -> PairStatistics:
-    divergence, head, teacher = call.divergence, operands.head, operands.inputs
+def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
+    divergence, head, teacher = pair.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
         (hidden, _, inverse), teacher_hidden = by_row
@@ -119,15 +119,15 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
 
     with jax.named_scope("pallas_ce.divergence"):
         by_row = (operands.batch, teacher.hidden)
-        return over_rows_that_count(visit, call.streams.block_sizes, empty, by_row, (head, teacher.head), operands.mask)
+        return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
-    needs_grad: NeedsGrad, call: Call, shards: Shards, rows: RowArrays, head: Head, teacher: Head
+    needs_grad: NeedsGrad, pair: Pair, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, Gradients]:
     (hidden, _, inverse), mask = rows.batch, rows.mask
     teacher_hidden, found, cotangent = rows.more
-    plan = call.streams.block_sizes(hidden.shape[0], "recompute")
+    plan = pair.streams.block_sizes(hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
     # Where the divergence is infinite no change of the logits helps: gradient 0.
     valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
@@ -146,7 +146,7 @@ def _gradients(
             tile = tiles.tile(tile_index)
             logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
             log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
-            slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
+            slope = pairs.slope(pair.divergence, log_p, log_q, block_found.expected)
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))

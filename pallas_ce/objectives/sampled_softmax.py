@@ -1,6 +1,6 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +105,6 @@ def sampled_softmax_cross_entropy(
     return _checked(**locals())
 
 
-class _Sampling(NamedTuple):
-    """What is sampled, and how; static."""
-
-    num_samples: int
-    sampler: ClassSampler
-    correction: bool
-
-
 def _checked(
     *,
     key: Any,
@@ -129,19 +121,21 @@ def _checked(
     if log_expected_correction and arguments.is_known(logit_scale, 0.0):
         raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
     options = read_options(call.leading, vocab_size, **of_loss)
-    sampling = _Sampling(num_samples, class_samplers.find(sampler), bool(log_expected_correction))
-    return _sampled_softmax(sampling, call, arguments.key(key), options)
+    sampler, correction = class_samplers.find(sampler), bool(log_expected_correction)
+    return _sampled_softmax(num_samples, sampler, correction, call, arguments.key(key), options)
 
 
-@program(static=1, by_row=lambda sampling, call, key, options: options.by_row)
-def _sampled_softmax(sampling: _Sampling, call: CheckedCall, key: Any, options: Options) -> jax.Array:
-    spec, count = call.spec, sampling.num_samples
+@program(static=3, by_row=lambda count, sampler, correction, call, key, options: options.by_row)
+def _sampled_softmax(
+    count: int, sampler: ClassSampler, correction: bool, call: CheckedCall, key: Any, options: Options
+) -> jax.Array:
+    spec = call.spec
     (hidden, ids, _), head, mask = call.flat_rows_that_count()
     assert ids is not None
     assert mask is not None
     hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
     targets = jnp.where(mask, ids, 0)
-    drawn = class_samplers.draw(sampling.sampler, key, count, spec.vocab_size)
+    drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
     place_of = (
@@ -156,7 +150,7 @@ def _sampled_softmax(sampling: _Sampling, call: CheckedCall, key: Any, options: 
     columns = jnp.take(call.weight, gathered, axis=spec.vocab_axis)
     axis, scale = spec.vocab_axis, head.logit_scale
     biases: jax.Array | None = None if call.bias is None else call.bias.astype(spec.accumulator)[gathered]
-    if sampling.correction:
+    if correction:
         shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
         shift = shift if scale is None else shift / scale  # the head multiplies its bias by the scale
         biases = shift if biases is None else biases + shift

@@ -69,27 +69,28 @@ class Share(NamedTuple):
         weight: into how many the weight is.
         gathered_bytes: a gathered weight.
         padded: whether the vocabulary is split and padded, so that parts may hold padding.
-        words: which parallelism it is.
+        words: which parallelism it is; "" where neither is split.
     """
 
     tokens: int
     spec: HeadSpec
-    hidden: int
-    weight: int
-    gathered_bytes: int
-    padded: bool
-    words: str
+    hidden: int = 1
+    weight: int = 1
+    gathered_bytes: int = 0
+    padded: bool = False
+    words: str = ""
 
 
-def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
-    """Reads off the shardings of arrays, or of `jax.ShapeDtypeStruct`s; None where neither is split.
+def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share:
+    """Reads off the shardings of arrays, or of `jax.ShapeDtypeStruct`s.
 
     Raises:
         ValueError: as the call itself would.
     """
     meshes = [x.sharding.mesh for x in (hidden, weight) if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    tokens = math.prod(hidden.shape[:-1])
     if not meshes or meshes[0].size == 1:
-        return None
+        return Share(tokens, spec)
     rows, head = RowArrays(Batch(hidden), None), Head(weight, None, None, None, spec)
     axes, shards = split(meshes[0], _spec_of(hidden), _spec_of(weight), rows, head)
 
@@ -107,7 +108,7 @@ def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share | None:
         (gathered, "rows and weight over {}: weight gathered (FSDP)"),
     ]
     return Share(
-        hidden.size // hidden.shape[-1] // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),
+        tokens // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),
         dataclasses.replace(spec, weight_rows=columns, vocab_size=min(spec.vocab_size, columns)),
         devices(shards.rows),
         devices(axes["vocabulary"] + axes["width"]),
