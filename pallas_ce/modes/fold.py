@@ -1,8 +1,8 @@
 """What is computed tile by tile beside the row statistics: top-k, samples, divergences.
 
-Two loops, each written once: over the tiles of the vocabulary (`fold_tiles`), with a function of one tile and a rule
-that joins two results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel
-for one of these operations replaces the fold over tiles and leaves the rest.
+Two loops: over the tiles of the vocabulary (`Tiles.fold`), with a function of one tile and a rule that joins two
+results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel for one of these
+operations replaces the fold over tiles and leaves the rest.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
-from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, shrink
 
@@ -71,12 +70,6 @@ class Streams:
         return self.tile_arrays * self._wide * rows * columns + operands * (rows + columns)
 
 
-def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callable[[State, State], State]) -> State:
-    """`part` of each tile, joined from the left. The first tile's columns are all valid."""
-    first = part(tiles.tile(0))
-    return fori_loop(1, tiles.count, lambda i, done: merge(done, part(tiles.tile(i))), first)
-
-
 def fold_with_lse[Found](
     part: Callable[[jax.Array, Tile], Found],
     merge_parts: Callable[[Found, Found], Found],
@@ -94,7 +87,7 @@ def fold_with_lse[Found](
     def join(a: tuple[Found, Partial], b: tuple[Found, Partial]) -> tuple[Found, Partial]:
         return merge_parts(a[0], b[0]), merge(a[1], b[1])
 
-    return fold_tiles(Tiles(head.spec.vocab_size, columns), both, join)
+    return Tiles(head.spec.vocab_size, columns).fold(both, join)
 
 
 def lse_partial(

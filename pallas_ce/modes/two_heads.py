@@ -16,7 +16,7 @@ from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempe
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Gradients, Operands
 from pallas_ce.modes.evaluate import differentiable
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
+from pallas_ce.modes.fold import Streams, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
@@ -101,7 +101,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             student, teacher = (tempered(z, inverse) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
             return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.valid)
 
-        partial = fold_tiles(tiles, part, functools.partial(pairs.merge_pairs, divergence))
+        partial = tiles.fold(part, functools.partial(pairs.merge_pairs, divergence))
         found = pairs.finalise_pairs(divergence, partial)
         if divergence.passes == 1:
             return found
@@ -110,7 +110,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             logits = _tile_logits(hidden, teacher_hidden, heads, tile)
             return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
 
-        value, expected = fold_tiles(tiles, mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
 
     def empty(rows: int) -> PairStatistics:

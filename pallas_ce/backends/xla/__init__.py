@@ -56,9 +56,7 @@ class XlaBackend(Backend):
         def step(tile: Tile) -> Partial:
             return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
 
-        tiles = _tiles(head, plan)
-        first = step(tiles.tile(0))
-        return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
+        return _tiles(head, plan).fold(step, merge)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
