@@ -14,7 +14,7 @@ from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Operands
 from pallas_ce.modes.fold import Streams
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows

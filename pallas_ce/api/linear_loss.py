@@ -16,7 +16,7 @@ from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct

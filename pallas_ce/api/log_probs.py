@@ -12,7 +12,7 @@ from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread

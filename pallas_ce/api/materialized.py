@@ -16,7 +16,7 @@ from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
 from pallas_ce.modes.call import Call
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
 from pallas_ce.streaming.rows import flat_rows

@@ -13,7 +13,7 @@ from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed

@@ -14,8 +14,7 @@ from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
-from pallas_ce.parallel.entry import at_lowering
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import at_lowering, program
 from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest

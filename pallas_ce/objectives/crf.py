@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 
 

@@ -13,8 +13,7 @@ from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
-from pallas_ce.parallel.entry import replicated
-from pallas_ce.parallel.explicit_axes import program
+from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.labels import NO_TARGET
 

@@ -6,7 +6,7 @@ for each example, the operation maps over the batch, one example's scratch at a 
 
 Under `jit` on a mesh, XLA cannot see through a kernel: left to itself it gathers the weight on every device.
 `custom_partitioning` hands the decision to `partitioning.split`. Inside, where a device's share of the work is known,
-`at_lowering` leaves the choice of a backend to the lowering.
+`at_lowering` leaves the choice of a backend to the lowering. All this needs automatic mesh axes: see `program`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend import core as jex
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.partitioning import Names, row_names, split, weight_names
@@ -31,6 +31,37 @@ from pallas_ce.streaming.rows import flat_rows
 # `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions; those of
 # `of_head` are of the weight's shape, `[V']` or scalar; `shared` are whole arrays. Without a head it is None.
 Operation = Callable[..., tuple[Any, Any]]
+
+
+def program[Out](
+    static: int = 0, by_row: Callable[..., Any] = lambda *_: True
+) -> Callable[[Callable[..., Out]], Callable[..., Out]]:
+    """Jits a function; the explicit axes of its arguments' mesh, if there are any, are automatic inside.
+
+    Args:
+        static: so many arguments, the first ones, are static. The first array of the others is `[..., K]`: its leading
+            dimensions are the rows'.
+        by_row: of the arguments: a prefix of the result's tree, whether a result has the rows' leading dimensions and
+            lies as they do, or is a replicated scalar.
+    """
+
+    def decorate(function: Callable[..., Out]) -> Callable[..., Out]:
+        jitted = jax.jit(function, static_argnums=tuple(range(static)))
+
+        @functools.wraps(jitted)
+        def run(*arguments: Any) -> Out:
+            facts, arrays = arguments[:static], arguments[static:]
+            shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
+            mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
+            if mesh is None:
+                return jitted(*arguments)
+            whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
+            places = jax.tree.map(lambda flag: as_rows if flag else whole, by_row(*arguments))
+            return jax.sharding.auto_axes(functools.partial(jitted, *facts), out_sharding=places)(*arrays)
+
+        return run
+
+    return decorate
 
 
 class How(Protocol):
