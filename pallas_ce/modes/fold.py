@@ -6,19 +6,20 @@ operations replaces the fold over tiles and leaves the rest.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from pallas_ce.backends.protocol import Mode, Plan
-from pallas_ce.backends.xla import ROWS, TILE_ELEMENTS
+from pallas_ce.backends.xla import ROWS, tiled_plan, tiles_bytes
 from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.rows import RowBlock, Rows
-from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+from pallas_ce.streaming.tiles import Tile, Tiles
 
 LSE = frozenset({"lse"})
 
@@ -45,29 +46,11 @@ class Streams:
         Raises:
             ValueError: the budget cannot hold one row.
         """
-        vocab_size = self.specs[0].vocab_size
-
-        def scratch(rows: int, columns: int) -> int:
-            return self._scratch(mode, rows, columns)
-
-        least = scratch(1, self.least_columns)
-        logits = len(self.specs) * tokens * vocab_size * self._wide
+        vocab_size, wide = self.specs[0].vocab_size, max(spec.accumulator.itemsize for spec in self.specs)
+        scratch = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
+        least, logits = scratch(1, self.least_columns), len(self.specs) * tokens * vocab_size * wide
         limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
-        rows = min(tokens, ROWS)
-        columns = min(vocab_size, max(self.least_columns, TILE_ELEMENTS // rows))
-        rows, columns = shrink(rows, columns, scratch, limit, self.least_columns)
-        return Plan(rows, columns, scratch(rows, columns), vocab_size)
-
-    @property
-    def _wide(self) -> int:
-        return max(spec.accumulator.itemsize for spec in self.specs)
-
-    def _scratch(self, mode: Mode | None, rows: int, columns: int) -> int:
-        """Bytes: tiles in the accumulator dtype; blocks of operands, in a backward also of products and sums."""
-        operands = sum(
-            (spec.dtype.itemsize + (2 * self._wide if mode else 0)) * spec.hidden_size for spec in self.specs
-        )
-        return self.tile_arrays * self._wide * rows * columns + operands * (rows + columns)
+        return tiled_plan(vocab_size, min(tokens, ROWS), scratch, limit, self.least_columns)
 
 
 def fold_with_lse[Found](
