@@ -1,6 +1,5 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
         if (own := select.load(name).top_k) is not None:
             return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
+        return _Tiled((spec,), scratch_bytes, 4, least_columns=k)
 
     name, _, default = select.select(
         call.implementation,
@@ -164,20 +163,12 @@ def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
     return TopK(best.values, best.places, log_probs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiled:
-    """A tile at a time, joined with the best of the tiles before it."""
-
-    k: int
-    streams: Streams
-
-    def block_sizes(self, tokens: int) -> Plan:
-        """See `Streams`."""
-        return self.streams.block_sizes(tokens)
+class _Tiled(Streams):
+    """A tile at a time, joined with the best of the tiles before it; each has at least k columns."""
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
-        part = functools.partial(_best_of_tile, self.k)
+        part = functools.partial(_best_of_tile, self.least_columns)
         return fold_with_lse(part, _merge_best, head, batch.hidden, batch.inverse_temperature, plan.columns)
 
 
