@@ -61,6 +61,19 @@ def test_loss_and_gradient_match_the_sum_over_all_sequences(data: Any) -> None:
     assert_close(ours(jnp.asarray(emissions)), want, 1e-5, floor=1e-5)
 
 
+def test_a_sequence_of_one_position_has_no_transitions() -> None:
+    rng = np.random.default_rng(0)
+    emissions, tags = rng.normal(size=(2, 1, 3)).astype(np.float32), np.array([[1], [2]])
+    want = jax.nn.logsumexp(emissions[:, 0], axis=1) - np.take_along_axis(emissions[:, 0], tags, 1)[:, 0]
+    run: Any = jax.value_and_grad(lambda t: jnp.sum(linear_chain_crf(emissions, tags, t, reduction="none")))
+    for shape in ((3, 3), (2, 0, 3, 3)):
+        value, gradient = run(jnp.zeros(shape))
+        np.testing.assert_allclose(value, want.sum(), rtol=1e-6)
+        np.testing.assert_array_equal(gradient, np.zeros(shape))
+    one = linear_chain_crf(emissions[0], tags[0], jnp.zeros((0, 3, 3)))
+    np.testing.assert_allclose(one, want[0], rtol=1e-6)
+
+
 def test_the_transitions_gradient_is_that_of_finite_differences() -> None:
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
