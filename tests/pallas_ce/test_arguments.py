@@ -73,6 +73,8 @@ def test_arguments_may_be_numpy_arrays_lists_and_numbers() -> None:
     np.testing.assert_array_equal(got, want)
     scaled = _cross_entropy(z_loss=np.float32(0.1), logit_softcap=jnp.float32(9), scratch_bytes=np.int64(2**20))
     assert np.isfinite(scaled)
+    for beyond_32_bits in (np.int64(2**32 + 3), np.array(2**32 + 3)):
+        assert _cross_entropy(HIDDEN[0], labels=beyond_32_bits) == 0
     assert explain(np.ones((4, 3)), np.ones((5, 3))).logits_bytes == 4 * 4 * 5
 
 

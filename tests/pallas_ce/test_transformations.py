@@ -103,6 +103,12 @@ def vmapped(f: Loss, *axes: int | None) -> Any:
     return run(hidden, weight)
 
 
+def vmapped_twice(f: Loss) -> Any:
+    hidden, labels = HIDDEN.reshape(EXAMPLES, 2, -1, H), LABELS.reshape(EXAMPLES, 2, -1)
+    inner = jax.vmap(jax.value_and_grad(f, (0, 1)), (0, None, 0))
+    return jax.jit(jax.vmap(inner, (0, None, 0)))(hidden, WEIGHT[0], labels)
+
+
 def scanned(f: Loss, tied: bool) -> Any:
     def total(hiddens: jax.Array, weight: jax.Array) -> jax.Array:
         def step(carry: jax.Array, x: Any) -> Any:
@@ -148,6 +154,7 @@ TRANSFORMATIONS: dict[str, Callable[[Loss], Any]] = {
     "rematerialised": rematerialised,
     **{f"vmap {axes}": functools.partial(lambda f, axes: vmapped(f, *axes), axes=axes)
        for axes in ((0, None, 0), (0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0))},
+    "vmap of vmap": vmapped_twice,
     "scan": functools.partial(scanned, tied=False),
     "scan with a tied weight": functools.partial(scanned, tied=True),
     "trained in a scan": trained_in_a_scan,
