@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import LogProbs, linear_log_probs, linear_loss
+from pallas_ce import LogProbs, linear_log_probs
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, call
 from tests.pallas_ce.problems import Problem, statistics_problems
@@ -99,10 +99,3 @@ def test_no_array_of_rows_times_vocabulary() -> None:
     assert f"[{n},{v}]" not in compiled.as_text()
     # The budget, hidden's float32 gradient, and a few numbers for each label: fewer than K.
     assert compiled.memory_analysis().temp_size_in_bytes <= 2**20 + 4 * n * 64 + 48 * n * k
-
-
-@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_a_streamed_loss_with_several_targets_counts_rows_that_have_one(backward: Any) -> None:
-    labels = jnp.array([[0, -100], [-100, -100], [5, 7], [1, 1]])
-    value = linear_loss(lambda s: -jnp.sum(s.target_logit, axis=1), HIDDEN, WEIGHT, labels, backward=backward)
-    np.testing.assert_allclose(value, -(3 + 6) / 2)
