@@ -121,7 +121,7 @@ def _linear_chain_crf(
     emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
     shared = transitions.ndim == 2
     if not shared:
-        transitions = transitions.reshape(-1, length - 1, k, k)
+        transitions = transitions.reshape(len(emissions), length - 1, k, k)
     valid = jnp.cumprod(mask.reshape(-1, length).astype(jnp.int32), axis=1).astype(bool)
     tags = tags.reshape(-1, length)
     is_tag = (tags >= 0) & (tags < k)
