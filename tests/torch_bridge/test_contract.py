@@ -1,4 +1,4 @@
-"""The whole contract through PyTorch, against `torch.nn.functional.cross_entropy` in float64."""
+"""The whole contract through PyTorch, against the float64 oracle, and PyTorch's own cross entropy."""
 
 import hypothesis
 import jax
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import pallas_ce
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import make, problems
-from tests.torch_bridge import reference
-from tests.torch_bridge.problems import bridged, options, tensors
-from torch_bridge import linear_cross_entropy, linear_row_statistics
+from tests.torch_bridge.problems import bridged, tensors
+from torch_bridge import cross_entropy, linear_cross_entropy, linear_row_statistics
 
 WAYS = [("xla", "recompute"), ("xla", "in_forward"), (None, "auto")]
 
@@ -21,13 +21,27 @@ def gradients(loss, arrays, upstream=None):
     return {name: g.numpy() for name, g in zip(arrays, found, strict=True)}
 
 
-def assert_agrees(p, way, bound=1e-5):
-    arrays, exact = tensors(p, torch.float32), tensors(p, torch.float64)
+def assert_agrees(p, way, bound=1e-5, floor=3e-6, dtype=torch.float32):
+    arrays = tensors(p, dtype)
     got = bridged(linear_cross_entropy, p, arrays, implementation=way[0], backward=way[1])
-    want = reference.loss(exact, torch.tensor(p.labels).long(), options(p, torch.float64))
-    upstream = torch.linspace(-1, 1, want.numel()) if want.ndim else torch.tensor(1.0)
-    assert_close(got.detach().numpy(), want.detach().numpy(), bound, floor=3e-6)
-    assert_close(gradients(got, arrays, upstream), gradients(want, exact, upstream.double()), bound, floor=3e-6)
+    upstream = np.linspace(-1, 1, p.labels.size) if got.ndim else 1.0
+    want = oracle.cross_entropy(p.arrays, p.labels, p.options, upstream)
+    assert got.dtype == dtype
+    found = got.detach().numpy(), gradients(got, arrays, torch.tensor(upstream, dtype=dtype))
+    assert_close(found, want, bound, floor)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_with_pytorchs_options_it_is_pytorchs_cross_entropy(stored, reduction):
+    p = make(2, 30, 9, 70)
+    hidden, weight = (x.detach() for x in tensors(p, torch.float32).values())
+    target, by_class = torch.tensor(p.labels).long(), torch.linspace(0, 2, 70)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    want = torch.nn.functional.cross_entropy(hidden @ weight.T, target, weight=by_class, **options)
+    given = (hidden @ weight.T, target) if stored else (hidden, weight, target)
+    function = cross_entropy if stored else linear_cross_entropy
+    torch.testing.assert_close(function(*given, class_weights=by_class, **options), want)
 
 
 @pytest.mark.parametrize(("way", "by_token"), [*((way, False) for way in WAYS), (WAYS[0], True), (WAYS[2], True)])
@@ -44,11 +58,7 @@ def test_float64_is_computed_in_float64():
     p = make(3, 20, 7, 50)
     p.options["z_loss"] = 0.1
     with jax.enable_x64(True):
-        arrays = tensors(p, torch.float64)
-        got = bridged(linear_cross_entropy, p, arrays)
-        want = reference.loss(arrays, torch.tensor(p.labels).long(), p.options)
-        assert_close(gradients(got, arrays), gradients(want, arrays), 1e-12, floor=1e-14)
-    assert got.dtype == torch.float64
+        assert_agrees(p, WAYS[2], 1e-12, 1e-14, torch.float64)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,7 +104,7 @@ def test_a_loss_written_in_torch_on_the_statistics_trains():
     arrays, exact = tensors(p, torch.float32), tensors(p, torch.float64)
     names = ("argmax", "log_prob", "entropy", "max_logit")
     row = linear_row_statistics(arrays["hidden"], arrays["weight"], labels, statistics=names, row_mask=mask)
-    log_p = torch.log_softmax(reference.logits(exact, {}), dim=1)
+    log_p = torch.log_softmax(exact["hidden"] @ exact["weight"].T, dim=1)
     want = focal(log_p[torch.arange(30), labels], -(log_p.exp() * log_p).sum(1))
     got = focal(row.log_prob, row.entropy)
     assert torch.equal(row.argmax[mask].long(), log_p.argmax(1)[mask])

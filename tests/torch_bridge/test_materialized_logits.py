@@ -1,13 +1,14 @@
-"""`torch_bridge.cross_entropy` on stored logits, against PyTorch's own in float64."""
+"""`torch_bridge.cross_entropy` on stored logits, against the float64 oracle."""
 
 from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 
-from tests.torch_bridge import reference
+from tests.pallas_ce import oracle
 from tests.torch_bridge.problems import as_on_a_gpu
 from torch_bridge import cross_entropy, selective_log_softmax
 from torch_bridge.materialized import chunks
@@ -35,24 +36,24 @@ OPTIONS = {
 
 def exact(logits, target, options, upstream):
     """The loss, and the gradients of the logits, then of what else is a tensor that wants one."""
-    size = logits.shape[-1]
-    wide = {k: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
-            for k, v in options.items()}  # fmt: skip
-    arrays = {"hidden": logits.detach().double().flatten(0, -2).requires_grad_(), "weight": torch.eye(size).double()}
-    if "token_weights" in wide:
-        arrays["token_weights"] = wide["token_weights"].flatten()
+    given = {k: x.detach().double().numpy() if torch.is_tensor(x) else x for k, x in options.items()}
+    arrays = {"hidden": logits.detach().double().flatten(0, -2).numpy(), "weight": np.eye(logits.shape[-1])}
+    if "token_weights" in given:
+        arrays["token_weights"] = given.pop("token_weights").ravel()
+    upstream = upstream.flatten().numpy() if upstream.ndim else upstream.item()
 
-    def loss(smoothing):
-        found = reference.loss(arrays, target.flatten(), wide | {"label_smoothing": smoothing})
-        return found.reshape(target.shape) if found.ndim else found
+    def results(**changed):
+        return oracle.cross_entropy(arrays, target.flatten().numpy(), given | changed, upstream)
 
-    smoothing = wide.get("label_smoothing", 0.0)
-    value = loss(smoothing.item() if torch.is_tensor(smoothing) else smoothing)
-    needs_grad = [arrays["hidden"], *[wide[k] for k in ("token_weights", "z_loss") if torch.is_tensor(wide.get(k))]]
-    first, *others = torch.autograd.grad((value * upstream).sum(), needs_grad)
-    if torch.is_tensor(smoothing):  # the loss is linear in it
-        others.append(((loss(1.0) - loss(0.0)) * upstream).sum().detach())
-    return value.detach(), [first.reshape(logits.shape), *others]
+    value, gradients = results()
+    found = [gradients["hidden"].reshape(logits.shape)]
+    if "token_weights" in arrays:
+        found.append(gradients["token_weights"].reshape(target.shape))
+    for name in ("z_loss", "label_smoothing"):  # the loss is linear in both
+        if torch.is_tensor(options.get(name)):
+            found.append(((results(**{name: 1.0})[0] - results(**{name: 0.0})[0]) * upstream).sum())
+    value = value.reshape(target.shape) if value.ndim else value
+    return torch.tensor(value), [torch.tensor(gradient) for gradient in found]
 
 
 def close(got, want, unit, terms):
