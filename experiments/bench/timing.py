@@ -2,11 +2,12 @@
 
 A launch's own cost hides behind the previous launch; the first one's, and that of synchronising at the end, are one or
 two thousandths of a series. The clocks that a GPU's power allows drift by several per cent within seconds, more than
-most differences that matter, so many short rounds go through all programs of a point, in either direction in turn: each
-meets the clocks that the others meet. Only ratios within a point are compared. A first round, not counted, warms a GPU
-that has rested.
+most differences that matter, so many short rounds go through all programs of a point, in either direction in turn and
+each time beginning with another: each meets the clocks that the others meet. Only ratios within a point are compared. A
+first round, not counted, warms a GPU that has rested.
 """
 
+import collections
 import concurrent.futures
 import functools
 import itertools
@@ -100,17 +101,21 @@ def _compiled_at_once(logits_bytes: int) -> int | None:
 def in_turn[Name](runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, dict[str, Any]]:
     """Times each program so often: of each its median `ms` and all `samples`.
 
-    Rounds go through all programs, in either direction in turn, so that each meets the clocks that the others meet. A
-    first round, not counted, warms up.
+    Rounds go through all programs, in either direction in turn, so that each meets the clocks that the others meet. Two
+    rounds on, the next program is the first: one that was always first would also be the last of the round before, and
+    be slowed by its own heat, by up to 7 % on an H200. A first round, not counted, warms up.
 
     Args:
         runs: by name, what runs a program and returns how long a launch took.
         rounds: how often.
     """
     samples: dict[Name, list[float]] = {name: [] for name in runs}
+    order = collections.deque(runs)
     for number in range(rounds + 1):
-        for name in list(runs)[:: 1 - 2 * (number % 2)]:
+        for name in order:
             samples[name].append(runs[name]())
+        order.reverse()
+        order.rotate(number % 2)
     return {name: {"ms": statistics.median(taken[1:]), "samples": taken[1:]} for name, taken in samples.items()}
 
 

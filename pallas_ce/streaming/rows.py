@@ -98,15 +98,25 @@ class Rows:
             return cls(None, None, None, None)
         n = mask.shape[0]
         ids = jnp.arange(n, dtype=jnp.int32)
-        upto, packed = (_compared if n <= _FEW_ROWS else _scattered)(mask)
+        upto = _counted_up_to(mask)
         counted, stays = upto[-1], _few_ignored(upto[-1], n)
-        last = jnp.max(jnp.where(mask, ids, 0))
+        place = jnp.where(stays, ids, jnp.maximum(upto - 1, 0))
+        # What stands at each place, as one reduction or scatter, behind a barrier: a choice between two orders would be
+        # made again for every number of a row that is read from its place.
+        if n <= _FEW_ROWS:
+            row, at = ids[None, :], ids[:, None]
+            found = jnp.where(stays & mask[:, None], row == at, upto[None, :] == jnp.minimum(at + 1, counted))
+            order = jnp.sum(jnp.where(mask[None, :] & found, row, 0), axis=1, dtype=jnp.int32)
+        else:
+            last = jnp.max(jnp.where(mask, ids, 0))
+            target = jnp.where(mask, place, n + ids)
+            order = jnp.full(n, last).at[target].set(ids, mode="drop", unique_indices=True)
         return cls(
-            order=jnp.where(stays, jnp.where(mask, ids, last), packed),
+            order=lax.optimization_barrier(order),
             filled=jnp.where(stays, n, counted),
             valid=jnp.where(stays, mask, ids < counted),
             mask=mask,
-            place=jnp.where(stays, ids, jnp.maximum(upto - 1, 0)),
+            place=place,
         )
 
     def in_row_order(self, visited: jax.Array) -> jax.Array:
@@ -126,26 +136,15 @@ class Rows:
         return RowBlocks(self, Tiles(total, size), skipped)
 
 
-def _scattered(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included, and the rows that count, packed.
+def _counted_up_to(mask: jax.Array) -> jax.Array:
+    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included.
 
-    Places behind the last counted row repeat it: blocks that run over hold real values, never an ignored row's.
+    Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
     """
-    n = mask.shape[0]
-    ids = jnp.arange(n, dtype=jnp.int32)
-    # Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
-    upto = lax.optimization_barrier(jnp.cumsum(mask, dtype=jnp.int32))
-    last = jnp.max(jnp.where(mask, ids, 0))
-    target = jnp.where(mask, upto - 1, n + ids)
-    return upto, jnp.broadcast_to(last, n).at[target].set(ids, mode="drop", unique_indices=True)
-
-
-def _compared(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same numbers by n² comparisons."""
-    ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    upto = lax.optimization_barrier(jnp.sum(mask[None, :] & (ids[None, :] <= ids[:, None]), axis=1, dtype=jnp.int32))
-    found = mask[None, :] & (upto[None, :] == jnp.minimum(ids + 1, upto[-1])[:, None])
-    return upto, jnp.sum(jnp.where(found, ids, 0), axis=1, dtype=jnp.int32)
+    if mask.shape[0] > _FEW_ROWS:
+        return lax.optimization_barrier(jnp.cumsum(mask, dtype=jnp.int32))
+    ids = jnp.arange(mask.shape[0])
+    return lax.optimization_barrier(jnp.sum(mask[None, :] & (ids[None, :] <= ids[:, None]), axis=1, dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,11 +102,18 @@ def test_no_rows_at_all_are_visited_as_none() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @hypothesis.given(masked=masks())
-def test_few_rows_have_the_order_of_many(masked: Any, wide: bool) -> None:
-    with jax.enable_x64(wide):
+def test_few_rows_have_the_places_of_many(masked: Any, wide: bool) -> None:
+    with jax.enable_x64(wide), pytest.MonkeyPatch.context() as patch:
         given = jnp.asarray(masked[0])
-        few, many = rows._compared(given), rows._scattered(given)
-        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), few, many)
+        few = Rows.counted(given)
+        patch.setattr(rows, "_FEW_ROWS", 0)
+        many = Rows.counted(given)
+    for found in (few, many):
+        assert found.order is not None
+        assert given[found.order].all() or not given.any()
+        np.testing.assert_array_equal(found.in_row_order(found.order), jnp.where(given, jnp.arange(given.size), 0))
+    same = functools.partial(np.testing.assert_array_equal, strict=True)
+    jax.tree.map(same, (few.filled, few.valid, few.place), (many.filled, many.valid, many.place))
 
 
 @pytest.mark.parametrize("ignored", [0, 1, 4, 5, 63, 64])
@@ -117,7 +124,7 @@ def test_few_ignored_rows_give_their_places_to_others_and_more_of_them_are_packe
     found = Rows.counted(jnp.asarray(mask))
     assert found.order is not None
     if ignored <= 4:
-        np.testing.assert_array_equal(found.order, np.where(mask, np.arange(64), np.flatnonzero(mask)[-1]))
+        np.testing.assert_array_equal(np.asarray(found.order)[mask], np.flatnonzero(mask))
         np.testing.assert_array_equal(found.valid, mask)
         assert found.filled == 64
     else:
