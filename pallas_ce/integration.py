@@ -8,8 +8,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
   choose how to compute), `keep` (`Known`, the arrays that the backward of `NeedsGrad` needs) and `compute`, which takes
   that back.
-- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient`, carried out as
-  `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
+- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
+  carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`,
   `counted_labels`, `NO_TARGET`.
 - The types of options: `Backward`, `Implementation`, `Reduction`.
@@ -28,8 +28,8 @@ from pallas_ce.api.inputs import read_head
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import LogitsSpec, NeedsGrad
-from pallas_ce.modes.differentiation import Known
-from pallas_ce.modes.materialized import MaterializedSettings
+from pallas_ce.modes.call import Known
+from pallas_ce.modes.materialized import MaterializedRows, MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
@@ -45,6 +45,7 @@ __all__ = [
     "Implementation",
     "Known",
     "LogitsSpec",
+    "MaterializedRows",
     "MaterializedSettings",
     "NeedsGrad",
     "Reduction",

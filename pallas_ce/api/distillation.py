@@ -1,6 +1,5 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
-import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,9 +12,9 @@ from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
-from pallas_ce.modes.differentiation import Operands
+from pallas_ce.modes.call import Operands
 from pallas_ce.modes.fold import Streams
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
@@ -153,11 +152,10 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
     # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
-        streams.plan(max(student.tokens, 1), mode)  # raises where the budget is too small
+        streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     shards = shards_of(None, student, (teacher, options)) or Shards()
-    static = (two_heads.Call(_divergence(divergence, beta), streams, shards), _streamed(implementation))
-    function = functools.partial(_linear_distillation, *static)
-    return in_automatic_region(function, options.by_row, student.hidden, student, teacher, options)
+    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards)
+    return _linear_distillation(pair, _streamed(implementation), student, teacher, options)
 
 
 def _divergence(name: Name, beta: float) -> Divergence:
@@ -180,9 +178,9 @@ def _streamed(implementation: str | None) -> bool:
     return implementation != "reference"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda pair, streamed, student, teacher, options: options.by_row)
 def _linear_distillation(
-    pair: two_heads.Call, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
+    pair: two_heads.Pair, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
 ) -> jax.Array:
     batch, head, mask = student.flat_rows_that_count()
     batch = batch._replace(labels=None)

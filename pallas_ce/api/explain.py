@@ -14,7 +14,7 @@ from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
-from pallas_ce.dispatch import settings
+from pallas_ce.dispatch.settings import decide
 from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
@@ -161,33 +161,31 @@ def explain(
     scaled = not arguments.is_known(logit_scale, 1.0)
     exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
     needs_grad = NeedsGrad(**{name: there and name in differentiate for name, there in exists.items()})
-    tokens, part = math.prod(leading), share(*arrays, spec)
-    choice = settings.decide(
+    part = share(*arrays, spec)
+    how = decide(
         spec,
-        tokens,
+        math.prod(leading),
         arrays,
         scalar_loss=reduction != "none",
         rows=rows,
         backward=backward,
         implementation=implementation,
         scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        padded_share=part.spec if part is not None and part.padded else None,
+        padded_share=part.spec if part.padded else None,
     )
-    hidden_parts = weight_parts = 1
-    if part is not None:
-        tokens, spec, hidden_parts, weight_parts = part[:4]
+    tokens, spec, alone = part.tokens, part.spec, not part.words
     logits = tokens * spec.vocab_size * spec.accumulator.itemsize
     sizes = (
-        (hidden, needs_grad.hidden, hidden_parts),
-        (weight, needs_grad.weight, weight_parts),
+        (hidden, needs_grad.hidden, part.hidden),
+        (weight, needs_grad.weight, part.weight),
         (bias, needs_grad.bias, 1),
     )
     gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
     told = Explanation(
-        choice.settings.implementation,
-        choice.implementation_reason,
-        choice.settings.mode if needs_grad else None,
-        choice.mode_reason if needs_grad else "nothing is differentiated",
+        how.implementation,
+        how.implementation_reason,
+        how.mode if needs_grad else None,
+        how.mode_reason if needs_grad else "nothing is differentiated",
         gemms=1 + needs_grad.products,
         rows=None,
         columns=None,
@@ -198,23 +196,23 @@ def explain(
         peak_bytes=(3 if needs_grad else 2) * logits + gradients,
         logits_bytes=logits,
     )
-    if choice.settings.mode is None:
-        return dataclasses.replace(told, backward_reason=choice.mode_reason)
-    mode = choice.settings.mode if needs_grad else None
+    if how.mode is None:
+        return dataclasses.replace(told, backward_reason=how.mode_reason)
+    mode = how.mode if needs_grad else None
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
-    if mode == "in_forward" and part is None:
-        sum_bytes = choice.settings.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards())
+    if mode == "in_forward" and alone:
+        sum_bytes = how.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards())
     scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
-    describe = choice.settings.backend.describe or (lambda *_: Description())
+    describe = how.backend.describe or (lambda *_: Description())
     with targets.known(arrays):
-        plans = [choice.settings.plan(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
+        plans = [how.block_sizes(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
         options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     plan = plans[-1]
-    scratch = max(plan.scratch_bytes for plan in plans) + (0 if part is None else part.gathered_bytes)
-    rounded = mode == "in_forward" and part is None and not needs_grad.logit_scale
-    of_hidden = choice.settings.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
+    scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
+    rounded = mode == "in_forward" and alone and not needs_grad.logit_scale
+    of_hidden = how.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
     if plan.rows >= tokens:
         accumulators -= sum_bytes
@@ -230,7 +228,7 @@ def explain(
         peak_bytes=scratch + accumulators + gradients + row_bytes,
         weight_copy_bytes=described[-1].weight_copy_bytes,
         launches=tuple(launch for of_pass in described for launch in of_pass.launches),
-        parallelism="" if part is None else part.words,
+        parallelism=part.words,
     )
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.dispatch import settings
-from pallas_ce.dispatch.settings import Settings
+from pallas_ce.dispatch.settings import Settings, decide
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics import labels as label_rule
@@ -53,7 +52,7 @@ class CheckedCall:
 
     def settings(self, others: Any = (), *, scalar_loss: bool = False, backward: Backward = "auto") -> Settings:
         """How the call is carried out; `others` are its further arrays."""
-        return settings.decide(
+        return decide(
             self.spec,
             self.tokens,
             (self.hidden, self.weight),
@@ -63,7 +62,7 @@ class CheckedCall:
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
             shards=shards_of(self.mesh_axes, self, others),
-        ).settings
+        )
 
     def rows(self) -> tuple[Batch, Head]:
         """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""

@@ -1,20 +1,19 @@
 """`linear_cross_entropy`: the loss of a language model's head."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
-from pallas_ce.api.options import Options, call_metrics, read_options, split, unnormalised
+from pallas_ce.api.options import Options, call_metrics, read_options, split
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Known, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
 
@@ -116,9 +115,7 @@ def linear_cross_entropy(
         "From Projection to Prediction: Beyond Logits for Scalable Language Models": Algorithm 1 (forward), 2
         (recompute), 3 and 4 (in_forward). z-loss: "PaLM: Scaling Language Modeling with Pathways", section 5.
     """
-    settings, call, options = read(**locals())
-    function, by_row = functools.partial(compute, settings), (options.by_row, False)
-    loss, metrics = in_automatic_region(function, by_row, call.hidden, call, options)
+    loss, metrics = compute(*read(**locals()))
     return (loss, metrics) if return_metrics else loss
 
 
@@ -134,25 +131,20 @@ def read(**arguments: Any) -> Checked:
     return call.settings(options, scalar_loss=not options.by_row, backward=options.backward), call, options
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=1, by_row=lambda settings, call, options, *_: (options.by_row, False))
 def compute(
     settings: Settings, call: CheckedCall, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
     static, operands = _operands(settings, call, options)
-    by_row, shared = operands.inputs
-    if options.by_row:
-        inputs = (by_row, shared | unnormalised(call.spec.accumulator))
-        value, found = evaluate.row_losses(static, operands._replace(inputs=inputs, known=known))
-    else:
-        value, found = evaluate.total_loss(static, operands._replace(known=known))
+    value, found = evaluate.loss(static, operands._replace(known=known), options.by_row)
     if not options.return_metrics:
         return value, None
     assert isinstance(static.row_total, CrossEntropy)
     assert operands.batch.labels is not None
     assert operands.mask is not None
-    inputs = operands.inputs
-    return value, call_metrics(static.row_total, found, operands.batch.labels, operands.mask, inputs, settings.total)
+    ids, mask, inputs = operands.batch.labels, operands.mask, operands.inputs
+    return value, call_metrics(static.row_total, found, ids, mask, inputs, settings.total)
 
 
 def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
@@ -167,6 +159,5 @@ def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[
     assert mask is not None
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
-    loss, *inputs = options.row_loss(wide, batch.labels, mask, settings.total)
-    static = Call(settings, loss.names | options.extra_names, loss, loss.names)
-    return static, Operands(batch, head, mask, tuple(inputs))
+    loss, inputs = options.row_loss(wide, batch.labels, mask, settings.total)
+    return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, inputs)

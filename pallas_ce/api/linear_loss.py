@@ -1,7 +1,6 @@
 """`linear_loss`: any row-wise function of the statistics, reduced, in either backward mode."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
@@ -16,8 +15,8 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.modes.call import Call, Operands
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
@@ -127,8 +126,7 @@ def _checked(*, row_loss: RowLoss, row_inputs: tuple[Any, ...], **arguments: Any
     options = read_options(call.leading, call.spec.vocab_size, **of_loss)
     inputs = _read_inputs(row_inputs, call.leading)
     settings = call.settings((options, inputs), scalar_loss=not options.by_row, backward=options.backward)
-    function = functools.partial(_linear_loss, settings, row_loss)
-    return in_automatic_region(function, options.by_row, call.hidden, call, options, inputs)
+    return _linear_loss(settings, row_loss, call, options, inputs)
 
 
 def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
@@ -156,12 +154,16 @@ class _RowTotal:
     """A user's row loss as the modes call it: on primitive statistics, weighted and normalised. Static and hashable."""
 
     row_loss: RowLoss
-    names: tuple[str, ...]
+    read: tuple[str, ...]
     unread: tuple[str, ...]
     dtype: Any
     tokens: int
     targets: tuple[int, ...]
     defined_at_zero: ClassVar[bool] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return primitive_names(self.read)
 
     def __call__(self, primitives: dict[str, jax.Array], given: tuple[Any, Any]) -> jax.Array:
         (by_row, token_weights), (shared, inverse_normalizer) = given
@@ -169,14 +171,14 @@ class _RowTotal:
         # A function may mention a statistic that its result does not depend on; the compiler drops the zeros.
         structs = {name: struct(name, (rows,), self.targets, self.dtype) for name in self.unread}
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in structs.items()}
-        statistics = from_primitives(primitives, self.names)._replace(**zeros)
+        statistics = from_primitives(primitives, self.read)._replace(**zeros)
         values = self.row_loss(statistics, *_in_order((by_row, shared))).astype(self.dtype)
         if token_weights is not None:
             values = zero_safe_product(token_weights, values)
         return values * inverse_normalizer
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda settings, row_loss, call, options, inputs: options.by_row)
 def _linear_loss(
     settings: Settings, row_loss: RowLoss, call: CheckedCall, options: Options, inputs: _Inputs
 ) -> jax.Array:
@@ -190,12 +192,12 @@ def _linear_loss(
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
     examples = _in_order((flat_rows(call.leading, by_row), shared))
-    names = _statistics_read(row_loss, wide, batch, examples, call.tokens)
-    unread = tuple(name for name in _available(batch) if name not in names)
-    row_total = _RowTotal(row_loss, names, unread, wide, call.tokens, batch.targets)
-    static = Call(settings, primitive_names(names), row_total, primitive_names(names))
+    read = _statistics_read(row_loss, wide, batch, examples, call.tokens)
+    unread = tuple(name for name in _available(batch) if name not in read)
+    row_total = _RowTotal(row_loss, read, unread, wide, call.tokens, batch.targets)
+    static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
-    return (evaluate.row_losses if options.by_row else evaluate.total_loss)(static, operands)[0]
+    return evaluate.loss(static, operands, options.by_row)[0]
 
 
 def _available(batch: Batch) -> list[str]:

@@ -1,6 +1,5 @@
 """`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +11,8 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Known, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
@@ -118,8 +117,7 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    settings, names, call = read(**locals())
-    found = in_automatic_region(functools.partial(compute, settings, names), True, call.hidden, call)
+    found = compute(*read(**locals()))
     return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
 
 
@@ -134,7 +132,7 @@ def read(*, return_entropy: bool, return_sum_sq_probs: bool, return_hit: bool, *
     return call.settings(), tuple(name for name, wanted in asked.items() if wanted), call
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2)
 def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
     batch, head, mask = call.rows_that_count()

@@ -1,24 +1,25 @@
-"""`cross_entropy`: the loss of logits that the caller holds, fused with its gradient."""
+"""Losses and log-probabilities of logits that the caller holds; `cross_entropy` is fused with its gradient."""
 
-import functools
 import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.inputs import read_labels
-from pallas_ce.api.options import Options, call_metrics, read_options, unnormalised
+from pallas_ce.api.options import Options, call_metrics, read_options
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate
 from pallas_ce.modes import materialized as mode
-from pallas_ce.modes.differentiation import Call
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.modes.call import Call
+from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
+from pallas_ce.streaming.rows import flat_rows
 
 
 def cross_entropy(
@@ -171,19 +172,81 @@ def mean_squared_lse(
     logits = arguments.array("logits", logits)
     spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    function = functools.partial(_mean_squared_lse, mode.decide(spec, logits, None), arguments.ignored(ignore_index))
-    return in_automatic_region(function, False, logits, logits, labels)
+    return _mean_squared_lse(mode.decide(spec, logits, None), arguments.ignored(ignore_index), logits, labels)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda *_: False)
 def _mean_squared_lse(
     settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> jax.Array:
     flat, _, mask = _rows(settings, ignore_index, logits, labels)
     if flat.size == 0:
         return jnp.zeros((), settings.spec.accumulator)
-    lse = mode.row_statistics(settings, frozenset({"lse"}), flat, None, None, mask)["lse"]
+    lse = mode.row_statistics(settings, frozenset({"lse"}), mode.MaterializedRows(flat, None, mask))["lse"]
     return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=settings.spec.accumulator))
+
+
+def selective_log_softmax(
+    logits: ArrayLike, index: ArrayLike, *, implementation: Implementation | None = None
+) -> jax.Array:
+    r"""`log_softmax(logits)` in float32, at `index` only: `z_i - lse` for each row z, `lse = log Σ_v exp z_v`.
+
+    It equals the log-softmax of the logits in float32 followed by a gather, also for bfloat16 logits, but takes no
+    memory of the logits' size: float32 exists for a block of rows at a time. Its gradient, `g_i·(onehot(i) - p)`, has
+    the logits' dtype, is rounded once, and takes the logits' place where they are not needed any more.
+
+    Args:
+        logits: `[..., V]` bfloat16, float16, float32 or float64.
+        index: `[...]` or `[..., K]`, any integer dtype: the entries to read of each row. One outside `[0, V)` gets 0,
+            and no gradient.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, one entry of each row; see `cross_entropy`), or
+            None: that one in programs for a Hopper GPU where it can, else "xla".
+
+    Returns:
+        Array: the shape of `index`, float32 (float64 for float64); differentiable once, in reverse mode.
+
+    Raises:
+        ValueError: shapes that do not fit; an implementation that cannot serve the call.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: when differentiated twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from pallas_ce import selective_log_softmax
+        >>> logits = jnp.log(jnp.array([[1.0, 2.0, 5.0], [3.0, 3.0, 2.0]]))
+        >>> print(jnp.exp(selective_log_softmax(logits, jnp.array([2, 0]))))
+        [0.625 0.375]
+        >>> print(jnp.exp(selective_log_softmax(logits, jnp.array([[2, 0], [0, 1]]))))
+        [[0.625 0.125]
+         [0.375 0.375]]
+
+    References:
+        The function of that name in TRL, and "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
+    """
+    logits = arguments.array("logits", logits)
+    spec = arguments.logits_spec(logits, None, None)
+    index = index if isinstance(index, np.ndarray) else arguments.array("index", index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
+    leading = logits.shape[:-1]
+    if index.shape[: len(leading)] != leading or index.ndim > logits.ndim:
+        raise ValueError(
+            f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
+            "entries"
+        )
+    settings = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
+    return _selective_log_softmax(settings, logits, label_rule.as_array(index))
+
+
+@program(static=1)
+def _selective_log_softmax(settings: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
+    spec = settings.spec
+    if logits.size == 0 or index.size == 0:
+        return jnp.zeros(index.shape, spec.accumulator)
+    logits, ids = flat_rows(logits.shape[:-1], (logits, label_rule.canonical(index, spec.vocab_size)))
+    by_row = (ids != label_rule.NO_TARGET).reshape(ids.shape[0], -1).any(axis=1)
+    found = mode.row_statistics(settings, frozenset({"log_prob"}), mode.MaterializedRows(logits, ids, by_row))
+    return found["log_prob"].reshape(index.shape)
 
 
 def _checked(
@@ -202,12 +265,12 @@ def _checked(
     spec, leading = arguments.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
     options = read_options(leading, spec.vocab_size, "logits'", **of_loss)
     labels = read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    function = functools.partial(_cross_entropy, mode.decide(spec, logits, implementation, chunk=chunk), ignore_index)
-    loss, metrics = in_automatic_region(function, (options.by_row, False), logits, logits, labels, options)
+    settings = mode.decide(spec, logits, implementation, chunk=chunk)
+    loss, metrics = _cross_entropy(settings, ignore_index, logits, labels, options)
     return (loss, metrics) if options.return_metrics else loss
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2, by_row=lambda settings, ignored, logits, labels, options: (options.by_row, False))
 def _cross_entropy(
     settings: mode.MaterializedSettings,
     ignore_index: int | None,
@@ -217,22 +280,21 @@ def _cross_entropy(
 ) -> tuple[jax.Array, Metrics | None]:
     wide = settings.spec.accumulator
     flat, ids, mask = _rows(settings, ignore_index, logits, labels)
-    loss, by_row, shared = options.row_loss(wide, ids, mask)
-    weights = _logit_weights(settings.spec, options) if loss.smoothing else None
+    loss, inputs = options.row_loss(wide, ids, mask)
+    rows = mode.MaterializedRows(flat, ids, mask, _logit_weights(settings.spec, options) if loss.smoothing else None)
     names, handle = loss.names | options.extra_names, jnp.zeros((), wide)
     if flat.size == 0:  # no tokens, or no vocabulary, in which no label can lie
         found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else wide) for name in names}
     elif options.by_row:
-        found = mode.row_statistics(settings, names, flat, weights, ids, mask)
+        found = mode.row_statistics(settings, names, rows)
     else:
-        call = Call(settings, names, loss, loss.names)
-        found, handle = mode.statistics_and_handle(call, flat, weights, ids, mask, (by_row, shared))
+        found, handle = mode.statistics_and_handle(Call(settings, names, loss), rows, inputs)
         found = jax.tree.map(jax.lax.stop_gradient, found)
-    read = {name: found[name] for name in loss.names}
-    normalised = shared | unnormalised(wide) if options.by_row else shared
-    values = evaluate.row_values(loss, read, ids.shape, mask, (by_row, normalised))
+    values = evaluate.row_values(loss, found, ids.shape, mask, inputs)
     value = values.reshape(labels.shape) if options.by_row else jnp.sum(values) + handle
-    return value, call_metrics(loss, found, ids, mask, (by_row, shared)) if options.return_metrics else None
+    if not options.return_metrics:
+        return value, None
+    return value, call_metrics(loss, found, ids, mask, inputs)
 
 
 def _rows(

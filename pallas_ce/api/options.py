@@ -12,6 +12,8 @@ from pallas_ce.backends.protocol import Backward
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, safe_inverse
 from pallas_ce.streaming.rows import flat_rows, zeroed
 
+Inputs = dict[str, jax.Array]
+
 # Makes a sum over the rows that a device has one over all rows that the call is about.
 Total = Callable[[jax.Array], jax.Array]
 
@@ -52,8 +54,8 @@ class Options:
 
     def row_loss(
         self, wide: Any, ids: jax.Array, mask: jax.Array, total: Total = _alone
-    ) -> tuple[CrossEntropy, dict[str, jax.Array], dict[str, jax.Array]]:
-        """The row loss, its inputs by row `[...]`, and those all rows share, the normalisers' inverses included.
+    ) -> tuple[CrossEntropy, tuple[Inputs, Inputs]]:
+        """The row loss, and its inputs: by row `[...]`, and those all rows share, the normalisers' inverses included.
 
         Args:
             wide: the accumulator dtype.
@@ -61,14 +63,8 @@ class Options:
             mask: `[...]` bool, which rows count.
             total: what makes a device's sum over rows that of the call.
         """
-        loss = CrossEntropy(
-            smoothing=self.label_smoothing is not None,
-            z_loss=self.z_loss is not None,
-            class_weights=self.class_weights is not None,
-            token_weights=self.token_weights is not None,
-        )
-        by_row: dict[str, jax.Array] = {}
-        shared: dict[str, jax.Array] = {}
+        by_row: Inputs = {}
+        shared: Inputs = {}
         weight = jnp.ones(ids.shape, wide)
         if self.token_weights is not None:
             weight = by_row["token_weight"] = self.token_weights.reshape(ids.shape).astype(wide)
@@ -87,9 +83,9 @@ class Options:
         if self.normalizer is not None:
             normalizer = z_normalizer = jnp.asarray(self.normalizer, wide)
         if self.reduction == "sum":
-            return loss, by_row, shared | unnormalised(wide)
-        inverses = {"inverse_normalizer": safe_inverse(normalizer), "inverse_z_normalizer": safe_inverse(z_normalizer)}
-        return loss, by_row, shared | inverses
+            normalizer = z_normalizer = jnp.ones((), wide)
+        shared["inverse_normalizer"], shared["inverse_z_normalizer"] = map(safe_inverse, (normalizer, z_normalizer))
+        return CrossEntropy(self.label_smoothing is not None, self.reduction == "mean"), (by_row, shared)
 
 
 def read_options(
@@ -129,21 +125,15 @@ def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return mine, {name: value for name, value in arguments.items() if name not in names}
 
 
-def unnormalised(wide: Any) -> dict[str, jax.Array]:
-    """The normalisers' inverses of a plain sum."""
-    one = jnp.ones((), wide)
-    return {"inverse_normalizer": one, "inverse_z_normalizer": one}
-
-
 def call_metrics(
     loss: CrossEntropy,
     found: dict[str, jax.Array],
     ids: jax.Array,
     mask: jax.Array,
-    given: tuple[dict[str, jax.Array], dict[str, jax.Array]],
+    given: tuple[Inputs, Inputs],
     total: Total = _alone,
 ) -> Metrics:
-    """Metrics of a call, without gradient, from its statistics `[...]` and what `row_loss` returned."""
+    """Metrics of a call, without gradient, from its statistics `[...]` and the inputs of `row_loss`."""
     shared = given[1]
     found, by_row, mask, ids = flat_rows(mask.shape, (found, given[0], mask, ids))
     read, by_row = zeroed(mask, (found, by_row))

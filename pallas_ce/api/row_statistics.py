@@ -1,10 +1,7 @@
 """`linear_row_statistics`: the statistics themselves, for any loss written on top of them."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, check_statistics
 from pallas_ce.api.inputs import CheckedCall, read_head
@@ -12,8 +9,8 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import evaluate
-from pallas_ce.modes.differentiation import Call, Known, Operands
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
 
@@ -92,8 +89,7 @@ def linear_row_statistics(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    settings, names, call = read(**locals())
-    return in_automatic_region(functools.partial(compute, settings, names), True, call.hidden, call)
+    return compute(*read(**locals()))
 
 
 # What `compute` and `keep` take.
@@ -106,7 +102,7 @@ def read(*, statistics: Sequence[str], **head: Any) -> Checked:
     return call.settings(), check_statistics(statistics, call.labels), call
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2)
 def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> RowStatistics:
     """The statistics. `known`: what `keep` has found for the same call."""
     operands = Operands(*call.rows(), call.row_mask, known=known)

@@ -1,6 +1,5 @@
 """`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing logits."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +11,13 @@ from pallas_ce.api.checks import key as check_key
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
-from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.head import Batch, Head
+from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
+from pallas_ce.parallel.entry import program
+from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming import noise
 from pallas_ce.streaming.rows import flat_rows, zeroed
-from pallas_ce.streaming.tiles import Tile, Tiles
-
-_LSE = frozenset({"lse"})
+from pallas_ce.streaming.tiles import Tile
 
 
 class Samples(NamedTuple):
@@ -106,12 +103,11 @@ def _checked(*, key: Any, top_k: int | None, temperature: Any, **head: Any) -> S
     call, key = read_head(**head, temperature=temperature, folds=False, zero=True), check_key(key)
     if top_k is not None:
         k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
-        best = linear_top_k(**head, k=k)
-        return in_automatic_region(_sample_of_best, True, call.hidden, key, call, best)
+        return _sample_of_best(call, key, linear_top_k(**head, k=k))
     # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
     streams = Streams((call.spec,), call.scratch_bytes, 6)
-    streams.plan(max(call.tokens, 1))  # raises where the budget is too small
-    return in_automatic_region(functools.partial(_linear_sample, streams), True, call.hidden, key, call)
+    streams.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
+    return _linear_sample(streams, call, key)
 
 
 class _Drawn(NamedTuple):
@@ -142,17 +138,13 @@ def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
     return jax.tree.map(lambda x, y: jnp.where(b.score > a.score, y, x), a, b)
 
 
-def _lse_part(logits: jax.Array, columns: jax.Array, valid: jax.Array | None, inverse: jax.Array | None) -> Partial:
-    return partial_of_tile(tempered(logits, _finite(inverse)), columns, valid, None, None, _LSE)
-
-
 def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
     """1 in place of 1/0, where the log-probability is known without a product."""
     return None if inverse_temperature is None else jnp.where(jnp.isinf(inverse_temperature), 1.0, inverse_temperature)
 
 
 def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | None) -> Samples:
-    lse, inverse = finalise(partial, _LSE)["lse"], _finite(inverse_temperature)
+    lse, inverse = finalise(partial, LSE)["lse"], _finite(inverse_temperature)
     scaled = drawn.logit if inverse is None else drawn.logit * inverse
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
     if inverse_temperature is not None:
@@ -163,20 +155,15 @@ def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | N
 def _block(by_row: tuple[Batch, jax.Array], head: Head, plan: Plan) -> Samples:
     (hidden, _, inverse), keys = by_row
 
-    def part(tile: Tile) -> tuple[_Drawn, Partial]:
-        logits = head.tile_logits(hidden, tile)
-        partial = _lse_part(logits, tile.columns, tile.valid, inverse)
-        return _draw(keys, logits, tile.columns, tile.valid, inverse), partial
+    def part(logits: jax.Array, tile: Tile) -> _Drawn:
+        return _draw(keys, logits, tile.columns, tile.valid, inverse)
 
-    def join(a: tuple[_Drawn, Partial], b: tuple[_Drawn, Partial]) -> tuple[_Drawn, Partial]:
-        return _merge_drawn(a[0], b[0]), merge(a[1], b[1])
-
-    drawn, partial = fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
-    return _samples(drawn, partial, inverse)
+    found = fold_with_lse(part, _merge_drawn, head, hidden, _finite(inverse), plan.columns)
+    return _samples(*found, inverse)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
+@program(static=1)
+def _linear_sample(streams: Streams, call: CheckedCall, key: Any) -> Samples:
     batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 
     def empty(rows: int) -> Samples:
@@ -184,17 +171,17 @@ def _linear_sample(streams: Streams, key: Any, call: CheckedCall) -> Samples:
 
     with jax.named_scope("pallas_ce.sample"):
         by_row = (batch, noise.row_keys(key, call.tokens))
-        found = over_rows_that_count(_block, streams.plan, empty, by_row, head, mask)
+        found = over_rows_that_count(_block, streams.block_sizes, empty, by_row, head, mask)
     return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 
-@jax.jit
-def _sample_of_best(key: Any, call: CheckedCall, best: TopK) -> Samples:
+@program()
+def _sample_of_best(call: CheckedCall, key: Any, best: TopK) -> Samples:
     """A sample among the `best` of each row, with the noise that the whole row would have had there."""
     batch, _, mask = call.flat_rows_that_count()
     logits, ids, _ = flat_rows(call.leading, best)
     inverse, keys = batch.inverse_temperature, noise.row_keys(key, call.tokens)
-    partial = _lse_part(logits, jnp.arange(ids.shape[1]), None, inverse)
+    partial = lse_partial(logits, jnp.arange(ids.shape[1]), None, _finite(inverse))
     found = _samples(_draw(keys, logits, ids, None, inverse), partial, inverse)
     if mask is not None:
         found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))

@@ -1,6 +1,5 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,15 +12,12 @@ from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
-from pallas_ce.parallel.entry import at_lowering
-from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.statistics.row import Partial, finalise, merge, partial_of_tile
+from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
+from pallas_ce.parallel.entry import at_lowering, program
+from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.selection import Largest
-from pallas_ce.streaming.tiles import Tile, Tiles
-
-_LSE = frozenset({"lse"})
+from pallas_ce.streaming.tiles import Tile
 
 
 class TopK(NamedTuple):
@@ -107,8 +103,8 @@ def _checked(*, k: int, **head: Any) -> TopK:
     k = count("k", k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
     finders = _finders(k, call)
     for finder in finders:
-        finder.plan(max(call.tokens, 1))  # raises where the budget is too small
-    return in_automatic_region(functools.partial(_linear_top_k, k, finders), True, call.hidden, call)
+        finder.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
+    return _linear_top_k(k, finders, call)
 
 
 def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
@@ -123,7 +119,7 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
         if (own := select.load(name).top_k) is not None:
             return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled(k, Streams((spec,), scratch_bytes, 4, least_columns=k))
+        return _Tiled((spec,), scratch_bytes, 4, least_columns=k)
 
     name, _, default = select.select(
         call.implementation,
@@ -137,13 +133,13 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
 
 def _holds_a_row(finder: TopKFinder) -> bool:
     try:
-        finder.plan(1)
+        finder.block_sizes(1)
     except ValueError:
         return False
     return True
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@program(static=2)
 def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) -> TopK:
     batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
 
@@ -152,7 +148,7 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
     def search(finder: TopKFinder, *arrays: Any) -> TopK:
-        return over_rows_that_count(functools.partial(_block, finder), finder.plan, empty, *arrays)
+        return over_rows_that_count(functools.partial(_block, finder), finder.block_sizes, empty, *arrays)
 
     with jax.named_scope("pallas_ce.top_k"):
         found = at_lowering(finders, search, batch, head, mask)
@@ -161,36 +157,19 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
 
 def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
     best, partial = finder.find(head, batch, plan)
-    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, _LSE)["lse"]
+    scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
     # A row of -inf only: (-inf) - (-inf) would be nan.
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
     return TopK(best.values, best.places, log_probs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiled:
-    """A tile at a time, joined with the best of the tiles before it."""
-
-    k: int
-    streams: Streams
-
-    def plan(self, tokens: int) -> Plan:
-        """See `Streams`."""
-        return self.streams.plan(tokens)
+class _Tiled(Streams):
+    """A tile at a time, joined with the best of the tiles before it; each has at least k columns."""
 
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
-
-        def part(tile: Tile) -> tuple[Largest, Partial]:
-            logits = head.tile_logits(batch.hidden, tile)
-            scaled = tempered(logits, batch.inverse_temperature)
-            partial = partial_of_tile(scaled, tile.columns, tile.valid, None, None, _LSE)
-            return _best_of_tile(self.k, logits, tile), partial
-
-        def join(a: tuple[Largest, Partial], b: tuple[Largest, Partial]) -> tuple[Largest, Partial]:
-            return _merge_best(a[0], b[0]), merge(a[1], b[1])
-
-        return fold_tiles(Tiles(head.spec.vocab_size, plan.columns), part, join)
+        part = functools.partial(_best_of_tile, self.least_columns)
+        return fold_with_lse(part, _merge_best, head, batch.hidden, batch.inverse_temperature, plan.columns)
 
 
 def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:

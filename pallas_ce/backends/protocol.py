@@ -126,7 +126,7 @@ class Description(NamedTuple):
 class TopKFinder(Protocol):
     """How the k largest logits of a block of rows are found, and how large blocks are; hashable."""
 
-    def plan(self, tokens: int) -> Plan:
+    def block_sizes(self, tokens: int) -> Plan:
         """Block sizes for `tokens` rows, at least one.
 
         Raises:

@@ -24,7 +24,7 @@ _USEFUL_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a call is carried out; static and hashable.
+    """How a call is carried out; static and hashable, whatever the reasons.
 
     Attributes:
         implementation: a backend's name, or "reference".
@@ -32,6 +32,8 @@ class Settings:
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
+        implementation_reason: why that implementation, for `explain`.
+        mode_reason: why that mode.
     """
 
     implementation: str
@@ -39,6 +41,8 @@ class Settings:
     scratch_bytes: int | None
     shards: Shards | None = None
     default: Default | None = None
+    implementation_reason: str = dataclasses.field(default="", compare=False)
+    mode_reason: str = dataclasses.field(default="", compare=False)
 
     @property
     def backend(self) -> Backend:
@@ -76,7 +80,7 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+    def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
@@ -85,12 +89,14 @@ class Settings:
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
-            alone = self._plan(spec, tokens, mode, default + sum_bytes)
+            alone = self._within_budget(spec, tokens, mode, default + sum_bytes)
             if alone.rows >= tokens:
                 return alone
-        return self._plan(spec, tokens, mode, default, sum_bytes // 2)
+        return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)
 
-    def _plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0) -> Plan:
+    def _within_budget(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0
+    ) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
@@ -108,21 +114,12 @@ class Settings:
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
-        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `plan`."""
+        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `block_sizes`."""
         scattered = shards.gathered
         narrow = self.backend.capabilities.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
         if not needs_grad.weight or scattered or not narrow:
             return 0
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """`Settings` with their reasons, for `explain`."""
-
-    settings: Settings
-    implementation_reason: str
-    mode_reason: str
 
 
 def decide(
@@ -137,7 +134,7 @@ def decide(
     scratch_bytes: int | None = None,
     shards: Shards | None = None,
     padded_share: HeadSpec | None = None,
-) -> Choice:
+) -> Settings:
     """Chooses for `tokens` rows of a head.
 
     The mode is one for all platforms, or forward and backward would not fit: what is kept between them is of the mode.
@@ -172,14 +169,15 @@ def decide(
             )
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
-        return Choice(Settings(name, None, None), reason, "JAX differentiates the materialised logits")
+        return Settings(name, None, None, None, None, reason, "JAX differentiates the materialised logits")
     tokens = max(tokens, 1)
 
-    def decided(settings: Settings) -> tuple[Settings, str]:
+    def settings_of(name: str, default: Default | None, reason: str) -> Settings:
+        settings = Settings(name, None, scratch_bytes, shards, default, reason)
         mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
-        return dataclasses.replace(settings, mode=mode), mode_reason
+        return dataclasses.replace(settings, mode=mode, mode_reason=mode_reason)
 
-    settings, mode_reason = decided(Settings(name, None, scratch_bytes, shards, default))
+    settings = settings_of(name, default, reason)
     if default is not None:
         other = default.instead
         if why := settings._incapable(spec, padded_share):
@@ -187,10 +185,10 @@ def decide(
         elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:
-            settings, mode_reason = decided(Settings(other, None, scratch_bytes, shards))
+            settings = settings_of(other, None, reason)
     for needed in (None, settings.mode):
-        settings.plan(spec, tokens, needed)  # raises where the budget is too small
-    return Choice(settings, reason, mode_reason)
+        settings.block_sizes(spec, tokens, needed)  # raises where the budget is too small
+    return settings
 
 
 def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, backward: Backward) -> tuple[Mode, str]:
@@ -201,7 +199,7 @@ def _mode(settings: Settings, spec: HeadSpec, tokens: int, scalar_loss: bool, ba
     useful = min(-(-tokens // 4), _USEFUL_ROWS)
     rows = 0
     if settings.scratch_bytes is None or settings.scratch_bytes >= settings.backend.minimum_scratch(spec, "in_forward"):
-        plan = settings.plan(spec, tokens, "in_forward")
+        plan = settings.block_sizes(spec, tokens, "in_forward")
         if plan.slower is not None:
             return "recompute", plan.slower
         rows = plan.rows

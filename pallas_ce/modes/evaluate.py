@@ -1,18 +1,124 @@
-"""From a row-wise loss to its sum: the one place where a backward mode is entered."""
+"""From a row-wise loss to its sum and its gradients: the one place where a backward mode is entered.
 
-from typing import Any
+Gradients are streamed, so they can be had once, in reverse mode.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
 from pallas_ce.modes import in_forward, recompute
-from pallas_ce.modes.differentiation import Call, Known, Operands, RowTotal
+from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
+
+_REFUSAL = (
+    "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
+    "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
+)
+_USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
+
+
+class _Saved(NamedTuple):
+    """What a forward leaves for the backward: the inputs themselves, and `kept`.
+
+    JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
+    the structure may not depend on that set; shapes may. So `flags` says by its shape, 2 for yes and 1 for no, which
+    inputs are differentiated, and `kept` holds `absent()` arrays in place of None. (No axis has 0 elements: XLA fails
+    on empty residuals that cross a `shard_map` or `pmap` boundary.)
+
+    The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
+    for each step of a scan.
+    """
+
+    operands: Operands
+    kept: Any
+    flags: jax.Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _barrier(instead: str, array: Any) -> Any:
+    return array
+
+
+@_barrier.defjvp
+def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(_REFUSAL + instead)
+
+
+def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
+    """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError naming `instead`."""
+    # Each array has its own, so that those nothing is computed from are neither kept nor asked for.
+    return jax.tree.map(functools.partial(_barrier, instead), tree)
+
+
+def values_of(tree: Any) -> Any:
+    """The primal values of a tree of `custom_vjp` primals."""
+    return jax.tree.map(lambda primal: primal.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+def given(cotangents: Any) -> Any:
+    """`cotangents` with None for those of integers, and where JAX says that nothing depends on the output."""
+
+    def none(g: Any) -> bool:
+        return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
+
+    return jax.tree.map(lambda g: None if none(g) else g, cotangents)
+
+
+def differentiable[Static, Out](
+    forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
+    backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
+) -> Callable[[Static, Operands], Out]:
+    """A function with gradients in hidden states and head, once; its other operands are constants to it.
+
+    Args:
+        forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
+        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def function(static: Static, operands: Operands) -> Out:
+        return forward(static, operands, None)[0]
+
+    def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
+        arrays = (primals.batch.hidden, primals.head.weight, primals.head.bias, primals.head.logit_scale)
+        flags = [x is not None and x.perturbed for x in arrays]
+        operands: Operands = values_of(primals)
+        out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
+        return out, _Saved(operands._replace(known=None), kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
+
+    def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
+        needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        gradients = Gradients()
+        if needs_grad and jax.tree.leaves(cotangents):
+            used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents))
+            gradients = backward(static, used, needs_grad, kept, cotangents)
+        zero: Any = jax.tree.map(lambda _: None, saved.operands)
+        hidden, *of_head = gradients
+        head = dataclasses.replace(zero.head, **dict(zip(Gradients._fields[1:], of_head, strict=True)))
+        return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
+
+    function.defvjp(saving, cotangents_of, symbolic_zeros=True)
+    return function
+
+
+# Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
+_recomputed = differentiable(recompute.forward, recompute.backward)
+
+# Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row totals. Therefore
+# `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: that of
+# `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
+_with_handle = differentiable(in_forward.forward, in_forward.backward)
 
 
 def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
@@ -24,25 +130,21 @@ def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]
         rows, counted = flat_rows(batch.leading, (batch, mask))
         found = reference.row_statistics(call.names, rows, head, counted)
         return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
-    return recompute.row_statistics(call, operands)
+    return _recomputed(call, operands)
 
 
-def row_losses(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`row_total` of each row `[...]`, 0 where masked, with the statistics; for `reduction="none"`."""
-    found = statistics(call, operands)
-    return _row_values(call, operands, found).reshape(operands.batch.leading), found
-
-
-def total_loss(call: Call[Settings], operands: Operands) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`Σ row_total` over the rows that count, a scalar, and the statistics without gradient."""
+def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
+    handle = jnp.zeros((), operands.head.spec.accumulator)
     if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
-        found, handle = in_forward.statistics_and_handle(call, operands)
+        found, handle = _with_handle(call, operands)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
         found = statistics(call, operands)
-        handle = jnp.zeros((), operands.head.spec.accumulator)
-    values = _row_values(call, operands, found)
-    return call.settings.total(jnp.sum(values)) + handle, jax.tree.map(jax.lax.stop_gradient, found)
+    assert call.row_total is not None
+    values = row_values(call.row_total, found, operands.batch.leading, operands.mask, operands.inputs)
+    result = values.reshape(operands.batch.leading) if by_row else call.settings.total(jnp.sum(values)) + handle
+    return result, jax.tree.map(jax.lax.stop_gradient, found)
 
 
 def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:
@@ -57,12 +159,6 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Kno
     return Known(forward_statistics(call.settings, call.names | saved_statistics(call.names), operands))
 
 
-def _row_values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
-    assert call.row_total is not None
-    read = {name: found[name] for name in call.read}
-    return row_values(call.row_total, read, operands.batch.leading, operands.mask, operands.inputs)
-
-
 def row_values(
     row_total: RowTotal,
     found: dict[str, jax.Array],
@@ -72,7 +168,8 @@ def row_values(
 ) -> jax.Array:
     """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
     by_row, shared = inputs
-    mask, read, by_row = flat_rows(leading, (mask, found, by_row))
+    read = {name: found[name] for name in row_total.names}
+    mask, read, by_row = flat_rows(leading, (mask, read, by_row))
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))
     return values if mask is None else jnp.where(mask, values, 0)

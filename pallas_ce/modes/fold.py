@@ -1,24 +1,27 @@
 """What is computed tile by tile beside the row statistics: top-k, samples, divergences.
 
-Two loops, each written once: over the tiles of the vocabulary (`fold_tiles`), with a function of one tile and a rule
-that joins two results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel
-for one of these operations replaces the fold over tiles and leaves the rest.
+Two loops: over the tiles of the vocabulary (`Tiles.fold`), with a function of one tile and a rule that joins two
+results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel for one of these
+operations replaces the fold over tiles and leaves the rest.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from pallas_ce.backends.protocol import Mode, Plan
-from pallas_ce.backends.xla import ROWS, TILE_ELEMENTS
-from pallas_ce.head import HeadSpec
+from pallas_ce.backends.xla import ROWS, tiled_plan, tiles_bytes
+from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
-from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
-from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+from pallas_ce.streaming.tiles import Tile, Tiles
+
+LSE = frozenset({"lse"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,41 +40,44 @@ class Streams:
     tile_arrays: int
     least_columns: int = 1
 
-    def plan(self, tokens: int, mode: Mode | None = None) -> Plan:
+    def block_sizes(self, tokens: int, mode: Mode | None = None) -> Plan:
         """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
 
         Raises:
             ValueError: the budget cannot hold one row.
         """
-        vocab_size = self.specs[0].vocab_size
-
-        def scratch(rows: int, columns: int) -> int:
-            return self._scratch(mode, rows, columns)
-
-        least = scratch(1, self.least_columns)
-        logits = len(self.specs) * tokens * vocab_size * self._wide
+        vocab_size, wide = self.specs[0].vocab_size, max(spec.accumulator.itemsize for spec in self.specs)
+        scratch = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
+        least, logits = scratch(1, self.least_columns), len(self.specs) * tokens * vocab_size * wide
         limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
-        rows = min(tokens, ROWS)
-        columns = min(vocab_size, max(self.least_columns, TILE_ELEMENTS // rows))
-        rows, columns = shrink(rows, columns, scratch, limit, self.least_columns)
-        return Plan(rows, columns, scratch(rows, columns), vocab_size)
-
-    @property
-    def _wide(self) -> int:
-        return max(spec.accumulator.itemsize for spec in self.specs)
-
-    def _scratch(self, mode: Mode | None, rows: int, columns: int) -> int:
-        """Bytes: tiles in the accumulator dtype; blocks of operands, in a backward also of products and sums."""
-        operands = sum(
-            (spec.dtype.itemsize + (2 * self._wide if mode else 0)) * spec.hidden_size for spec in self.specs
-        )
-        return self.tile_arrays * self._wide * rows * columns + operands * (rows + columns)
+        return tiled_plan(vocab_size, min(tokens, ROWS), scratch, limit, self.least_columns)
 
 
-def fold_tiles[State](tiles: Tiles, part: Callable[[Tile], State], merge: Callable[[State, State], State]) -> State:
-    """`part` of each tile, joined from the left. The first tile's columns are all valid."""
-    first = part(tiles.tile(0))
-    return fori_loop(1, tiles.count, lambda i, done: merge(done, part(tiles.tile(i))), first)
+def fold_with_lse[Found](
+    part: Callable[[jax.Array, Tile], Found],
+    merge_parts: Callable[[Found, Found], Found],
+    head: Head,
+    hidden: jax.Array,
+    inverse_temperature: jax.Array | None,
+    columns: int,
+) -> tuple[Found, Partial]:
+    """`part` of the capped logits of each tile, joined, and the `Partial` that the tempered logits' lse is made of."""
+
+    def both(tile: Tile) -> tuple[Found, Partial]:
+        logits = head.tile_logits(hidden, tile)
+        return part(logits, tile), lse_partial(logits, tile.columns, tile.valid, inverse_temperature)
+
+    def join(a: tuple[Found, Partial], b: tuple[Found, Partial]) -> tuple[Found, Partial]:
+        return merge_parts(a[0], b[0]), merge(a[1], b[1])
+
+    return Tiles(head.spec.vocab_size, columns).fold(both, join)
+
+
+def lse_partial(
+    logits: jax.Array, columns: jax.Array, valid: jax.Array | None, inverse_temperature: jax.Array | None
+) -> Partial:
+    """The `Partial` of capped logits `[n, c]` that the log-sum-exp at the rows' temperatures is made of."""
+    return partial_of_tile(tempered(logits, inverse_temperature), columns, valid, None, None, LSE)
 
 
 def over_rows_that_count[ByRow, Shared, Out](
@@ -86,7 +92,7 @@ def over_rows_that_count[ByRow, Shared, Out](
 
     Args:
         visit: `(by_row, shared, plan) -> out` of one block: trees of `[n, ...]`, the middle one of whole arrays.
-        plan_for: the block sizes of at least one row, as `Streams.plan`.
+        plan_for: the block sizes of at least one row, as `Streams.block_sizes`.
         empty: `N -> out` of rows that do not count.
         by_row: a tree of `[N, ...]`, whose first leaf is `[N, K]`.
         shared: a tree of arrays that all rows share.

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch, Head
-from pallas_ce.modes.differentiation import Operands
-from pallas_ce.parallel.entry import at_lowering, streamed
+from pallas_ce.modes.call import Operands
+from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics.row import finalise, struct
 from pallas_ce.streaming.loops import device_cond
@@ -38,22 +38,17 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
 
 def forward_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:
     """Primitive statistics `[...]` of the rows that count, 0 in the others."""
-
-    def operation(shards: Shards, rows: RowArrays, head: Head) -> tuple[Statistics, None]:
-        rows, head = shards.enter(rows, head)
-        found = at_lowering(settings.variants(head), functools.partial(_local_statistics, names, shards), rows, head)
-        return shards.own_rows(found), None
-
     with jax.named_scope("pallas_ce.forward"):
-        return streamed(settings.shards, operation)(RowArrays(operands.batch, operands.mask), operands.head)[0]
+        operation = streamed(settings, functools.partial(_local_statistics, names))
+        return operation(RowArrays(operands.batch, operands.mask), operands.head)[0]
 
 
 def _local_statistics(
-    names: frozenset[str], shards: Shards, settings: Settings, rows: RowArrays, head: Head
-) -> Statistics:
-    """Those of the rows that one device works on."""
+    names: frozenset[str], settings: Settings, shards: Shards, rows: RowArrays, head: Head
+) -> tuple[Statistics, None]:
+    """Those of the rows that came in on one device."""
     hidden, backend = rows.batch.hidden, settings.backend
-    tokens, whole = hidden.shape[0], settings.plan(head.spec, hidden.shape[0], None)
+    tokens, whole = hidden.shape[0], settings.block_sizes(head.spec, hidden.shape[0], None)
 
     def visit(counted: Rows, plan: Plan) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
@@ -65,16 +60,17 @@ def _local_statistics(
         return blocks.for_each(body, empty_statistics(names, rows.batch, head), unrolled=plan.skips_rows)
 
     if rows.mask is None:
-        return visit(Rows.counted(None), whole)
+        return shards.own_rows(visit(Rows.counted(None), whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     row_bytes = head.spec.hidden_size * hidden.dtype.itemsize
     gathered = min(max(_GATHERED_BYTES, tokens * row_bytes // _GATHERED_PARTS), _MOST_GATHERED_BYTES)
-    parts = settings.plan(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
+    parts = settings.block_sizes(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
     if parts.rows >= whole.rows or not (parts.skips_rows and Tiles(tokens, parts.rows).few):
-        return visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))
+        return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
-    return device_cond(
+    found = device_cond(
         few_ignored(rows.mask),
         lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
         lambda: visit(Rows.counted(rows.mask), parts),
     )
+    return shards.own_rows(found), None

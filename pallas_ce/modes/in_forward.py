@@ -20,18 +20,9 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient, HeadSums
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Head, NeedsGrad
-from pallas_ce.modes.differentiation import (
-    Call,
-    Gradients,
-    Known,
-    Operands,
-    absent,
-    differentiable,
-    finish,
-    sum_over_devices,
-)
+from pallas_ce.modes.call import Call, Gradients, Known, Operands, absent, finish, sum_over_devices
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.parallel.entry import at_lowering, streamed
+from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise
@@ -52,9 +43,10 @@ def with_handle(
     return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
 
 
-def _forward(
+def forward(
     call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None
 ) -> tuple[tuple[Statistics, jax.Array], Gradients]:
+    """Statistics and handle; kept are the sums that the gradients come from."""
     if (known := operands.known) is None:
         known = keep(call, operands, needs_grad or NeedsGrad())
     found = {name: known.statistics[name] for name in call.names}
@@ -62,13 +54,14 @@ def _forward(
     return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.settings.total), kept
 
 
-def _backward(
+def backward(
     call: Call[Settings],
     operands: Operands,
     needs_grad: NeedsGrad,
     kept: Gradients,
     cotangents: tuple[Any, jax.Array | None],
 ) -> Gradients:
+    """The sums times the handle's cotangent."""
     upstream, shards = cotangents[1], call.settings.shards or Shards()
     if upstream is None or not _varies(call):
         return Gradients()
@@ -85,47 +78,32 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Kno
     """Statistics and the sums that the gradients in `needs_grad` come from."""
     if not (needs_grad and _varies(call)):
         return Known(forward_statistics(call.settings, call.names, operands))
-    shards = call.settings.shards
-    if shards is not None:
+    settings, (by_row, shared) = call.settings, operands.inputs
+    if settings.shards is not None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
-        shards = dataclasses.replace(shards, sums=Sums())
-    by_row, shared = operands.inputs
+        settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=Sums()))
     with jax.named_scope("pallas_ce.in_forward"):
-        operation = streamed(shards, functools.partial(_statistics_and_sums, call, needs_grad))
+        # Not the weight's dtype as the operation sees it: what is gathered may be narrower.
+        operation = functools.partial(_statistics_and_sums, call, needs_grad, operands.head.weight.dtype)
         rows = RowArrays(operands.batch, operands.mask, more=by_row)
-        (found, hidden_sum), of_head = operation(rows, operands.head, shared)
+        (found, hidden_sum), of_head = streamed(settings, operation)(rows, operands.head, shared)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
 
-# Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row totals. Therefore
-# `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: that of
-# `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
-statistics_and_handle = differentiable(_forward, _backward)
-
-
 def _statistics_and_sums(
-    call: Call[Settings], needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, shared_inputs: Any
-) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
-    """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
-    weight_dtype = head.weight.dtype  # what is gathered may be narrower
-    rows, head = shards.enter(rows, head)
-    variants = [dataclasses.replace(call, settings=settings) for settings in call.settings.variants(head)]
-    operation = functools.partial(_local_statistics_and_sums, needs_grad, shards, weight_dtype)
-    return at_lowering(variants, operation, rows, head, shared_inputs)
-
-
-def _local_statistics_and_sums(
+    call: Call[Any],
     needs_grad: NeedsGrad,
-    shards: Shards,
     weight_dtype: np.dtype,
-    call: Call[Settings],
+    settings: Settings,
+    shards: Shards,
     rows: RowArrays,
     head: Head,
     shared_inputs: Any,
 ) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
-    spec, backend, tokens = head.spec, call.settings.backend, rows.batch.hidden.shape[0]
-    sum_bytes = call.settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
-    plan = call.settings.plan(spec, tokens, "in_forward", sum_bytes)
+    """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
+    spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
+    sum_bytes = settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
+    plan = settings.block_sizes(spec, tokens, "in_forward", sum_bytes)
     wide = spec.accumulator
     names = call.names | coef.saved_statistics(call.read)
 
@@ -151,10 +129,10 @@ def _local_statistics_and_sums(
         return put_all(block, found, statistics), hidden_sum, sums
 
     # A block that is the only one rounds its sum at once.
-    kept = call.settings.kept_dtype(spec, weight_dtype)
+    kept = settings.kept_dtype(spec, weight_dtype)
     sum_dtype = kept if sum_bytes and plan.rows >= tokens else wide
     # Hidden's does, too, each row being written once, unless more is to be made of it first.
-    kept_hidden = call.settings.kept_dtype(spec, rows.batch.hidden.dtype)
+    kept_hidden = settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
 
     blocks = Rows.counted(rows.mask).blocks(tokens, plan.rows, skipped=plan.skips_rows)

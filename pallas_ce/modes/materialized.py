@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.modes import differentiation as diff
-from pallas_ce.modes.differentiation import Call
+from pallas_ce.modes import evaluate
+from pallas_ce.modes.call import Call, absent
 from pallas_ce.modes.forward import Statistics, put_all
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
+from pallas_ce.modes.materialized_blocks import MaterializedRows as MaterializedRows
 from pallas_ce.modes.materialized_blocks import MaterializedSettings as MaterializedSettings
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
@@ -37,110 +38,96 @@ class Residual(NamedTuple):
     factor: jax.Array
 
 
-def _zeros(
-    settings: MaterializedSettings,
-    names: frozenset[str],
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-) -> Statistics:
-    shapes = jax.eval_shape(functools.partial(block_statistics, settings, names), logits, logit_weights, labels)
+def _zeros(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
+    shapes = jax.eval_shape(functools.partial(block_statistics, settings, names), rows)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def _entered(settings: MaterializedSettings, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """`operation(settings, by_row, shared)`, split over the mesh, and of each part by what serves it."""
+def _entered(
+    settings: MaterializedSettings,
+    operation: Callable[..., Any],
+    rows: MaterializedRows,
+    more: Any = (),
+    shared: Any = (),
+) -> Any:
+    """`operation(settings, rows, more, shared)`, split over the mesh, and of each part by what serves it.
+
+    `more` are `[N, ...]`, as the operation's results are; all rows share `shared`.
+    """
+
+    def local(settings: MaterializedSettings, by_row: Any, shared: Any) -> Any:
+        return operation(settings, by_row[0]._replace(logit_weights=shared[0]), by_row[1], shared[1])
 
     def chosen(by_row: Any, shared: Any) -> Any:
-        rows = jax.tree.leaves(by_row)[0].shape[0]
-        return at_lowering(settings.variants(rows), operation, by_row, shared)
+        return at_lowering(settings.variants(by_row[0].logits.shape[0]), local, by_row, shared)
 
-    return over_rows_only(chosen)
+    return over_rows_only(chosen)((rows._replace(logit_weights=None), more), (rows.logit_weights, shared))
 
 
-def _forward_statistics(settings: MaterializedSettings, names: frozenset[str], *arrays: Any) -> Statistics:
-    def operation(settings: MaterializedSettings, by_row: Any, logit_weights: Any) -> Statistics:
-        logits, labels, _ = by_row
+def _forward_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
+    def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> Statistics:
+        del more, shared
 
         def body(block: RowBlock, found: Statistics) -> Statistics:
-            block_logits, block_labels, valid = jax.tree.map(block.take, by_row)
-            values = block_statistics(settings, names, block_logits, logit_weights, block_labels)
-            return put_all(block, found, zeroed(valid, values))
+            part = rows.of(block)
+            return put_all(block, found, zeroed(part.mask, block_statistics(settings, names, part)))
 
-        return settings.blocks(logits.shape[0]).for_each(body, _zeros(settings, names, logits, logit_weights, labels))
+        return settings.blocks(rows.logits.shape[0]).for_each(body, _zeros(settings, names, rows))
 
-    logits, logit_weights, labels, mask = arrays
     with jax.named_scope("pallas_ce.materialized.forward"):
-        return _entered(settings, operation)((logits, labels, mask), logit_weights)
+        found: Statistics = _entered(settings, operation, rows)
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def row_statistics(
-    settings: MaterializedSettings,
-    names: frozenset[str],
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
-) -> Statistics:
-    """Primitive statistics of `logits [N, columns]`, N and V at least 1; differentiable in the logits, any cotangents.
+def row_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
+    """Primitive statistics of N rows, N and V at least 1; differentiable in the logits, any cotangents.
 
-    Args:
-        settings: how.
-        names: which statistics.
-        logits: as stored.
-        logit_weights: `[columns]`, the u of `mean_logit`.
-        labels: `[N]` or `[N, K]` int32, -1 for no target.
-        mask: `[N]` bool; the statistics of rows where it is False are 0, and so is their gradient.
+    The statistics of rows that do not count are 0, and so is their gradient.
     """
-    return _forward_statistics(settings, names, logits, logit_weights, labels, mask)
+    return _forward_statistics(settings, names, rows)
 
 
-def _forward(settings: MaterializedSettings, names: frozenset[str], *primals: Any) -> tuple[Statistics, Any]:
-    values = diff.values_of(primals)
+def _forward(
+    settings: MaterializedSettings, names: frozenset[str], primals: Any
+) -> tuple[Statistics, tuple[MaterializedRows, Statistics]]:
+    rows = evaluate.values_of(primals)
     saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
-    found = _forward_statistics(settings, names | saved, *diff.first_order_only(values, _INSTEAD))
-    return {name: found[name] for name in names}, (values, {name: found[name] for name in saved})
+    found = _forward_statistics(settings, names | saved, evaluate.first_order_only(rows, _INSTEAD))
+    return {name: found[name] for name in names}, (rows, {name: found[name] for name in saved})
 
 
 def _backward(
     settings: MaterializedSettings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]
 ) -> tuple[Any, ...]:
     del names
-    cotangents = {name: g for name, g in diff.given(cotangents).items() if g is not None}
-    if not cotangents:
-        return None, None, None, None
-    (arrays, kept), cotangents = diff.first_order_only((saved, cotangents), _INSTEAD)
-    logits, logit_weights, labels, mask = arrays
-    return row_gradient(settings, logits, logit_weights, labels, mask, kept, cotangents), None, None, None
+    cotangents = {name: g for name, g in evaluate.given(cotangents).items() if g is not None}
+    gradient: Any = jax.tree.map(lambda _: None, saved[0])
+    if cotangents:
+        (rows, kept), cotangents = evaluate.first_order_only((saved, cotangents), _INSTEAD)
+        gradient = gradient._replace(logits=row_gradient(settings, rows, kept, cotangents))
+    return (gradient,)
 
 
 def row_gradient(
-    settings: MaterializedSettings,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
-    kept: Statistics,
-    cotangents: Statistics,
+    settings: MaterializedSettings, rows: MaterializedRows, kept: Statistics, cotangents: Statistics
 ) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(settings: MaterializedSettings, by_row: Any, logit_weights: Any) -> jax.Array:
-        logits, *rest = by_row
+    def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> jax.Array:
+        del shared
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
-            block_labels, valid, statistics, cotangents = jax.tree.map(block.take, rest)
-            coefficients = _coefficients(cotangents, statistics, block_labels)
-            values = block_gradient(
-                settings, coefficients, block.take(buffer), logit_weights, block_labels, statistics, valid
-            )
-            return block.put(buffer, values)
+            part = rows._replace(logits=buffer).of(block)
+            statistics, cotangents = jax.tree.map(block.take, more)
+            coefficients = _coefficients(cotangents, statistics, part.labels)
+            return block.put(buffer, block_gradient(settings, coefficients, part, statistics))
 
-        return settings.blocks(logits.shape[0]).for_each(body, logits)
+        return settings.blocks(rows.logits.shape[0]).for_each(body, rows.logits)
 
     with jax.named_scope("pallas_ce.materialized.backward"):
-        return _entered(settings, operation)((logits, labels, mask, kept, cotangents), logit_weights)
+        dlogits: jax.Array = _entered(settings, operation, rows, (kept, cotangents))
+    return dlogits
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
@@ -165,86 +152,76 @@ row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics_and_handle(
-    call: Call[MaterializedSettings],
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    mask: jax.Array | None,
-    inputs: tuple[Any, Any],
+    call: Call[MaterializedSettings], rows: MaterializedRows, inputs: tuple[Any, Any]
 ) -> tuple[Statistics, jax.Array]:
-    """As `in_forward.statistics_and_handle`: dlogits are made in the forward, the backward scales them.
+    """As `evaluate` has them of a head: dlogits are made in the forward, the backward scales them.
 
     Args:
         call: the static facts.
-        logits: `[N, columns]`, N and V at least 1.
-        logit_weights: `[columns]`, the u of `mean_logit`.
-        labels: `[N]` int32.
-        mask: `[N]` bool, which rows count; None: all.
+        rows: N and V at least 1, with one label each.
         inputs: `(by_row, shared)` for `row_total`.
     """
-    found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+    found = _forward_statistics(call.settings, call.names, rows)
     return with_handle(found, inputs, call.settings.spec.accumulator)
 
 
-def _fused_forward(call: Call[MaterializedSettings], *primals: Any) -> tuple[tuple[Statistics, jax.Array], Residual]:
-    needs_grad = primals[0].perturbed and call.read - {"argmax"}
-    logits, logit_weights, labels, mask, inputs = diff.first_order_only(diff.values_of(primals), _INSTEAD)
-    residual = Residual(diff.absent(), diff.absent())
+def _fused_forward(
+    call: Call[MaterializedSettings], primals: Any, primal_inputs: Any
+) -> tuple[tuple[Statistics, jax.Array], Residual]:
+    needs_grad = primals.logits.perturbed and call.read - {"argmax"}
+    rows, inputs = evaluate.first_order_only(evaluate.values_of((primals, primal_inputs)), _INSTEAD)
+    residual = Residual(absent(), absent())
     if needs_grad:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
-            operation = _entered(call.settings, functools.partial(_statistics_and_gradient, call))
-            by_row = (logits, labels, mask, inputs[0])
-            found, *made = operation(by_row, (logit_weights, inputs[1]))
-        residual = Residual(*(diff.absent() if x is None else x for x in made))
+            operation = functools.partial(_statistics_and_gradient, call)
+            found, *made = _entered(call.settings, operation, rows, *inputs)
+        residual = Residual(*(absent() if x is None else x for x in made))
     else:
-        found = _forward_statistics(call.settings, call.names, logits, logit_weights, labels, mask)
+        found = _forward_statistics(call.settings, call.names, rows)
     return with_handle(found, inputs, call.settings.spec.accumulator), residual
 
 
 def _statistics_and_gradient(
-    call: Call[MaterializedSettings], settings: MaterializedSettings, by_row: Any, shared: Any
+    call: Call[Any], settings: MaterializedSettings, rows: MaterializedRows, row_inputs: Any, shared_inputs: Any
 ) -> Any:
     """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
-    logits, labels, *_ = by_row
-    logit_weights, shared_inputs = shared
-    spec = settings.spec
+    tokens, u = rows.logits.shape[0], rows.logit_weights
     names = call.names | coef.saved_statistics(call.read)
-    largest = 0.0 if logit_weights is None else jnp.max(jnp.abs(logit_weights))
+    largest = 0.0 if u is None else jnp.max(jnp.abs(u))
 
     def body(block: RowBlock, carry: Any) -> Any:
         found, buffer, factors = carry
-        block_labels, valid, row_inputs = jax.tree.map(block.take, by_row[1:])
-        block_logits = block.take(buffer)
-        statistics = block_statistics(settings, names, block_logits, logit_weights, block_labels)
+        part = rows._replace(logits=buffer).of(block)
+        statistics = block_statistics(settings, names, part)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = jax.lax.optimization_barrier(zeroed(valid, statistics))
-        cotangents = row_cotangents(call, statistics, block, (row_inputs, shared_inputs))
+        statistics = jax.lax.optimization_barrier(zeroed(part.mask, statistics))
+        cotangents = row_cotangents(call, statistics, block, (jax.tree.map(block.take, row_inputs), shared_inputs))
         coefficients = coef.from_cotangents(cotangents, statistics)
-        if valid is not None:
-            coefficients = coef.select(coefficients, valid)
+        if part.mask is not None:
+            coefficients = coef.select(coefficients, part.mask)
         if factors is not None:
             coefficients, factor = coef.normalise(coefficients, largest)
-            factors = block.put(factors, jnp.broadcast_to(factor, block_logits.shape[:1]))
-        values = block_gradient(settings, coefficients, block_logits, logit_weights, block_labels, statistics, valid)
+            factors = block.put(factors, jnp.broadcast_to(factor, part.logits.shape[:1]))
+        values = block_gradient(settings, coefficients, part, statistics)
         return put_all(block, found, statistics), block.put(buffer, values), factors
 
-    factors = jnp.zeros(logits.shape[0], spec.accumulator) if settings.normalises else None
-    carry = (_zeros(settings, names, logits, logit_weights, labels), logits, factors)
-    found, gradient, factors = settings.blocks(logits.shape[0]).for_each(body, carry)
+    factors = jnp.zeros(tokens, settings.spec.accumulator) if settings.normalises else None
+    carry = (_zeros(settings, names, rows), rows.logits, factors)
+    found, gradient, factors = settings.blocks(tokens).for_each(body, carry)
     return {name: found[name] for name in call.names}, gradient, factors
 
 
 def _fused_backward(
     call: Call[MaterializedSettings], residual: Residual, cotangents: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    upstream = diff.given(cotangents[1])
+    upstream = evaluate.given(cotangents[1])
     made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
     if not made or upstream is None:
-        return None, None, None, None, None
-    (dlogits, factor), upstream = diff.first_order_only((residual, upstream), _INSTEAD)
+        return None, None
+    (dlogits, factor), upstream = evaluate.first_order_only((residual, upstream), _INSTEAD)
     spec = call.settings.spec
     scale = upstream * factor[:, None] if call.settings.normalises else upstream
-    return (scale * dlogits.astype(spec.accumulator)).astype(spec.dtype), None, None, None, None
+    return MaterializedRows((scale * dlogits.astype(spec.accumulator)).astype(spec.dtype)), None
 
 
 statistics_and_handle.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)

@@ -1,6 +1,7 @@
 """A block of rows of materialized logits: statistics and dlogits. How large blocks are, and what works on them."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,31 @@ from pallas_ce.modes.forward import Statistics
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import Partial, finalise, partial_of_tile
 from pallas_ce.streaming.loops import varying
-from pallas_ce.streaming.rows import RowBlocks, Rows
+from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows
 
 # Elements of a block of rows: 8 MiB of float32.
 _BLOCK_ELEMENTS = 2**21
+
+
+class MaterializedRows(NamedTuple):
+    """Logits that the caller holds, all rows or a block of them.
+
+    Attributes:
+        logits: `[n, columns]`, as stored.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; None where none is read.
+        mask: `[n]` bool, which rows count; None: all.
+        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`; None where it is not read.
+    """
+
+    logits: jax.Array
+    labels: jax.Array | None = None
+    mask: jax.Array | None = None
+    logit_weights: jax.Array | None = None
+
+    def of(self, block: RowBlock) -> "MaterializedRows":
+        """Those of a block."""
+        by_row = jax.tree.map(block.take, self._replace(logit_weights=None))
+        return by_row._replace(logit_weights=self.logit_weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +123,15 @@ def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> s
     return None if kernels is None else kernels.refusal(spec, rows)
 
 
-def block_statistics(
-    settings: MaterializedSettings,
-    names: frozenset[str],
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-) -> Statistics:
-    """Primitive statistics of a block of rows.
+def block_statistics(settings: MaterializedSettings, names: frozenset[str], block: MaterializedRows) -> Statistics:
+    """Primitive statistics of a block of rows; `target_logit` and `log_prob` have the labels' shape.
 
-    Args:
-        settings: how.
-        names: which statistics; `log_prob` is one of them here, free of the rounding of `target_logit - lse`.
-        logits: `[n, columns]`, as stored.
-        logit_weights: `[columns]` in the accumulator dtype, the u of `mean_logit`.
-        labels: `[n]` or `[n, K]` int32, -1 for no target; `target_logit` and `log_prob` have their shape.
+    `log_prob` is a statistic of its own here, free of the rounding of `target_logit - lse`.
     """
-    spec = settings.spec
+    spec, (logits, labels, *_) = settings.spec, block
     targets = names & {"target_logit", "log_prob"}
     streamed = names - targets | ({"lse"} if "log_prob" in names else set())
-    partial = _partial(settings, logits, logit_weights, streamed)
+    partial = _partial(settings, block, streamed)
     found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
     if targets:
         assert labels is not None
@@ -139,33 +150,25 @@ def block_statistics(
     return found
 
 
-def _partial(
-    settings: MaterializedSettings, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]
-) -> Partial:
+def _partial(settings: MaterializedSettings, block: MaterializedRows, names: frozenset[str]) -> Partial:
     """The `Partial` over the whole vocabulary, of statistics that need no target."""
     if settings.kernels is not None and names:
-        return settings.kernels.statistics(settings.spec, logits, logit_weights, names)
+        return settings.kernels.statistics(settings.spec, block.logits, block.logit_weights, names)
     columns, valid = _columns(settings.spec)
-    return partial_of_tile(settings.spec.capped(logits), columns, valid, None, logit_weights, names)
+    return partial_of_tile(settings.spec.capped(block.logits), columns, valid, None, block.logit_weights, names)
 
 
 def block_gradient(
-    settings: MaterializedSettings,
-    coefficients: coef.Coefficients,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    statistics: Statistics,
-    valid_rows: jax.Array | None,
+    settings: MaterializedSettings, coefficients: coef.Coefficients, block: MaterializedRows, statistics: Statistics
 ) -> jax.Array:
-    """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 where `valid_rows [n]` is False.
+    """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 in rows that do not count.
 
     With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
     """
-    spec = settings.spec
+    spec, (logits, labels, mask, logit_weights) = settings.spec, block
     if settings.kernels is not None:
         made_of = Gradient(coefficients, statistics.get("lse"), statistics.get("argmax"))
-        return settings.kernels.dlogits(spec, made_of, logits, logit_weights, labels, valid_rows)
+        return settings.kernels.dlogits(spec, made_of, logits, logit_weights, labels, mask)
     columns, valid = _columns(spec)
     several = None if labels is None or labels.ndim == 1 else coefficients.target
     if several is not None:
@@ -186,7 +189,7 @@ def block_gradient(
         assert labels is not None
         ids = jnp.where(labels >= 0, labels, spec.columns)
         gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
-    return gradient if valid_rows is None else jnp.where(valid_rows[:, None], gradient, 0.0)
+    return gradient if mask is None else jnp.where(mask[:, None], gradient, 0.0)
 
 
 def _columns(spec: LogitsSpec) -> tuple[jax.Array, jax.Array | None]:

@@ -5,7 +5,7 @@ Four products in all (8·N·H·V operations). It takes any cotangents of the row
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,9 +14,9 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Head, NeedsGrad, TileStep
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import Call, Gradients, Operands, differentiable
+from pallas_ce.modes.call import Call, Gradients, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
-from pallas_ce.parallel.entry import at_lowering, streamed
+from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.streaming.rows import RowBlock
@@ -27,73 +27,48 @@ class _Kept(NamedTuple):
 
     Attributes:
         statistics: those that coefficients are made of.
-        weight: the weight gathered inside a `shard_map`, once for both passes; else None.
-        bias: the bias gathered with it.
+        head: the one gathered inside a `shard_map`, once for both passes; else None.
     """
 
     statistics: Statistics
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
+    head: Head | None
 
 
-def _forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
-    settings, known = call.settings, operands.known
+def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
+    """Statistics; kept are those that their derivatives read."""
+    settings, known, whole = call.settings, operands.known, None
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
-    gathered: tuple[Any, ...] = ()
-    if needs_grad is not None and _gathers(settings):
-        assert settings.shards is not None
-        head = settings.shards.gather(operands.head)
-        settings, operands, gathered = (
-            _told_it_is_whole(settings),
-            operands._replace(head=head),
-            (head.weight, head.bias),
-        )
+    # Under `jit` the partitioner sees to it.
+    if needs_grad is not None and settings.shards is not None and settings.shards.gathered:
+        whole = settings.shards.gather(operands.head)
+        settings, operands = _handed_whole(settings), operands._replace(head=whole)
     found = forward_statistics(settings, call.names | saved, operands) if known is None else known.statistics
-    return {name: found[name] for name in call.names}, _Kept({name: found[name] for name in saved}, *gathered)
+    return {name: found[name] for name in call.names}, _Kept({name: found[name] for name in saved}, whole)
 
 
-def _backward(
+def backward(
     call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: _Kept, cotangents: Statistics
 ) -> Gradients:
-    batch, head, mask, *_ = operands
-    settings, statistics, weight_dtype = call.settings, dict(kept.statistics), head.weight.dtype
+    """Gradients from the statistics' cotangents."""
+    settings, head = call.settings, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
     if settings.shards is not None:
         cotangents = {name: psum(g, settings.shards.cotangents_by_row) for name, g in cotangents.items()}
     with jax.named_scope("pallas_ce.recompute"):
-        if _gathers(settings):
-            assert kept.weight is not None
-            settings = _told_it_is_whole(settings)
-            head = dataclasses.replace(head, weight=kept.weight, bias=kept.bias)
-        operation = streamed(settings.shards, functools.partial(_gradients, settings, needs_grad, weight_dtype))
-        rows = RowArrays(batch, mask, statistics.pop("argmax", None), (statistics, cotangents))
-        return sweep.finished(operands, *operation(rows, head))
+        gradients = functools.partial(_gradients, needs_grad, head.weight.dtype)
+        if kept.head is not None:
+            settings, head = _handed_whole(settings), kept.head
+        rows = RowArrays(operands.batch, operands.mask, (kept.statistics, cotangents))
+        return sweep.finished(operands, *streamed(settings, gradients)(rows, head))
 
 
-# Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
-row_statistics = differentiable(_forward, _backward)
-
-
-def _gathers(settings: Settings) -> bool:
-    """Whether a weight is gathered inside a `shard_map`; under `jit` the partitioner sees to it."""
-    return settings.shards is not None and bool(settings.shards.gathered)
-
-
-def _told_it_is_whole(settings: Settings) -> Settings:
+def _handed_whole(settings: Settings) -> Settings:
     assert settings.shards is not None
     return dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, handed_whole=True))
 
 
 def _gradients(
-    settings: Settings, needs_grad: NeedsGrad, weight_dtype: np.dtype, shards: Shards, rows: RowArrays, head: Head
-) -> tuple[jax.Array | None, Gradients]:
-    operation = functools.partial(_local_gradients, needs_grad, shards, weight_dtype)
-    rows, head = shards.enter(rows, head)
-    return at_lowering(settings.variants(head), operation, rows, head)
-
-
-def _local_gradients(
-    needs_grad: NeedsGrad, shards: Shards, weight_dtype: np.dtype, settings: Settings, rows: RowArrays, head: Head
+    needs_grad: NeedsGrad, weight_dtype: np.dtype, settings: Settings, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, Gradients]:
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
@@ -101,9 +76,9 @@ def _local_gradients(
         coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
     lse = kept["lse"] if coefficients.need_probabilities else None
-    argmax = rows.argmax if coefficients.argmax is not None else None
+    argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
-    plan = settings.plan(head.spec, tokens, "recompute")
+    plan = settings.block_sizes(head.spec, tokens, "recompute")
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = jax.tree.map(block.take, coefficients)

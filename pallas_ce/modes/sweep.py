@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.modes.differentiation import Gradients, Operands, finish, sum_over_devices
+from pallas_ce.modes.call import Gradients, Operands, finish, sum_over_devices
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows

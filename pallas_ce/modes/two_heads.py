@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
-from pallas_ce.modes.differentiation import Gradients, Operands, differentiable
-from pallas_ce.modes.fold import Streams, fold_tiles, over_rows_that_count
+from pallas_ce.modes.call import Gradients, Operands
+from pallas_ce.modes.evaluate import differentiable
+from pallas_ce.modes.fold import Streams, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
@@ -38,26 +39,30 @@ class Teacher(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Pair:
     """Static facts of one call; `shards` says how the rows are split inside a `shard_map` that tracks it."""
 
     divergence: Divergence
     streams: Streams
     shards: Shards
 
+    def variants(self, head: Head) -> tuple["Pair"]:
+        """The one way for every platform."""
+        return (self,)
 
-def _forward(call: Call, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
+
+def _forward(pair: Pair, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
-    found = _statistics(call, operands)
+    found = _statistics(pair, operands)
     return found.value, found
 
 
 def _backward(
-    call: Call, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
+    pair: Pair, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
 ) -> Gradients:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
-        operation = streamed(call.shards, functools.partial(_gradients, call, needs_grad))
+        operation = streamed(pair, functools.partial(_gradients, needs_grad))
         more = (teacher.hidden, found, cotangent)
         return sweep.finished(
             operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
@@ -85,8 +90,8 @@ def _log_probs(
     return found.student.log_probs(student, valid), found.teacher.log_probs(teacher, valid)
 
 
-def _statistics(call: Call, operands: Operands) -> PairStatistics:
-    divergence, head, teacher = call.divergence, operands.head, operands.inputs
+def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
+    divergence, head, teacher = pair.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
         (hidden, _, inverse), teacher_hidden = by_row
@@ -96,7 +101,7 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
             student, teacher = (tempered(z, inverse) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
             return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.valid)
 
-        partial = fold_tiles(tiles, part, functools.partial(pairs.merge_pairs, divergence))
+        partial = tiles.fold(part, functools.partial(pairs.merge_pairs, divergence))
         found = pairs.finalise_pairs(divergence, partial)
         if divergence.passes == 1:
             return found
@@ -105,7 +110,7 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
             logits = _tile_logits(hidden, teacher_hidden, heads, tile)
             return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
 
-        value, expected = fold_tiles(tiles, mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
 
     def empty(rows: int) -> PairStatistics:
@@ -114,15 +119,15 @@ def _statistics(call: Call, operands: Operands) -> PairStatistics:
 
     with jax.named_scope("pallas_ce.divergence"):
         by_row = (operands.batch, teacher.hidden)
-        return over_rows_that_count(visit, call.streams.plan, empty, by_row, (head, teacher.head), operands.mask)
+        return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, (head, teacher.head), operands.mask)
 
 
 def _gradients(
-    call: Call, needs_grad: NeedsGrad, shards: Shards, rows: RowArrays, head: Head, teacher: Head
+    needs_grad: NeedsGrad, pair: Pair, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, Gradients]:
     (hidden, _, inverse), mask = rows.batch, rows.mask
     teacher_hidden, found, cotangent = rows.more
-    plan = call.streams.plan(hidden.shape[0], "recompute")
+    plan = pair.streams.block_sizes(hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
     # Where the divergence is infinite no change of the logits helps: gradient 0.
     valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
@@ -141,7 +146,7 @@ def _gradients(
             tile = tiles.tile(tile_index)
             logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
             log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
-            slope = pairs.slope(call.divergence, log_p, log_q, block_found.expected)
+            slope = pairs.slope(pair.divergence, log_p, log_q, block_found.expected)
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))

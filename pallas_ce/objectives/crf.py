@@ -1,6 +1,5 @@
 """A linear-chain conditional random field over candidate tags, on emission scores from anywhere."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.parallel.explicit_axes import in_automatic_region
+from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 
 
@@ -105,14 +104,14 @@ def linear_chain_crf(
     if valid.shape != tags.shape or valid.dtype != jnp.bool:
         raise ValueError(f"mask is {valid.dtype}{list(valid.shape)}; it must be bool{list(tags.shape)}")
     normalizer = arguments.normalizer(normalizer)
-    function = functools.partial(_linear_chain_crf, reduction)
-    return in_automatic_region(function, reduction == "none", tags, emissions, tags, transitions, valid, normalizer)
+    return _linear_chain_crf(reduction, tags, emissions, transitions, valid, normalizer)
 
 
+@program(static=1, by_row=lambda reduction, *_: reduction == "none")
 def _linear_chain_crf(
     reduction: str,
-    emissions: jax.Array,
     tags: jax.Array,
+    emissions: jax.Array,
     transitions: jax.Array,
     mask: jax.Array,
     normalizer: Any | None,
@@ -122,7 +121,7 @@ def _linear_chain_crf(
     emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
     shared = transitions.ndim == 2
     if not shared:
-        transitions = transitions.reshape(-1, length - 1, k, k)
+        transitions = transitions.reshape(len(emissions), length - 1, k, k)
     valid = jnp.cumprod(mask.reshape(-1, length).astype(jnp.int32), axis=1).astype(bool)
     tags = tags.reshape(-1, length)
     is_tag = (tags >= 0) & (tags < k)

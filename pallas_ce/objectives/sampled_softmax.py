@@ -1,7 +1,6 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,7 @@ from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
-from pallas_ce.parallel.explicit_axes import in_automatic_region
-from pallas_ce.parallel.partitioning import replicated
+from pallas_ce.parallel.entry import program, replicated
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.statistics.labels import NO_TARGET
 
@@ -106,14 +104,6 @@ def sampled_softmax_cross_entropy(
     return _checked(**locals())
 
 
-class _Sampling(NamedTuple):
-    """What is sampled, and how; static."""
-
-    num_samples: int
-    sampler: ClassSampler
-    correction: bool
-
-
 def _checked(
     *,
     key: Any,
@@ -130,20 +120,21 @@ def _checked(
     if log_expected_correction and arguments.is_known(logit_scale, 0.0):
         raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
     options = read_options(call.leading, vocab_size, **of_loss)
-    sampling = _Sampling(num_samples, class_samplers.find(sampler), bool(log_expected_correction))
-    function, key = functools.partial(_sampled_softmax, sampling), arguments.key(key)
-    return in_automatic_region(function, options.by_row, call.hidden, key, call, options)
+    sampler, correction = class_samplers.find(sampler), bool(log_expected_correction)
+    return _sampled_softmax(num_samples, sampler, correction, call, arguments.key(key), options)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sampled_softmax(sampling: _Sampling, key: Any, call: CheckedCall, options: Options) -> jax.Array:
-    spec, count = call.spec, sampling.num_samples
+@program(static=3, by_row=lambda count, sampler, correction, call, key, options: options.by_row)
+def _sampled_softmax(
+    count: int, sampler: ClassSampler, correction: bool, call: CheckedCall, key: Any, options: Options
+) -> jax.Array:
+    spec = call.spec
     (hidden, ids, _), head, mask = call.flat_rows_that_count()
     assert ids is not None
     assert mask is not None
     hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
     targets = jnp.where(mask, ids, 0)
-    drawn = class_samplers.draw(sampling.sampler, key, count, spec.vocab_size)
+    drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
     place_of = (
@@ -158,7 +149,7 @@ def _sampled_softmax(sampling: _Sampling, key: Any, call: CheckedCall, options: 
     columns = jnp.take(call.weight, gathered, axis=spec.vocab_axis)
     axis, scale = spec.vocab_axis, head.logit_scale
     biases: jax.Array | None = None if call.bias is None else call.bias.astype(spec.accumulator)[gathered]
-    if sampling.correction:
+    if correction:
         shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
         shift = shift if scale is None else shift / scale  # the head multiplies its bias by the scale
         biases = shift if biases is None else biases + shift

@@ -1,39 +1,95 @@
 """Every streamed operation is entered here: rows flattened, split over the mesh, and mapped by `vmap`.
 
-Inside, where a device's share of the work is known, `at_lowering` leaves the choice of a backend to the lowering.
+Rows are independent given the head. So under `vmap` a batch that shares the head is just more rows: it folds into them,
+and the weight is streamed once for all examples. Where the head itself is batched, or a gradient of the head is needed
+for each example, the operation maps over the batch, one example's scratch at a time.
+
+Under `jit` on a mesh, XLA cannot see through a kernel: left to itself it gathers the weight on every device.
+`custom_partitioning` hands the decision to `partitioning.split`. Inside, where a device's share of the work is known,
+`at_lowering` leaves the choice of a backend to the lowering. All this needs automatic mesh axes: see `program`.
 """
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend import core as jex
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ce.head import Batch
-from pallas_ce.parallel.batching import over_rows
-from pallas_ce.parallel.partitioning import partitioned
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.head import Batch, Head
+from pallas_ce.parallel.partitioning import Names, row_names, split, weight_names
+from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
+from pallas_ce.streaming.rows import flat_rows
 
-# (shards, rows, *shared) -> (by_row, of_head): by_row leaves are `[N, ...]` where the rows' are flat `[N, ...]`.
+# `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions; those of
+# `of_head` are of the weight's shape, `[V']` or scalar; `shared` are whole arrays. Without a head it is None.
 Operation = Callable[..., tuple[Any, Any]]
 
 
-def streamed(shards: Shards | None, operation: Operation) -> Callable[..., tuple[Any, Any]]:
-    """`operation` on rows of any leading shape `[...]`, with its rule for `vmap`.
+def program[Out](
+    static: int = 0, by_row: Callable[..., Any] = lambda *_: True
+) -> Callable[[Callable[..., Out]], Callable[..., Out]]:
+    """Jits a function; the explicit axes of its arguments' mesh, if there are any, are automatic inside.
 
-    Split as `shards` say, inside a `shard_map`; without them by `jit`'s partitioner, on a mesh.
+    Args:
+        static: so many arguments, the first ones, are static. The first array of the others is `[..., K]`: its leading
+            dimensions are the rows'.
+        by_row: of the arguments: a prefix of the result's tree, whether a result has the rows' leading dimensions and
+            lies as they do, or is a replicated scalar.
     """
 
-    def on_any_shape(shards: Shards, rows: RowArrays, *shared: Any) -> tuple[Any, Any]:
-        leading = rows.batch.leading
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(leading) :]), rows)
-        by_row, of_head = operation(shards, flat, *shared)
-        return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
+    def decorate(function: Callable[..., Out]) -> Callable[..., Out]:
+        jitted = jax.jit(function, static_argnums=tuple(range(static)))
 
-    if shards is None:
-        return over_rows(partitioned(on_any_shape))
-    return over_rows(functools.partial(on_any_shape, shards))
+        @functools.wraps(jitted)
+        def run(*arguments: Any) -> Out:
+            facts, arrays = arguments[:static], arguments[static:]
+            shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
+            mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
+            if mesh is None:
+                return jitted(*arguments)
+            whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
+            places = jax.tree.map(lambda flag: as_rows if flag else whole, by_row(*arguments))
+            return jax.sharding.auto_axes(functools.partial(jitted, *facts), out_sharding=places)(*arrays)
+
+        return run
+
+    return decorate
+
+
+class How(Protocol):
+    """How an operation is carried out."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """How it is split inside a `shard_map`; where None, `jit`'s partitioner splits it on a mesh."""
+        ...
+
+    def variants(self, head: Head, /) -> Sequence[Self]:
+        """How one device's share is, with the head that it works on; see `at_lowering`."""
+        ...
+
+
+def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]]) -> Operation:
+    """`operation(how, shards, rows, head, *shared)` as an `Operation` on rows of any leading shape.
+
+    It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head.
+    """
+
+    def on_device(shards: Shards, rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
+        rows, head = shards.enter(rows, head)
+        return at_lowering(
+            how.variants(head), lambda how, *arrays: operation(how, shards, *arrays), rows, head, *shared
+        )
+
+    return _flat_and_split(how.shards, on_device)
 
 
 def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +105,7 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
             del shards, head
             return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
 
-        return streamed(None, headless)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
+        return _flat_and_split(None, headless)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
 
     return entered
 
@@ -64,3 +120,168 @@ def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[.
         return cuda(*arrays)
     (default,) = others
     return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+
+
+def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, Any]]) -> Operation:
+    """`operation(shards, rows, head, *shared)`, which sees flat rows, mapped by `vmap`."""
+
+    def flat(shards: Shards, rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
+        leading = rows.batch.leading
+        by_row, of_head = operation(shards, flat_rows(leading, rows), head, *shared)
+        return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
+
+    return over_rows(_partitioned(flat) if shards is None else functools.partial(flat, shards))
+
+
+def over_rows(operation: Operation) -> Operation:
+    """Gives `operation`, on pytrees of rows and of what all rows share, its `vmap` rule."""
+
+    @custom_vmap
+    def batched(by_row: Any, *shared: Any) -> tuple[Any, Any]:
+        return operation(by_row, *shared)
+
+    @batched.def_vmap
+    def rule(size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        is_batched = jax.tree.unflatten(jax.tree.structure(arguments), jax.tree.leaves(in_batched))
+        per_example = jax.eval_shape(operation, *jax.tree.map(_one_example, arguments, is_batched))
+        if size == 0:
+            out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), per_example)
+        elif any(jax.tree.leaves(is_batched[1:])) or jax.tree.leaves(per_example[1]):
+            out = _map(batched, arguments, is_batched)
+        else:
+            out = batched(_fold(size, arguments[0], is_batched[0]), *arguments[1:])
+        return out, jax.tree.map(lambda _: True, out)
+
+    return batched
+
+
+def _one_example(x: jax.Array, is_batched: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:] if is_batched else x.shape, x.dtype)
+
+
+def _fold(size: int, by_row: Any, is_batched: Any) -> Any:
+    """The batch as one more leading dimension of every leaf."""
+    return jax.tree.map(
+        lambda x, flag: x if flag else lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1))),
+        by_row, is_batched,
+    )  # fmt: skip
+
+
+def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(is_batched)
+
+    def one(batched: list[jax.Array]) -> tuple[Any, Any]:
+        example = iter(batched)
+        chosen = [next(example) if b else x for x, b in zip(leaves, flags, strict=True)]
+        return operation(*jax.tree.unflatten(structure, chosen))
+
+    return lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
+
+
+def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
+    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; without a head, by the rows only."""
+
+    def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten((rows, head, *shared))
+
+        def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
+            return operation(shards, *jax.tree.unflatten(structure, leaves))
+
+        whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
+        out_structure, consts, count = jax.tree.structure(results), whole.consts, len(leaves)
+        if whole.effects:  # printing, say, which custom_partitioning cannot lower
+            return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
+        # Arrays from a closure are operands too.
+        names, out_names = _names(rows, head, (shared, consts)), _out_names(results, rows, head)
+
+        @custom_partitioning
+        def call(*operands: jax.Array) -> list[jax.Array]:
+            leaves, consts = operands[:count], operands[count:]
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(whole.jaxpr, consts))(*leaves)
+
+        def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
+            del result
+            specs = [operand.sharding.spec for operand in given[:count]]
+            given_rows, given_head, *_ = jax.tree.unflatten(structure, specs)
+            weight = None if given_head is None else given_head.weight
+            axes, shards = split(mesh, given_rows.batch.hidden, weight, rows, head)
+            taken = axes
+            if head is not None and head.weight.dtype.itemsize <= head.spec.dtype.itemsize:
+                # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
+                shards = dataclasses.replace(shards, handed_whole=True)
+                taken = axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(head)}
+
+            def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
+                return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
+
+            def local(*operands: jax.Array) -> list[jax.Array]:
+                # A device knows the axes by their names only, and itself.
+                alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
+                with jax.sharding.use_abstract_mesh(alone):
+                    return jax.tree.leaves(flat(shards, operands[:count]))
+
+            return mesh, local, [place(d, axes) for d in out_names], tuple(place(d, taken) for d in names)
+
+        rule = SdyShardingRule(
+            tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
+        )
+        call.def_partition(partition=partition, sharding_rule=rule)
+        return jax.tree.unflatten(out_structure, call(*leaves, *consts))
+
+    return entered
+
+
+def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
+    """The dimensions of every leaf of `(rows, head, *shared)`."""
+    given = {"weight": weight_names(head), "bias": ("vocabulary",)}
+    arrays = [field.name for field in dataclasses.fields(Head) if field.name != "spec" and head is not None]
+    of_head = [given.get(name, ()) for name in arrays if getattr(head, name) is not None]
+    leaves = jax.tree.leaves((rows, head, *shared))
+    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + of_head
+    return _with_whole("in", leaves, known)
+
+
+def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> list[Names]:
+    """The dimensions of every leaf of an operation's results."""
+    by_row, of_head = (jax.tree.leaves(result) for result in results)
+    kinds = {0: (), 1: ("vocabulary",), 2: weight_names(head)}
+    return _with_whole("out", by_row + of_head, [row_names(rows)] * len(by_row) + [kinds[x.ndim] for x in of_head])
+
+
+def _with_whole(prefix: str, leaves: list[jax.Array], known: list[Names]) -> list[Names]:
+    """Names for all dimensions: those that are left whole get one each, since equal names would mean equal sizes."""
+    new = (f"{prefix}{i}" for i in itertools.count())
+    known = known + [()] * (len(leaves) - len(known))
+    return [(*names, *itertools.islice(new, x.ndim - len(names))) for x, names in zip(leaves, known, strict=True)]
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """`x` whole on every device, and so its gradient: how either is made does not decide how what reads it is split."""
+    return x if jax.sharding.get_abstract_mesh().manual_axes else _with_replicated_gradient(x)
+
+
+@custom_vmap
+def _replicated(x: jax.Array) -> jax.Array:
+    call = custom_partitioning(lambda x: x)
+
+    def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
+        del given, result
+        place = NamedSharding(mesh, PartitionSpec())
+        return mesh, lambda x: x, place, (place,)
+
+    here, there = (ArrayMapping(*(f"{side}{axis}" for axis in range(x.ndim))) for side in ("in", "out"))
+    call.def_partition(partition=partition, sharding_rule=SdyShardingRule((here,), (there,)))
+    found: jax.Array = call(x)
+    return found
+
+
+_replicated.def_vmap(lambda size, batched, x: (_replicated(x), batched[0]))
+
+
+@jax.custom_vjp
+def _with_replicated_gradient(x: jax.Array) -> jax.Array:
+    return _replicated(x)
+
+
+_with_replicated_gradient.defvjp(lambda x: (_replicated(x), None), lambda _, gradient: (_replicated(gradient),))

@@ -1,6 +1,7 @@
 """For calls inside the caller's own `shard_map`: how the arrays of a call are split over the mesh axes."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -80,7 +81,7 @@ class MeshAxes:
     @property
     def parts(self) -> tuple[int, int]:
         """Into how many parts the vocabulary and H are split."""
-        return _devices(_names(self.vocabulary)), _devices(_names(self.width))
+        return _devices(self.vocabulary), _devices(self.width)
 
 
 def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | None:
@@ -101,7 +102,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     if mesh_axes is None and not axes:
         return None
     said = mesh_axes or MeshAxes()
-    vocabulary, rows, width = _names(said.vocabulary), _names(said.rows), _names(said.width)
+    vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
     if axes:
         rows = _typed_rows(said, arrays)
     elif said.grad is None:
@@ -148,11 +149,7 @@ def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:
     return (*said.rows, *sorted(rows - set(said.rows)))
 
 
-def _names(axes: str | Axes) -> Axes:
-    return (axes,) if isinstance(axes, str) else axes
-
-
-def _devices(axes: Axes) -> int:
+def _devices(axes: Iterable[str]) -> int:
     """The number of devices along `axes` of the surrounding `shard_map`."""
     count = 1
     for axis in axes:

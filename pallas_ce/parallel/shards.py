@@ -38,13 +38,11 @@ class RowArrays(NamedTuple):
     Attributes:
         batch: hidden states, labels, temperatures.
         mask: `[...]` bool, which rows count.
-        argmax: `[...]` int32, the row's column of the largest logit, where a backward reads it.
         more: any pytree.
     """
 
     batch: Batch
     mask: jax.Array | None
-    argmax: jax.Array | None = None
     more: Any = None
 
 
@@ -102,8 +100,7 @@ class Shards:
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
         head = self._local_head(self.gather(head))
-        batch = rows.batch._replace(labels=self.columns(rows.batch.labels, head))
-        return rows._replace(batch=batch, argmax=self.columns(rows.argmax, head)), head
+        return rows._replace(batch=rows.batch._replace(labels=self.columns(rows.batch.labels, head))), head
 
     def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
         """Vocabulary ids as columns of this device; `NO_TARGET` for those of another."""

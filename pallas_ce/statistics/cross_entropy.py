@@ -77,17 +77,15 @@ class CrossEntropy:
     The smoothing term is `α/V·Σ_v c_v·(lse - z_v)`, PyTorch's rule; its sum over the vocabulary is `mean_logit` with
     `u = c/V`.
 
+    Each of them is there where the inputs have it.
+
     Attributes:
         smoothing: whether α is there.
-        z_loss: whether β is.
-        class_weights: whether c is.
-        token_weights: whether w is.
+        normalised: whether each row is divided by the normalisers.
     """
 
     smoothing: bool
-    z_loss: bool
-    class_weights: bool
-    token_weights: bool
+    normalised: bool
     defined_at_zero: ClassVar[bool] = True
 
     @property
@@ -100,21 +98,22 @@ class CrossEntropy:
         by_row, shared = inputs
         lse = statistics["lse"]
         loss = lse - statistics["target_logit"]
-        if self.class_weights:
+        if "class_weight" in by_row:
             loss = zero_safe_product(by_row["class_weight"], loss)
         if self.smoothing:
-            mean_class_weight = shared["mean_class_weight"] if self.class_weights else jnp.ones((), lse.dtype)
+            mean_class_weight = shared.get("mean_class_weight", jnp.ones((), lse.dtype))
             spread = zero_safe_product(mean_class_weight, lse) - statistics["mean_logit"]
             loss = zero_safe_product(1.0 - shared["smoothing"], loss) + zero_safe_product(shared["smoothing"], spread)
-        z_part = zero_safe_product(shared["z_loss"], lse * lse) if self.z_loss else None
-        if self.token_weights:
+        z_part = zero_safe_product(shared["z_loss"], lse * lse) if "z_loss" in shared else None
+        if "token_weight" in by_row:
             loss = zero_safe_product(by_row["token_weight"], loss)
             z_part = None if z_part is None else zero_safe_product(by_row["token_weight"], z_part)
         return loss, z_part
 
     def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> jax.Array:
         """Each row's share `[n]` of the reduced loss."""
-        shared = inputs[1]
         loss, z_part = self.parts(statistics, inputs)
-        loss = loss * shared["inverse_normalizer"]
-        return loss if z_part is None else loss + z_part * shared["inverse_z_normalizer"]
+        if self.normalised:
+            loss = loss * inputs[1]["inverse_normalizer"]
+            z_part = None if z_part is None else z_part * inputs[1]["inverse_z_normalizer"]
+        return loss if z_part is None else loss + z_part

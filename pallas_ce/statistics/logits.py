@@ -50,9 +50,10 @@ class LogitsTile:
 
     def weighted(self) -> jax.Array:
         """`Σ u z`, to which columns with u = 0 add nothing, even if they are infinite."""
-        assert self.logit_weights is not None
-        counts = self.logit_weights != 0 if self.valid is None else self.valid & (self.logit_weights != 0)
-        return jnp.where(counts[None, :], self.logit_weights[None, :] * self.logits, 0.0).sum(axis=1)
+        u = present(self.logit_weights)
+        counts = u != 0 if self.valid is None else self.valid & (u != 0)
+        # Selected before it is multiplied, for the sake of derivatives.
+        return (jnp.where(counts[None, :], self.logits, 0.0) * u[None, :]).sum(axis=1)
 
 
 def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -74,30 +75,17 @@ def present(x: jax.Array | None) -> jax.Array:
 
 
 class Row(NamedTuple):
-    """Whole rows, as definitions read them; `[n, V]` but for `labels [n]` or `[n, K]`, -1 for none, and `u [V]`."""
+    """Whole rows, as definitions read them; `[n, V]`."""
 
-    z: jax.Array
+    tile: LogitsTile
     log_p: jax.Array  # 0 where p is 0
     p: jax.Array  # 0 in rows of -inf only
     lse: jax.Array  # [n]
-    labels: jax.Array | None
-    u: jax.Array
 
     def argmax(self) -> jax.Array:
         """`[n]` int32."""
-        return jnp.argmax(self.z, axis=1).astype(jnp.int32)
+        return jnp.argmax(self.tile.logits, axis=1).astype(jnp.int32)
 
     def entropy(self) -> jax.Array:
         """`[n]`."""
         return -(self.p * self.log_p).sum(axis=1)
-
-    def target(self) -> jax.Array:
-        """In the labels' shape; 0 where there is none."""
-        labels = present(self.labels)
-        places = jnp.where(labels >= 0, labels, 0).reshape(labels.shape[0], -1)
-        return jnp.where(labels >= 0, jnp.take_along_axis(self.z, places, axis=1).reshape(labels.shape), 0.0)
-
-    def weighted(self) -> jax.Array:
-        """`Σ u z`, `[n]`; selected before it is multiplied, for the sake of derivatives."""
-        u = self.u[None, :]
-        return (jnp.where(u != 0, self.z, 0.0) * u).sum(axis=1)

@@ -239,14 +239,14 @@ PRIMITIVES: dict[str, Statistic] = {
     "target_logit": Statistic(
         ("target_logit",),
         finalise=lambda part: present(part.target_logit),
-        definition=Row.target,
+        definition=lambda row: row.tile.target(),
         coefficients=lambda g, saved: {"target": g},
         of_targets=True,
     ),
     "mean_logit": Statistic(
         ("weighted_sum",),
         finalise=lambda part: present(part.weighted_sum),
-        definition=Row.weighted,
+        definition=lambda row: row.tile.weighted(),
         coefficients=lambda g, saved: {"logit_weights": g},
     ),
     "entropy": Statistic(
@@ -266,7 +266,7 @@ PRIMITIVES: dict[str, Statistic] = {
     "max_logit": Statistic(
         ("max",),
         finalise=lambda part: present(part.max),
-        definition=lambda row: jnp.take_along_axis(row.z, row.argmax()[:, None], axis=1)[:, 0],
+        definition=lambda row: jnp.take_along_axis(row.tile.logits, row.argmax()[:, None], axis=1)[:, 0],
         saved=("argmax",),
         coefficients=lambda g, saved: {"argmax": g},
     ),

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce.streaming.loops import fori_loop
+
 # Each is compiled by itself, and where there are many rows the host need not be quick.
 _MOST_WITHOUT_LOOP = 10
 
@@ -72,6 +74,10 @@ class Tiles:
         if self.limit is not None:
             valid = columns < self.limit if own is None else own & (columns < self.limit)
         return Tile(start, self.size, columns, valid, own)
+
+    def fold[State](self, part: Callable[["Tile"], State], merge: Callable[[State, State], State]) -> State:
+        """`part` of each tile, joined from the left. The first tile's columns are all its own."""
+        return fori_loop(1, self.count, lambda i, done: merge(done, part(self.tile(i))), part(self.tile(0)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from flax_modules import linen
+from flax_modules import nnx as on_nnx
 from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, stored_logits
 
 FEATURES, VOCAB = 16, 37
@@ -109,6 +110,25 @@ def test_without_dtype_inputs_and_parameters_are_promoted(make, hidden, labels):
     assert half["kernel"].dtype == jax.grad(apply)(half, narrow, labels)["kernel"].dtype == jnp.bfloat16
 
 
+def test_attributes_can_be_changed_after_construction(hidden, labels):
+    head = on_nnx.LossHead(FEATURES, VOCAB, label_smoothing=0.3, rngs=nnx.Rngs(0), **FAST)
+    head.label_smoothing = 0.0
+    assert_close(nnx.jit(lambda head: head(hidden, labels))(head), mean_cross_entropy(head.logits(hidden), labels))
+
+
+def test_a_rematerialised_head_has_the_same_gradients(framework, hidden, labels):
+    def through_linen(*given):
+        return initialised(nn.remat(linen.LossHead)(FEATURES, VOCAB), hidden, labels)[1](*given)
+
+    def through_nnx(params, *given):
+        return nnx.remat(lambda head: head(*given))(nnx.merge(nnx.graphdef(head), params))
+
+    head = of(framework, "LossHead", FEATURES, VOCAB)
+    params, apply = initialised(head, hidden, labels)
+    rematerialised = through_linen if framework is linen else through_nnx
+    assert_close(jax.grad(rematerialised)(params, hidden, labels), jax.grad(apply)(params, hidden, labels))
+
+
 def test_calls_name_what_is_wrong(make, hidden, labels):
     params, apply = make(**FAST)
     for message, given, options in (
@@ -136,3 +156,13 @@ def test_construction_names_what_is_wrong(framework, hidden, labels):
         framework.LossHead.tied(embed(FEATURES), vocab_size=38)
     with pytest.raises(TypeError, match=r"embed is a (Dense|Linear)"):
         framework.LossHead.tied(nn.Dense(3) if framework is linen else nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+
+def test_nnx_needs_random_numbers_for_parameters_and_a_table_to_tie_to():
+    embed = nnx.Embed(VOCAB, FEATURES, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
+        on_nnx.LossHead(FEATURES, VOCAB)
+    with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
+        on_nnx.LossHead.tied(embed, use_bias=True)
+    with pytest.raises(ValueError, match=r"embed has shape \(3,\)"):
+        on_nnx.LossHead.tied(nnx.Param(jnp.ones(3)))

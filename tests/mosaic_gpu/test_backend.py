@@ -1,6 +1,5 @@
 """Losses and gradients through the backend, in both backward modes, under the GPU interpreter."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -71,6 +70,9 @@ def check(interpreted: Any, loss: Any, given: dict[str, jax.Array], mode: str, f
     return got[1]
 
 
+EVERY_OPTION = {"vocab_size": 201, "logit_softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3}
+OF_CLASSES = {"label_smoothing": 0.2, "class_weights": np.linspace(0.5, 2, 648)}
+
 # Arguments of `arrays`, and options.
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "plain": ((70, 64, 208), {}),
@@ -79,25 +81,29 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one class, transposed": ((40, 64, 1, 1), {}),
     "a vocabulary that is no multiple": ((40, 64, 133), {}),
     "float16, in blocks": ((80, 64, 204, 0, jnp.float16), {"scratch_bytes": 60_000}),
+    "every option": ((70, 64, 213), EVERY_OPTION),
+    "every option, transposed": ((70, 72, 213, 1), EVERY_OPTION),
+    "a little padding, which is worked on as vocabulary": ((70, 256, 656), {"vocab_size": 648}),
+    "a little padding, weighted": ((70, 256, 656), {"vocab_size": 648, **OF_CLASSES}),
 }
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_and_its_gradients(mode: str, name: str, interpreted: Any) -> None:
     sizes, options = CASES[name]
-    loss = cross_entropy(labels_of(sizes[0], sizes[2]), vocab_axis=(*sizes, 0)[3], **options)
-    check(interpreted, loss, arrays(*sizes), mode)
+    axis, size = (*sizes, 0)[3], options.get("vocab_size", sizes[2])
+    further = {"bias": bias_of(213), "logit_scale": jnp.float32(1.3)} if options is EVERY_OPTION else {}
+    loss = cross_entropy(labels_of(sizes[0], size), vocab_axis=axis, **options)
+    gradients = check(interpreted, loss, arrays(*sizes, **further), mode)
+    assert not np.any(jnp.moveaxis(gradients["weight"], axis, 0)[size:])
 
 
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("axis", "h"), [(0, 64), (1, 72)])
-def test_every_option_and_ragged_sizes(mode: str, axis: int, h: int, interpreted: Any) -> None:
-    options = {"logit_softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3}
-    given = arrays(70, h, 213, axis, bias=bias_of(213), logit_scale=jnp.float32(1.3))
-    check(interpreted, cross_entropy(labels_of(70, 201), vocab_axis=axis, vocab_size=201, **options), given, mode)
+def test_more_than_a_little_padding_is_not_worked_on_for_nothing() -> None:
+    for rows, vocabulary, taken in ((656, 648, True), (656, 656, False), (656, 600, False), (649, 648, False)):
+        spec = HeadSpec(256, rows, vocabulary, 0, BFLOAT16, None)
+        assert (operands.padded_spec(spec) != spec) == taken
 
 
 @pytest.mark.nightly(keep=4)
@@ -167,19 +173,6 @@ def test_shards_of_a_padded_vocabulary(
         options["class_weights"] = jnp.linspace(0.5, 2, v)
     loss = cross_entropy(labels_of(n, v), vocab_axis=axis, vocab_size=v, **options)
     check(interpreted, loss, arrays(n, h, rows, axis, **more), mode)
-
-
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "class_weights": np.linspace(0.5, 2, 648)}])
-def test_a_little_padding_is_worked_on_as_vocabulary(mode: str, options: dict[str, Any], interpreted: Any) -> None:
-    """So that no part of weight or stored logits is copied; with more padding it would be worked on for nothing."""
-    loss = cross_entropy(labels_of(70, 648), vocab_size=648, **options)
-    assert not np.any(check(interpreted, loss, arrays(70, 256, 656), mode)["weight"][648:])
-    spec = HeadSpec(256, 656, 648, 0, BFLOAT16, None)
-    for rows, vocabulary, taken in ((656, 648, True), (656, 656, False), (656, 600, False), (649, 648, False)):
-        changed = dataclasses.replace(spec, weight_rows=rows, vocab_size=vocabulary)
-        assert (operands.padded_spec(changed) != changed) == taken
 
 
 def test_a_shard_of_padding_only_leaves_nothing(interpreted: Any) -> None:

@@ -210,7 +210,10 @@ def ambient(kind: str, platform: str = "cuda") -> Any:
 
 def test_a_mesh_of_other_devices_keeps_the_kernels_out_where_the_process_has_a_hopper_gpu(hopper: None) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
-    assert not left_to_lowering(loss(), *(h200.shaped(mesh, x.shape, x.dtype) for x in structs()))
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in structs()]
+    assert not left_to_lowering(loss(), *arguments)
+    with pytest.raises(ValueError, match=r"its kernels are for Hopper GPUs, .* and this one is cpu; use 'xla'"):
+        explain(*arguments[:2], implementation="mosaic_gpu")
     with ambient("NVIDIA A100-SXM4-80GB"):
         assert not left_to_lowering(loss(), *structs())
         assert kernels_for("cuda", loss(), *structs()) == 0

@@ -48,49 +48,25 @@ def assert_summed(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "live"),
     [
-        {"cluster": None},
-        {"cluster": "rows", "in_flight": 1},
-        {"cluster": "columns", "windows": 3, "lead": 2},
-        {"cluster": "columns", "windows": 3, "ping_pong": True},
+        ({"cluster": None}, None),
+        ({"cluster": "rows", "in_flight": 1}, None),
+        ({"cluster": "rows", "windows": 2}, 100),
+        ({"cluster": "columns", "windows": 3, "lead": 2}, None),
+        ({"cluster": "columns", "windows": 3, "ping_pong": True}, None),
     ],
 )
-def test_for_hidden(vocab_axis: int, options: dict[str, Any], interpreted: Any) -> None:
+def test_for_hidden(vocab_axis: int, options: dict[str, Any], live: int | None, interpreted: Any) -> None:
+    """Blocks of rows that are not live are skipped."""
     stored, weight, _ = matrices(192, 528, 272, vocab_axis)
-    run = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, tiles(**options)))
-    assert_summed(run(stored, weight), exact(stored, laid_out(weight, vocab_axis)))
-
-
-def test_hidden_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
-    stored, weight, _ = matrices(512, 256, 256)
-    run = interpreted(lambda a, b, n: product_kernel.for_hidden(a, b, 0, tiles(cluster="rows", windows=2), n))
-    got = run(stored, weight, jnp.int32(100))
-    assert_summed(got[:100], exact(stored[:100], weight))
-    assert np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
-
-
-@pytest.mark.nightly(keep=3)
-@pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cluster": None},
-        {"cluster": "rows", "in_flight": 1},
-        {"cluster": "columns"},
-        {"cluster": None, "in_flight": 1, "ping_pong": True},
-    ],
-)
-def test_for_weight(vocab_axis: int, options: dict[str, Any], interpreted: Any) -> None:
-    stored, _, rows = matrices(192, 272, 256)
-    new, half = jax.ShapeDtypeStruct((272, 256) if vocab_axis == 0 else (256, 272), jnp.bfloat16), jnp.float32(0.5)
-    run = interpreted(lambda a, b: product_kernel.for_weight(a, b, vocab_axis, tiles(**options), new, multiplier=half))
-    got = run(stored, rows)
-    assert got.dtype == jnp.bfloat16
-    assert_rounded(laid_out(got, vocab_axis), 0.5 * exact(stored.T, rows))
+    valid = None if live is None else jnp.int32(live)
+    got = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, tiles(**options), valid))(stored, weight)
+    assert_summed(got[:live], exact(stored[:live], laid_out(weight, vocab_axis)))
+    assert live is None or np.isnan(np.asarray(got[128:])).all()  # the interpreter's uninitialised memory
 
 
 @pytest.mark.nightly(keep=4)
@@ -143,30 +119,36 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
         assert_summed(interpreted(run)(own, weight, total, jnp.int32(first), jnp.int32(valid)), want)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("valid_rows", [None, 0, 70])
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_a_part_of_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, valid_rows: int | None, ping_pong: bool, interpreted: Any
+@pytest.mark.parametrize(("parts", "valid_rows"), [(((0, 272, 272),), None), (PARTS, None), (PARTS, 0), (PARTS, 70)])
+@pytest.mark.parametrize(
+    "options",
+    [{"cluster": "rows", "in_flight": 1}, {"cluster": "columns"}, {"cluster": None, "in_flight": 1, "ping_pong": True}],
+)
+def test_the_weights_gradient_is_written_where_it_belongs(
+    vocab_axis: int, parts: Any, valid_rows: int | None, options: dict[str, Any], interpreted: Any
 ) -> None:
+    """In whole or part; rows behind the valid ones are never read."""
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
-    config = tiles(cluster=None if ping_pong else "rows", in_flight=1, ping_pong=ping_pong)
     counted = 192 if valid_rows is None else valid_rows
     live = None if valid_rows is None else jnp.int32(valid_rows)
 
     def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
-        return product_kernel.for_weight(
-            stored, rows, vocab_axis, config, weight, replaced=True, multiplier=jnp.float32(0.5), valid_rows=live,
-            part=Part(stored.shape[1], first, valid),
-        )  # fmt: skip
+        given = stored, rows, vocab_axis, tiles(**options)
+        half = jnp.float32(0.5)
+        if parts is PARTS:
+            part = Part(stored.shape[1], first, valid)
+            return product_kernel.for_weight(*given, weight, multiplier=half, valid_rows=live, part=part)
+        return product_kernel.for_weight(*given, jax.ShapeDtypeStruct(weight.shape, weight.dtype), multiplier=half)
 
-    for first, width, valid in PARTS:
+    for first, width, valid in parts:
         own = stored[:, :width].at[counted:].set(0)
         broken = own.at[-(-counted // 64) * 64 :].set(jnp.nan)
         want = np.array(laid_out(weight, vocab_axis), np.float64)
         want[first : first + valid] = 0.5 * exact(own.T, rows)[:valid]
         got = interpreted(run)(broken, rows, weight, jnp.int32(first), jnp.int32(valid))
+        assert got.dtype == jnp.bfloat16
         assert_rounded(laid_out(got, vocab_axis), want)
 
 

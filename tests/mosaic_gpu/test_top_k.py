@@ -95,7 +95,7 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     if options.get("vocab_axis"):
         weight = weight.T
     blocks = StoredBlocks(HeadSpec(32, v, v, 0, np.dtype(jnp.bfloat16), None), k, None)
-    scratch = blocks.plan(n // 2 + 1).scratch_bytes if two_blocks else None
+    scratch = blocks.block_sizes(n // 2 + 1).scratch_bytes if two_blocks else None
 
     def top_k(hidden: jax.Array, weight: jax.Array) -> Any:
         return linear_top_k(
@@ -121,7 +121,7 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
 @pytest.mark.parametrize("scratch", [None, 10**8, 10**9])
 def test_blocks_are_as_large_as_scratch_allows(tokens: int, scratch: int | None) -> None:
     blocks = StoredBlocks(HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None), 64, scratch)
-    plan = blocks.plan(tokens)
+    plan = blocks.block_sizes(tokens)
     assert 1 <= plan.rows <= tokens
     assert plan.scratch_bytes <= (scratch or DEFAULT_SCRATCH_BYTES)
     assert plan.rows == tokens or plan.rows <= 256 or plan.rows % 256 == 0

@@ -22,8 +22,10 @@ from pallas_ce.statistics.row import STATISTICS
 KEY = jax.random.key(7)
 
 
-def squared_lse_less_log_prob(statistics: Any) -> Any:
-    return statistics.lse**2 - statistics.log_prob
+def of_several_statistics(s: Any) -> Any:
+    return (
+        jnp.tanh(0.3 * s.lse) - s.log_prob + 0.1 * s.entropy + s.sum_sq_probs + 0.01 * s.max_logit + 0.1 * s.varentropy
+    )
 
 
 def _statistics(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
@@ -53,13 +55,19 @@ BY_ROW: dict[str, Callable[..., Any]] = {
     "linear_sample": _sample,
     "linear_sample of the 3 largest": functools.partial(_sample, top_k=3),
 }
+DISTILLATIONS = ("forward_kl", "reverse_kl", "jsd")
 LOSSES: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": linear_cross_entropy,
-    "linear_loss": functools.partial(linear_loss, squared_lse_less_log_prob),
-    **{name: functools.partial(_distilled, name) for name in ("forward_kl", "reverse_kl", "jsd")},
+    "linear_loss": functools.partial(linear_loss, of_several_statistics),
+    **{name: functools.partial(_distilled, name) for name in DISTILLATIONS},
     "sampled_softmax": functools.partial(sampled_softmax_cross_entropy, key=KEY, num_samples=9),
 }
 FUNCTIONS = BY_ROW | LOSSES
+# By name, the implementations of those that can be told which, beside the kernels; None: the only one.
+SERVED = dict.fromkeys(FUNCTIONS, (None,)) | {
+    **dict.fromkeys(("linear_row_statistics", "linear_log_probs", *LOSSES), ("xla", "reference", "toy")),
+    **dict.fromkeys(DISTILLATIONS, ("xla", "reference")),
+}
 TEMPERED = sorted(FUNCTIONS.keys() - {"linear_cross_entropy", "sampled_softmax"})
 
 

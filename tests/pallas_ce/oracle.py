@@ -116,6 +116,18 @@ def pull_back(slopes: Arrays, cotangents: Arrays) -> Any:
     return sum(term.reshape(term.shape[0], -1, term.shape[-1]).sum(1) for term in terms)
 
 
+def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Of rows of probabilities: `Σ p log(p/q)`, of which entries of p = 0 are no part."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(p > 0, p * (np.log(p) - np.log(q)), 0).sum(-1)
+
+
+def divergence(name: str, beta: float, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Of a student's probabilities p from a teacher's q."""
+    m = beta * q + (1 - beta) * p
+    return {"forward_kl": kl(q, p), "reverse_kl": kl(p, q), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}[name]
+
+
 def cross_entropy(
     arrays: Arrays,
     labels: np.ndarray,

@@ -13,64 +13,54 @@ import pytest
 
 from pallas_ce import linear_chain_crf, linear_log_probs
 from tests.pallas_ce.checks import assert_close
-from tests.pallas_ce.streamed import no_stored_logits
 
 
-def _by_enumeration(emissions: np.ndarray, tags: np.ndarray, transitions: np.ndarray, length: int) -> tuple[Any, Any]:
-    """The loss of one sequence, and its gradient of the emissions: marginal probabilities minus the tags' one-hots."""
-    k = emissions.shape[1]
-    paths = list(itertools.product(range(k), repeat=length))
+def _scores(emissions: Any, transitions: Any, paths: Any) -> Any:
+    """Of sequences `[..., T]`, from emissions `[T, K]` and transitions `[T-1, K, K]`."""
+    t = np.arange(len(emissions))
+    return emissions[t, paths].sum(-1) + transitions[t[:-1], paths[..., :-1], paths[..., 1:]].sum(-1)
 
-    def score(path: Any) -> float:
-        moves = (transitions if transitions.ndim == 2 else transitions[i] for i in range(length - 1))
-        return sum(emissions[t, y] for t, y in enumerate(path)) + sum(
-            m[a, b] for m, a, b in zip(moves, path[:-1], path[1:], strict=True)
-        )
 
-    scores = np.array([score(path) for path in paths], np.float64)
+def _every_path(emissions: Any) -> np.ndarray:
+    length, k = emissions.shape
+    return np.array([*itertools.product(range(k), repeat=length)])
+
+
+def _by_enumeration(emissions: np.ndarray, tags: np.ndarray, transitions: np.ndarray) -> tuple[Any, ...]:
+    """The loss of one sequence, and its gradients: how often paths come by, less the tags' own."""
+    paths, t = _every_path(emissions), np.arange(len(emissions))
+    scores = _scores(emissions, transitions, paths)
     log_z = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
-    gradient = np.zeros(emissions.shape)
-    for path, s in zip(paths, scores, strict=True):
-        gradient[np.arange(length), path] += np.exp(s - log_z)
-    gradient[np.arange(length), tags[:length]] -= 1
-    return log_z - score(tags[:length]), gradient
+    gradients = np.zeros(emissions.shape), np.zeros(transitions.shape)
+    for path, share in ((paths, np.exp(scores - log_z)[:, None]), (tags, -1)):
+        np.add.at(gradients[0], (t, path), share)
+        np.add.at(gradients[1], (t[:-1], path[..., :-1], path[..., 1:]), share)
+    return log_z - _scores(emissions, transitions, tags), *gradients
 
 
 @hypothesis.given(data=st.data())
-def test_loss_and_gradient_match_the_sum_over_all_sequences(data: Any) -> None:
-    batch, length, k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+def test_loss_and_gradients_match_the_sum_over_all_sequences(data: Any) -> None:
+    batch, k, length = (data.draw(st.integers(1, most)) for most in (3, 4, 5))  # the first example has one position
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     emissions = rng.normal(size=(batch, length, k)).astype(np.float32) * data.draw(st.sampled_from([1.0, 30.0]))
     tags = rng.integers(0, k, (batch, length))
-    shape = data.draw(st.sampled_from([(k, k), (batch, length - 1, k, k)]))
-    transitions = rng.normal(size=shape).astype(np.float32)
+    shared, several = (k, k), (batch, length - 1, k, k)
+    transitions = rng.normal(size=data.draw(st.sampled_from([several, shared]))).astype(np.float32)
     lengths = rng.integers(1, length + 1, batch)
     mask = np.arange(length) < lengths[:, None]
 
-    @jax.jit
-    @jax.value_and_grad
-    def ours(emissions: Any) -> Any:
-        return linear_chain_crf(emissions, tags, transitions, mask=mask)
-
-    each = [
-        _by_enumeration(emissions[b], tags[b], transitions if len(shape) == 2 else transitions[b], lengths[b])
-        for b in range(batch)
-    ]
-    want = np.mean([loss for loss, _ in each]), np.stack([gradient for _, gradient in each]) / batch
+    wide, between = emissions.astype(np.float64), np.broadcast_to(transitions, several).astype(np.float64)
+    loss, d_emissions, d_transitions = 0.0, np.zeros(emissions.shape), np.zeros(several)
+    for b, t in enumerate(lengths):
+        of_one, d_emissions[b, :t], d_transitions[b, : t - 1] = _by_enumeration(
+            wide[b, :t], tags[b, :t], between[b, : t - 1]
+        )
+        loss += of_one
+    d_transitions = d_transitions.sum((0, 1)) if transitions.ndim == 2 else d_transitions
+    want = jax.tree.map(lambda x: x / batch, (loss, (d_emissions, d_transitions)))
+    ours = jax.jit(jax.value_and_grad(lambda e, t: linear_chain_crf(e, tags, t, mask=mask), (0, 1)))
     # A loss is a small difference of scores of up to 30 for each position.
-    assert_close(ours(jnp.asarray(emissions)), want, 1e-5, floor=1e-5)
-
-
-def test_the_transitions_gradient_is_that_of_finite_differences() -> None:
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        emissions, tags = rng.normal(size=(2, 5, 3)), rng.integers(0, 3, (2, 5))
-        for shape in ((3, 3), (2, 4, 3, 3)):
-            transitions, direction = rng.normal(size=shape), rng.normal(size=shape)
-            run = jax.jit(lambda t: linear_chain_crf(emissions, tags, t))
-            slope = (run(transitions + 1e-6 * direction) - run(transitions - 1e-6 * direction)) / 2e-6
-            gradient = jax.jit(jax.grad(run))(transitions)
-            np.testing.assert_allclose((np.asarray(gradient) * direction).sum(), slope, rtol=1e-6)
+    assert_close(ours(emissions, transitions), want, 1e-5, floor=1e-5)
 
 
 def _tagger(padded: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
@@ -84,28 +74,31 @@ def _tagger(padded: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     return arrays, jnp.asarray(candidates), jnp.asarray(rng.integers(0, 2, (2, 4)))
 
 
+def _between(arrays: dict[str, Any], candidates: Any) -> Any:
+    known = jnp.maximum(candidates, 0)
+    return arrays["between"][known[:, :-1, :, None], known[:, 1:, None, :]]
+
+
 def _from_streamed_head(arrays: dict[str, Any], candidates: Any, tags: Any, **options: Any) -> Any:
     # 800 bytes hold a tile of a few columns: the head is read in several.
     emissions = linear_log_probs(arrays["hidden"], arrays["weight"], candidates, scratch_bytes=800)
     emissions = jnp.where(candidates < 0, -jnp.inf, emissions)
-    known = jnp.maximum(candidates, 0)
-    transitions = arrays["between"][known[:, :-1, :, None], known[:, 1:, None, :]]
-    return linear_chain_crf(emissions, tags, transitions, **options)
+    return linear_chain_crf(emissions, tags, _between(arrays, candidates), **options)
 
 
 def _from_stored_scores(arrays: dict[str, Any], candidates: Any, tags: Any, normalised: bool) -> Any:
-    """The loss from all log-probabilities, or logits, and the score of every sequence of candidates, -100 left out."""
+    """The loss from all log-probabilities, or logits, and the score of every sequence of candidates."""
     table = arrays["hidden"] @ arrays["weight"].T
     table = jax.nn.log_softmax(table) if normalised else table
-    losses = []
-    for scores, ids, own in zip(table, np.asarray(candidates), np.asarray(tags), strict=True):
-        paths = np.array(list(itertools.product(*([c for c in of_place if c >= 0] for of_place in ids))))
-
-        def score(path: Any, scores: Any = scores) -> Any:
-            return scores[jnp.arange(4), path].sum(-1) + arrays["between"][path[..., :-1], path[..., 1:]].sum(-1)
-
-        losses.append(jax.nn.logsumexp(score(paths)) - score(ids[np.arange(4), own]))
-    return sum(losses) / 2
+    scores = jnp.take_along_axis(table, jnp.maximum(candidates, 0), axis=2)
+    given = jnp.where(candidates < 0, -jnp.inf, scores), _between(arrays, candidates), np.asarray(tags)
+    return (
+        sum(
+            jax.nn.logsumexp(_scores(e, between, _every_path(e))) - _scores(e, between, own)
+            for e, between, own in zip(*given, strict=True)
+        )
+        / 2
+    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -124,18 +117,6 @@ def test_emissions_read_by_id_from_a_streamed_head_train_it(padded: bool) -> Non
         assert got[0] > 0
 
 
-def test_a_padded_candidate_is_as_if_absent() -> None:
-    with jax.enable_x64(True):
-        arrays, candidates, tags = _tagger(False)
-        run = jax.jit(jax.value_and_grad(_from_streamed_head))
-        padding = jnp.full((2, 4, 2), -100)
-        wide = jnp.concatenate([candidates, padding], axis=2)
-        assert_close(run(arrays, wide, tags), run(arrays, candidates, tags), 1e-13)
-        # Left as it is, 0 takes the padding for the likeliest candidate.
-        emissions = linear_log_probs(arrays["hidden"], arrays["weight"], wide)
-        assert np.all(np.argmax(emissions, axis=2) == 3)
-
-
 def test_positions_behind_the_mask_may_hold_anything() -> None:
     with jax.enable_x64(True):
         arrays, candidates, tags = _tagger(False)
@@ -145,17 +126,6 @@ def test_positions_behind_the_mask_may_hold_anything() -> None:
         padded = jnp.where(valid[..., None], candidates, -100)
         got = run({**arrays, "hidden": hidden}, padded, jnp.where(valid, tags, -100))
         assert_close(got, run(arrays, candidates, tags), 1e-12)
-
-
-def test_training_on_a_streamed_heads_emissions_stores_no_logits() -> None:
-    n, length, h, v, k = 4096, 64, 64, 40_000, 4
-
-    def loss(hidden: Any, weight: Any, candidates: Any) -> Any:
-        emissions = linear_log_probs(hidden, weight, candidates).reshape(-1, length, k)
-        return linear_chain_crf(emissions, jnp.zeros((n // length, length), int), jnp.zeros((k, k)))
-
-    shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n, k), jnp.int32)
-    no_stored_logits(jax.grad(loss, (0, 1)), n, v, 160 * 2**20, *shapes)
 
 
 def test_forbidden_candidates_and_transitions_leave_finite_gradients() -> None:

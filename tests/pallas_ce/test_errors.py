@@ -133,14 +133,22 @@ OF_A_LOSS: list[Row] = [
     ({"token_weights": COMPLEX}, TypeError, "token_weights has dtype complex64; it must be real"),
     ({"normalizer": jnp.ones(4)}, ValueError, r"normalizer has shape \(4,\); it must be a scalar"),
     ({"normalizer": NAN}, ValueError, "normalizer=nan must be a finite number"),
-    ({"normalizer": 10**400}, ValueError, "normalizer=1000.*… must be"),
     ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is given with reduction='sum'; only reduction='m"),
+    *(
+        ({"labels": np.array([0, -100, bad, -9]), "validate_labels": True}, ValueError,
+         rf"labels\[2\]={bad} is neither in \[0, vocab_size=5\) nor ignore_index=-100")
+        for bad in (5, -1, -7, 2**32)
+    ),
+    ({"labels": np.array([0, -100]), "hidden": HIDDEN[:2], "validate_labels": True, "ignore_index": None}, ValueError,
+     r"labels\[1\]=-100 is neither in .* nor ignore_index=None"),
+    ({"labels": np.array([[0, 1], [4, 4]], np.uint8), "hidden": jnp.ones((2, 2, 3)), "vocab_size": 4,
+      "validate_labels": True}, ValueError, r"labels\[1, 0\]=4 is neither in \[0, vocab_size=4\)"),
     ({"reduction": "max"}, ValueError, "reduction='max' is unknown; choose from 'mean', 'sum', 'none'"),
     ({"backward": "fast"}, ValueError, "backward='fast' is unknown; choose from 'auto', 'recompute', 'in_forward'"),
     ({**IN_FORWARD, "reduction": "none"}, ValueError, "needs a scalar loss, .* or backward='recompute'"),
     ({"backward": "recompute", "implementation": "reference"}, ValueError, "leave backward='auto'"),
     ({**IN_FORWARD, "scratch_bytes": 90, "implementation": "xla"}, ValueError, "=90 cannot hold one row .*in_forward"),
-]
+]  # fmt: skip
 ALONE = {"implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
 OF_ONE: dict[str, list[Row]] = {
     "linear_cross_entropy": [
@@ -149,12 +157,8 @@ OF_ONE: dict[str, list[Row]] = {
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing=1\.5 must be between 0 and 1"),
         ({"label_smoothing": -0.1}, ValueError, r"label_smoothing=-0\.1 must be between 0 and 1"),
         ({"label_smoothing": NAN}, ValueError, "label_smoothing=nan must be between 0 and 1"),
-        ({"label_smoothing": 10**400}, ValueError, "label_smoothing=1000.*… must be"),
-        ({"label_smoothing": np.ones(1)}, ValueError, r"label_smoothing has shape \(1,\); it must be"),
         ({"z_loss": NAN}, ValueError, "z_loss=nan must be a finite number"),
-        ({"z_loss": 10**400}, ValueError, "z_loss=1000.*… must be"),
         ({"z_loss": [1e-4]}, ValueError, r"z_loss has shape \(1,\); it must be a scalar"),
-        ({"z_loss": None}, TypeError, "z_loss is a NoneType"),
         ({"class_weights": jnp.ones(4)}, ValueError, r"class_weights has shape \(4,\); .* \(5,\), one"),
         ({"class_weights": jnp.ones(5), "vocab_size": 4}, ValueError, r" \(5,\); it must be \(4,\), one .* vocab_size"),
         ({"class_weights": jnp.ones(5, complex)}, TypeError, "class_weights has dtype complex64; it must be real"),
@@ -197,7 +201,6 @@ OF_ONE: dict[str, list[Row]] = {
     "linear_log_probs": [
         ({"labels": jnp.zeros((4, 2, 1), int)}, ValueError, r"shape \(4, 2, 1\).*\(4,\), or that with K >= 1 labels"),
         ({"labels": jnp.zeros((4, 0), int)}, ValueError, "K >= 1"),
-        ({"temperature": 0.0}, ValueError, "temperature=0 must be a finite number above 0"),
         ({"temperature": NAN}, ValueError, "temperature=nan"),
         ({"temperature": jnp.ones(3)}, ValueError, r"temperature has shape \(3,\).*leading shape \(4,\)"),
         ({"temperature": jnp.ones(4, int)}, TypeError, "temperature has dtype int32"),
@@ -206,14 +209,9 @@ OF_ONE: dict[str, list[Row]] = {
         ({"labels": ONCE + 7, "validate_labels": True}, ValueError, r"labels\[0\]=7 is neither"),
     ],
     "linear_top_k": [
-        ({"k": 0}, ValueError, "k=0 must be an int between 1 and vocab_size=5"),
         ({"k": 6}, ValueError, "k=6 must be an int between 1 and vocab_size=5"),
         ({"k": 4, "vocab_size": 3}, ValueError, "k=4 must be an int between 1 and vocab_size=3"),
-        ({"k": 2.0}, ValueError, r"k=2\.0 must be an int"),
-        ({"k": True}, ValueError, "k=True must be an int"),
-        ({"temperature": 0.0}, ValueError, "temperature=0 must be a finite number above 0"),
         ({"temperature": np.array([1.0, -2.0, 1.0, 1.0])}, ValueError, "temperature=-2 must be"),
-        ({"temperature": np.ones(3)}, ValueError, r"temperature has shape \(3,\)"),
         ({"k": 3, "scratch_bytes": 50}, ValueError, "scratch_bytes=50 cannot hold one row in the forward pass"),
     ],
     "linear_sample": [
@@ -227,7 +225,6 @@ OF_ONE: dict[str, list[Row]] = {
     ],
     "sampled_softmax_cross_entropy": [
         *(({"key": key}, TypeError, "key is .*; it must be one key, such as") for key in ("abc", 0, KEYS)),
-        ({"num_samples": 0}, ValueError, "num_samples=0 must be an int between 1 and vocab_size=5"),
         ({"num_samples": 6}, ValueError, "num_samples=6 must be an int between 1 and vocab_size=5"),
         ({"sampler": "zipf"}, ValueError, r"sampler='zipf' is unknown; choose from \('log_uniform', 'uniform'\)"),
         ({"sampler": _one_id_too_many}, ValueError, r"sampler returned ids int32\[3\]; they must be integers \[2\]"),
@@ -236,7 +233,6 @@ OF_ONE: dict[str, list[Row]] = {
     "linear_distillation": [
         ({"divergence": "kl"}, ValueError, "divergence='kl' is unknown; choose from 'forward_kl'"),
         ({"beta": 1.0}, ValueError, r"beta=1\.0 must lie strictly between 0 and 1; for the ends .*='forward_kl'"),
-        ({"temperature": 0.0}, ValueError, "temperature=0 must be a finite number above 0"),
         ({"implementation": "mosaic_gpu"}, ValueError, "implementation='mosaic_gpu' does not serve distillation yet"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda' is unknown"),
         ({"teacher_hidden": jnp.ones((3, 7))}, ValueError, r"teacher_hidden has shape \(3, 7\) and hidden \(4, 3\)"),

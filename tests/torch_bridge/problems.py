@@ -30,18 +30,14 @@ def tensors(p, dtype):
     return {name: torch.tensor(x, dtype=dtype, requires_grad=True) for name, x in p.arrays.items()}
 
 
-def options(p, dtype):
-    """Its options, arrays among them as tensors."""
-    return {k: torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x for k, x in p.options.items()}
-
-
 def bridged(function, p, arrays, **further):
     """The result of a function of the bridge."""
     given = {NAMES.get(name, name): x for name, x in arrays.items()}
     if p.vocab_axis == 1:  # a transposed view of contiguous memory
         given["linear_weight"] = given["linear_weight"].t().contiguous().t()
-    chosen = {**options(p, arrays["hidden"].dtype), **further}
-    return function(target=torch.tensor(p.labels).long(), **given, **chosen)
+    dtype = arrays["hidden"].dtype
+    options = {k: torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x for k, x in p.options.items()}
+    return function(target=torch.tensor(p.labels).long(), **given, **options, **further)
 
 
 @contextlib.contextmanager

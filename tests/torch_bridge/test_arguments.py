@@ -4,11 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge import cross_entropy, linear_cross_entropy, linear_log_probs, selective_log_softmax
+from torch_bridge import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    selective_log_softmax,
+    vocab_parallel_cross_entropy,
+)
 
 IDS = torch.zeros(3, dtype=torch.int64)
 HEAD = {"input": torch.ones(3, 4), "linear_weight": torch.ones(7, 4), "target": IDS}
 NARROW = {"input": torch.ones(3, 4).bfloat16(), "linear_weight": torch.ones(7, 4).bfloat16()}
+PART = {**HEAD, "vocab_start": 0, "vocab_size": 30}
 LOGITS = {"logits": torch.zeros(3, 7), "target": IDS}
 SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
 TARGET_SHAPE = r"target has shape \(3, 1, 2\); it must be \(3,\), or that with K >= 1"
@@ -34,6 +41,13 @@ MISTAKES = [
         (ValueError, "linear_weight lies on meta", {"linear_weight": torch.ones(7, 4, device="meta")}),
         (ValueError, "implementation='fast'", {"implementation": "fast"}),
         (ValueError, "logit_softcap=-1", {"logit_softcap": -1.0}),
+    ]),
+    (vocab_parallel_cross_entropy, PART, [
+        (ValueError, "normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),
+        (ValueError, "label_smoothing=3.0 must be between 0 and 1", {"label_smoothing": 3.0}),
+        (ValueError, r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
+        (TypeError, "ignore_index='a' must be", {"ignore_index": "a"}),
+        (ValueError, "vocab_start=24 with 7 rows", {"vocab_start": 24}),
     ]),
     (linear_log_probs, HEAD, [
         (ValueError, TARGET_SHAPE, {"target": torch.zeros(3, 1, 2).long()}),

@@ -1,4 +1,4 @@
-"""`linear_log_probs` on tensors, against log-softmax in float64."""
+"""`linear_log_probs` on tensors, against the float64 oracle."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -7,59 +7,42 @@ import numpy as np
 import pytest
 import torch
 
-import pallas_ce
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import make, statistics_problems
-from tests.torch_bridge import reference
-from tests.torch_bridge.problems import bridged, head, options, tensors
+from tests.torch_bridge.problems import bridged, head, tensors
 from torch_bridge import linear_log_probs, linear_row_statistics
 
 LOG_5 = 1.6094379
 ALL = {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
 
 
-def stored(p, arrays, ignore_index):
-    """The same from stored logits."""
-    z, temperature = reference.logits(arrays, p.options), options(p, torch.float64).get("temperature", 1.0)
-    z = z / (temperature[:, None] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature)
-    target = torch.tensor(p.labels).long()
-    real = (target >= 0) & (target < z.shape[1]) & (target != (-100 if ignore_index is None else ignore_index))
-    several = target.ndim > 1
-    counts = real.any(1) if several else real
-    log_p = torch.log_softmax(z, dim=1)
-    safe = torch.where(real, target, 0)
-    found = log_p.gather(1, safe if several else safe[:, None]).reshape(target.shape)
-    largest = z.argmax(1)[:, None] if several else z.argmax(1)
-    return pallas_ce.LogProbs(
-        torch.where(real, found, 0),
-        torch.where(counts, -(log_p.exp() * log_p).sum(1), 0),
-        torch.where(counts, (2 * log_p).exp().sum(1), 0),
-        real & (target == largest),
-    )
-
-
-def results(found, arrays):
+def assert_agrees(p, bound, floor, dtype, ignore_index=-100, **further):
     """Numbers, and gradients of all with weights of their own; those of what is ignored must not matter."""
-    total = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).reshape(x.shape)).sum() for x in found[:3])
+    arrays = tensors(p, dtype)
+    got = bridged(linear_log_probs, p, arrays, ignore_index=ignore_index, **ALL, **further)
+    logits = oracle.Logits(p.arrays, **p.options)
+    values, slopes = oracle.statistics(logits, p.labels)
+    real = (p.labels >= 0) & (p.labels < logits.v) & (p.labels != ignore_index)
+    by_row = real.reshape(len(real), -1).any(1)
+    counts = {"log_prob": real, "entropy": by_row, "sum_sq_probs": by_row}
+    upstream = {name: np.linspace(-1, 2, x.size).reshape(x.shape) for name, x in counts.items()}
+    total = sum((x * torch.tensor(g, dtype=dtype)).sum() for x, g in zip(got[:3], upstream.values(), strict=True))
     gradients = torch.autograd.grad(total, list(arrays.values()))
-    return [x.detach().numpy() for x in found[:3]], [g.numpy() for g in gradients]
+    found = [x.detach().numpy() for x in got[:3]], {name: g.numpy() for name, g in zip(arrays, gradients, strict=True)}
+    exact = logits.gradients(oracle.pull_back(slopes, {name: counts[name] * g for name, g in upstream.items()}))
+    assert_close(found, ([np.where(x, values[name], 0) for name, x in counts.items()], exact), bound, floor)
+    argmax = values["argmax"].reshape(-1, *[1] * (p.labels.ndim - 1))
+    np.testing.assert_array_equal(got.hit, real & (p.labels == argmax))
+    assert got.log_probs.dtype == dtype
+    assert not got.hit.requires_grad
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @hypothesis.given(p=statistics_problems(), ignore_index=st.sampled_from([-100, 0, None]))
 @hypothesis.settings(max_examples=4)
-def test_everything_returned_agrees_with_stored_logits_and_so_do_gradients(implementation, p, ignore_index):
-    arrays, exact = tensors(p, torch.float32), tensors(p, torch.float64)
-    got = bridged(linear_log_probs, p, arrays, ignore_index=ignore_index, implementation=implementation, **ALL)
-    want = stored(p, exact, ignore_index)
-    assert_close(results(got, arrays), results(want, exact), 1e-5, floor=1e-5)
-    assert not got.hit.requires_grad
-    assert got.hit.shape == p.labels.shape
-    # Where two logits are equal in float32 alone, which one is largest is not decided.
-    z = reference.logits(exact, p.options)
-    top = torch.topk(z, min(2, z.shape[1]), dim=1).values
-    decided = torch.ones(len(top), dtype=torch.bool) if top.shape[1] < 2 else top[:, 0] - top[:, 1] > 1e-5
-    assert torch.equal(got.hit[decided], want.hit[decided])
+def test_everything_returned_agrees_with_the_oracle_and_so_do_gradients(implementation, p, ignore_index):
+    assert_agrees(p, 1e-5, 1e-5, torch.float32, ignore_index, implementation=implementation)
 
 
 @pytest.mark.parametrize("ways", [{}, {"return_hit": True}, {"return_sum_sq_probs": True}])
@@ -88,10 +71,7 @@ def test_float64_is_computed_in_float64():
     p = make(3, 20, 7, 50)
     p.options = {"logit_softcap": 3.0, "temperature": np.linspace(0.5, 2, 20)}
     with jax.enable_x64(True):
-        arrays = tensors(p, torch.float64)
-        got, want = bridged(linear_log_probs, p, arrays, **ALL), stored(p, arrays, -100)
-        assert got.log_probs.dtype == torch.float64
-        assert_close(results(got, arrays), results(want, arrays), 1e-12, floor=1e-13)
+        assert_agrees(p, 1e-12, 1e-13, torch.float64)
 
 
 def test_a_frozen_weight_gets_no_gradient_and_a_temperature_none_either():

@@ -10,6 +10,7 @@ from torch import Tensor
 import pallas_ce
 from pallas_ce.integration import (
     LogitsSpec,
+    MaterializedRows,
     MaterializedSettings,
     local_cuda,
     materialized_refusal,
@@ -125,16 +126,15 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
 
 
 def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
-    found = materialized_row_statistics(chosen, frozenset(names), arrays["rows"], arrays.get("u"), arrays["ids"], None)
+    rows = MaterializedRows(arrays["rows"], arrays["ids"], None, arrays.get("u"))
+    found = materialized_row_statistics(chosen, frozenset(names), rows)
     return tuple(found[name] for name in names)
 
 
 def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
     cotangents = {name: arrays[name] for name in names}
-    rows, u, ids, valid, lse = (arrays.get(name) for name in ("rows", "u", "ids", "valid", "kept lse"))
-    assert rows is not None
-    assert lse is not None
-    return (materialized_row_gradient(chosen, rows, u, ids, valid, {"lse": lse}, cotangents),)
+    rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
+    return (materialized_row_gradient(chosen, rows, {"lse": arrays["kept lse"]}, cotangents),)
 
 
 def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -1,7 +1,7 @@
 """Differentiable JAX functions as pairs of compiled programs, forward and backward, that exchange arrays only.
 
 PyTorch's autograd keeps arrays between the two, not closures: `pallas_ce`'s `keep` says which, and `compute` takes them
-back (`pallas_ce.modes.differentiation.Known`).
+back (`pallas_ce.modes.call.Known`).
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ class StoredBlocks:
     k: int
     scratch_bytes: int | None
 
-    def plan(self, tokens: int) -> Plan:
+    def block_sizes(self, tokens: int) -> Plan:
         """See `protocol.TopKFinder`."""
         limit = budget(self.scratch_bytes, self._scratch(1), self._scratch(tokens), "one row of logits")
         most = bisect.bisect_right(range(1, tokens + 1), limit, key=self._scratch)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence
-from pallas_ce.statistics.logits import Row
+from pallas_ce.statistics.logits import LogitsTile, Row
 from pallas_ce.statistics.row import fields_of, spread
 from pallas_ce.statistics.table import PRIMITIVES
 
@@ -30,7 +30,7 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
 
 def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
     """Primitive statistics of the N rows of `batch`, each by its definition; 0 where `mask [N]` is False."""
-    spec, labels = head.spec, batch.labels
+    spec = head.spec
     z = logits(batch, head, mask)
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
@@ -41,7 +41,8 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     log_p = z - lse[:, None]
     p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
     lse, log_p = jnp.where(any_finite[:, 0], lse, -jnp.inf), jnp.where(p > 0, log_p, 0.0)
-    row = Row(z, log_p, p, lse, labels, head.tile_logit_weights(0, spec.vocab_size))
+    columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
+    row = Row(LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size)), log_p, p, lse)
     values = {name: PRIMITIVES[name].definition(row) for name in names}
     if mask is not None:
         values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}

@@ -6,6 +6,9 @@ keeps the logits of one block of rows in a scratch `[tiles, rows, columns]` of a
 pass over the vocabulary needs no third product.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,14 +42,12 @@ class XlaBackend(Backend):
         return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """Blocks of the preferred size, halved along their longer side until they fit."""
+        """Blocks and tiles of the preferred size, as far as they fit."""
         rows = min(tokens, ROWS)
         if mode == "in_forward":
             # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
             rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
-        columns = min(spec.vocab_size, max(1, TILE_ELEMENTS // rows))
-        rows, columns = shrink(rows, columns, lambda r, c: _scratch(spec, mode, r, c), scratch_bytes)
-        return Plan(rows, columns, _scratch(spec, mode, rows, columns), spec.vocab_size)
+        return tiled_plan(spec.vocab_size, rows, functools.partial(_scratch, spec, mode), scratch_bytes)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
@@ -56,9 +57,7 @@ class XlaBackend(Backend):
         def step(tile: Tile) -> Partial:
             return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
 
-        tiles = _tiles(head, plan)
-        first = step(tiles.tile(0))
-        return fori_loop(1, tiles.count, lambda i, done: merge(done, step(tiles.tile(i))), first)
+        return _tiles(head, plan).fold(step, merge)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
@@ -127,16 +126,31 @@ class XlaBackend(Backend):
 BACKEND = XlaBackend()
 
 
-def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
-    """Bytes of blocks of `rows` and tiles of `columns`.
+def tiled_plan(
+    vocab_size: int, rows: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
+) -> Plan:
+    """Blocks of at most `rows`, tiles of the preferred size, halved along their longer side until they fit."""
+    columns = min(vocab_size, max(least_columns, TILE_ELEMENTS // rows))
+    rows, columns = shrink(rows, columns, scratch, limit, least_columns)
+    return Plan(rows, columns, scratch(rows, columns), vocab_size)
 
-    A tile lives as logits, as their exponentials or dlogits, and as the products' operand; blocks of hidden states and
-    of the weight valid as operands and, in a backward, as products and as sums.
+
+def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
+    """Bytes of blocks of `rows` and tiles of `columns`, of heads that are streamed together.
+
+    An entry of a tile takes `entry_bytes`; blocks of hidden states and of the weight live as operands and, in a
+    backward, as products and as sums.
     """
-    wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
+    sums = 2 * max(spec.accumulator.itemsize for spec in specs) if mode else 0
+    operands = sum((spec.dtype.itemsize + sums) * spec.hidden_size for spec in specs)
+    return entry_bytes * rows * columns + operands * (rows + columns)
+
+
+def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
+    """A tile lives as logits, as their exponentials or dlogits, and as the products' operand."""
+    wide = spec.accumulator.itemsize
     kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
-    copies = 2 * wide + narrow
-    return kept + copies * rows * columns + (copies if mode else narrow) * (rows + columns) * spec.hidden_size
+    return kept + tiles_bytes((spec,), 2 * wide + spec.dtype.itemsize, mode, rows, columns)
 
 
 def _add(total: jax.Array, share: jax.Array, adds: jax.Array | bool, tile: Tile, axis: int = 0) -> jax.Array:

@@ -1,7 +1,6 @@
 """Distillation from the log-probabilities of a teacher's K most likely tokens, where the student's are read by id."""
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.objectives.post_training.sequences import Aggregation
-
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+from pallas_ce.statistics.divergences import Name
 
 
 def top_k_distillation_loss(
@@ -20,7 +18,7 @@ def top_k_distillation_loss(
     teacher_log_probs: ArrayLike,
     mask: ArrayLike | None = None,
     *,
-    divergence: Divergence = "forward_kl",
+    divergence: Name = "forward_kl",
     beta: float = 0.5,
     tail: bool = True,
     aggregation: Aggregation = "token_mean",

@@ -1,12 +1,8 @@
-"""Two processes train a small model under every schedule: losses and gradients are those of one process.
-
-On CPUs; with the argument "cuda" on the GPU that each process sees.
-"""
+"""Two processes train a small model under every schedule: losses and gradients are those of one process."""
 
 import collections
-import os
-import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from tests.torch_bridge import processes
 from torch_bridge import put_head_back, returning, take_head
 from torch_bridge.programs import calls
 
@@ -45,7 +42,7 @@ SCHEDULES = {
 asked_of_backward: collections.Counter = collections.Counter()
 
 
-def count_what_is_computed() -> None:
+def count_what_is_computed():
     """Counts which gradients each backward is asked for."""
     original = calls.backward
 
@@ -68,14 +65,14 @@ class Stage(PipelineStage):
         return [x for x in operations if dist.get_backend() != "gloo" or x.group_peer != self.group_rank]
 
 
-def make_model(stages: int, device: torch.device) -> list[nn.Module]:
+def make_model(stages, device):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
     layers[-1].add_module("lm_head", nn.Linear(WIDTH, VOCABULARY))
     return [layer.to(device) for layer in layers]
 
 
-def make_batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(device):
     torch.manual_seed(1)
     x, target = torch.randn(BATCH, TIME, WIDTH), torch.randint(0, VOCABULARY, (BATCH, TIME))
     return x.to(device), target.to(device)
@@ -85,7 +82,7 @@ def loss_of_logits(logits, target):
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def want(stages: int, x, target):
+def want(stages, x, target):
     model = nn.Sequential(*make_model(stages, x.device))
     losses = [
         loss_of_logits(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
@@ -94,7 +91,7 @@ def want(stages: int, x, target):
     return model, torch.stack(losses).detach()
 
 
-def train(kind, rank: int, device: torch.device) -> None:
+def train(kind, rank, device):
     of_ranks, asked = SCHEDULES[kind]
     stages, mine = sum(map(len, of_ranks)), of_ranks[rank]
     modules = make_model(stages, device)
@@ -117,14 +114,13 @@ def train(kind, rank: int, device: torch.device) -> None:
         torch.testing.assert_close(torch.stack(found), losses, rtol=1e-5, atol=1e-6)
         assert list(modules[-1].state_dict()) == list(model[-1].state_dict())
         computed = collections.Counter(name for names, n in asked_of_backward.items() for name in names * n)
-        print(kind.__name__, dict(computed))
         # The first microbatch, on which the stage infers its metadata, has no backward of its own.
         assert computed == {"input": MICROBATCHES, "linear_weight": MICROBATCHES, "linear_bias": MICROBATCHES}
         assert set(asked_of_backward) == asked
     dist.barrier()
 
 
-def evaluate(rank: int, device: torch.device) -> None:
+def evaluate(rank, device):
     """Logits without targets; the loss of hidden states within `returning`."""
     modules = make_model(2, device)
     x, target = make_batch(device)
@@ -145,17 +141,20 @@ def evaluate(rank: int, device: torch.device) -> None:
         assert type(modules[1].lm_head) is nn.Linear
 
 
-def main() -> None:
-    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank = int(os.environ["RANK"])
+def every_schedule(rank, device):
     count_what_is_computed()
     for kind in SCHEDULES:
-        train(kind, rank, device)
-    evaluate(rank, device)
-    dist.destroy_process_group()
-    print(f"rank {rank} done")
+        train(kind, rank, torch.device(device))
+    evaluate(rank, torch.device(device))
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.slow
+def test_every_schedule_trains_as_one_process_does():
+    processes.run(every_schedule)
+
+
+@pytest.mark.gpu
+def test_every_schedule_trains_on_two_gpus_as_one_process_does():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    processes.run(every_schedule, "cuda")

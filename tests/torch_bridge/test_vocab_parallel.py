@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.torch_bridge import processes
 from torch_bridge import linear_cross_entropy, vocab_parallel_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = (3, 4), 8, 30
@@ -26,9 +26,7 @@ def gradients(function, tensors, upstream=None):
     return [loss.detach(), *(x.grad for x in inputs)]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def compare_with_the_whole(rank, _):
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(*TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)
     token_weights = torch.rand(TOKENS)
@@ -62,19 +60,8 @@ def main() -> None:
             for t in (few.to(dtype), few)
         )
         assert torch.equal(got, want), dtype
-    for message, wrong in (
-        ("normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),
-        ("label_smoothing=3.0 must be between 0 and 1", {"label_smoothing": 3.0}),
-        (r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
-        ("ignore_index='a' must be", {"ignore_index": "a"}),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            vocab_parallel_cross_entropy(hidden, weight[mine], target, vocab_start=0, vocab_size=VOCABULARY, **wrong)
-    with pytest.raises(ValueError, match="vocab_start=20 with 23 rows"):
-        vocab_parallel_cross_entropy(hidden, weight[7:], target, vocab_start=20, vocab_size=VOCABULARY)
-    dist.destroy_process_group()
-    print("done")
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.slow
+def test_two_parts_have_the_loss_and_gradients_of_the_whole():
+    processes.run(compare_with_the_whole)

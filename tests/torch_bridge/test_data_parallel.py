@@ -1,22 +1,20 @@
 """Two processes train a head under DDP and FSDP2: the gradients are those of the whole batch in one process."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.torch_bridge import processes
 from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy, take_head
 
 WIDTH, VOCABULARY, BATCH = 8, 30, 6
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.trunk = nn.Linear(WIDTH, WIDTH)
@@ -26,7 +24,7 @@ class Model(nn.Module):
         return self.head(self.trunk(x), target)
 
 
-def check_head_in_loss(mesh: DeviceMesh, x: torch.Tensor, target: torch.Tensor, reference: Model) -> None:
+def check_head_in_loss(mesh, x, target, reference):
     """A head that the loss took is there after the forward in the root's group, or where it is not sharded again."""
     want = [parameter.grad for parameter in reference.parameters()]
     for reshards in (None, False, True):  # None: not wrapped by itself
@@ -45,19 +43,17 @@ def check_head_in_loss(mesh: DeviceMesh, x: torch.Tensor, target: torch.Tensor, 
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+def train(rank, _):
     torch.manual_seed(1)
     x, target = torch.randn(BATCH, WIDTH), torch.randint(0, VOCABULARY, (BATCH,))
-    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    mine = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
     reference = Model()
     reference(x, target).backward()
 
     ddp = Model()
     wrapped = DistributedDataParallel(ddp)
     wrapped(x[mine], target[mine]).backward()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (2,))
     sharded = Model()
     fully_shard(sharded.head, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
@@ -70,9 +66,8 @@ def main() -> None:
     with pytest.raises(TypeError, match="linear_weight is a DTensor"):  # sharded again after the forward
         linear_cross_entropy(x, sharded.head.weight, target)
     check_head_in_loss(mesh, x[mine], target[mine], reference)
-    dist.destroy_process_group()
-    print(f"rank {os.environ['RANK']} done")
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.slow
+def test_both_kinds_of_data_parallelism_train_as_one_process_does():
+    processes.run(train)

@@ -1,22 +1,13 @@
-"""What the modes share: a call as data, and gradients that are streamed: once, in reverse mode."""
+"""What the modes share: a call as data, and how its gradients are finished."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.head import Batch, Head, NeedsGrad, scale_gradient
 from pallas_ce.parallel.shards import Axes, Shards, Sums, psum
-
-_REFUSAL = (
-    "pallas_ce computes first derivatives in reverse mode only: its gradients are streamed, not traced, and cannot be "
-    "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
-)
-_USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
 
 
 class RowTotal(Protocol):
@@ -28,6 +19,11 @@ class RowTotal(Protocol):
     """
 
     defined_at_zero: ClassVar[bool]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The statistics that it reads."""
+        ...
 
     def __call__(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any], /) -> jax.Array:
         """Each row by itself."""
@@ -42,13 +38,16 @@ class Call[How]:
         settings: how it is carried out.
         names: the primitive statistics to return.
         row_total: what is summed over the rows; None where it is the statistics that are asked for.
-        read: those of `names` that `row_total` reads.
     """
 
     settings: How
     names: frozenset[str]
     row_total: RowTotal | None = None
-    read: frozenset[str] = frozenset()
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Those of `names` that `row_total` reads."""
+        return frozenset() if self.row_total is None else self.row_total.names
 
 
 class Gradients(NamedTuple):
@@ -94,93 +93,9 @@ class Operands(NamedTuple):
     known: Known | None = None
 
 
-class _Saved(NamedTuple):
-    """What a forward leaves for the backward: the inputs themselves, and `kept`.
-
-    JAX traces a forward once for each set of differentiated inputs but remembers only one structure of residuals, so
-    the structure may not depend on that set; shapes may. So `flags` says by its shape, 2 for yes and 1 for no, which
-    inputs are differentiated, and `kept` holds `absent()` arrays in place of None. (No axis has 0 elements: XLA fails
-    on empty residuals that cross a `shard_map` or `pmap` boundary.)
-
-    The inputs are saved as they came: JAX then knows them to be inputs and stores no copy of the weight, not even one
-    for each step of a scan.
-    """
-
-    operands: Operands
-    kept: Any
-    flags: jax.Array
-
-
 def absent() -> jax.Array:
     """Stands for None among residuals."""
     return jnp.zeros(1, jnp.int8)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _barrier(instead: str, array: Any) -> Any:
-    return array
-
-
-@_barrier.defjvp
-def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(_REFUSAL + instead)
-
-
-def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
-    """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError naming `instead`."""
-    # Each array has its own, so that those nothing is computed from are neither kept nor asked for.
-    return jax.tree.map(functools.partial(_barrier, instead), tree)
-
-
-def values_of(tree: Any) -> Any:
-    """The primal values of a tree of `custom_vjp` primals."""
-    return jax.tree.map(lambda primal: primal.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-def given(cotangents: Any) -> Any:
-    """`cotangents` with None for those of integers, and where JAX says that nothing depends on the output."""
-
-    def none(g: Any) -> bool:
-        return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
-
-    return jax.tree.map(lambda g: None if none(g) else g, cotangents)
-
-
-def differentiable[Static, Out](
-    forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
-    backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
-) -> Callable[[Static, Operands], Out]:
-    """A function with gradients in hidden states and head, once; its other operands are constants to it.
-
-    Args:
-        forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
-        backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
-    """
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def function(static: Static, operands: Operands) -> Out:
-        return forward(static, operands, None)[0]
-
-    def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
-        arrays = (primals.batch.hidden, primals.head.weight, primals.head.bias, primals.head.logit_scale)
-        flags = [x is not None and x.perturbed for x in arrays]
-        operands: Operands = values_of(primals)
-        out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
-        return out, _Saved(operands._replace(known=None), kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
-
-    def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
-        gradients = Gradients()
-        if needs_grad and jax.tree.leaves(cotangents):
-            used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents))
-            gradients = backward(static, used, needs_grad, kept, cotangents)
-        zero: Any = jax.tree.map(lambda _: None, saved.operands)
-        hidden, *of_head = gradients
-        head = dataclasses.replace(zero.head, **dict(zip(Gradients._fields[1:], of_head, strict=True)))
-        return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
-
-    function.defvjp(saving, cotangents_of, symbolic_zeros=True)
-    return function
 
 
 def sum_over_devices(
