@@ -52,8 +52,9 @@ class LogitsTile:
         """`Σ u z`, to which columns with u = 0 add nothing, even if they are infinite."""
         u = present(self.logit_weights)
         counts = u != 0 if self.valid is None else self.valid & (u != 0)
-        # Selected before it is multiplied, for the sake of derivatives.
-        return (jnp.where(counts[None, :], self.logits, 0.0) * u[None, :]).sum(axis=1)
+        # Selected before it is multiplied, for the sake of derivatives; and after, or XLA on a CPU stores the products.
+        z = jnp.where(counts[None, :], self.logits, 0.0)
+        return jnp.where(counts[None, :], u[None, :] * z, 0.0).sum(axis=1)
 
 
 def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
