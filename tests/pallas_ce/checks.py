@@ -68,15 +68,26 @@ def oracle_results(p: Problem) -> Results:
     return oracle.cross_entropy(p.arrays, p.labels, p.options)
 
 
-def float32_floor(loss: float, terms: float = 0.0) -> float:
-    """What `assert_close` is to allow of results beside a loss in float32.
+def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
+    """`library_results` in float32, or float64 where `wide`, beside `oracle_results`.
 
-    Args:
-        loss: its value.
-        terms: the largest sum of a logit's terms, without their signs, where two passes over the logits add them in
-            different orders: a probability near 1 takes over the difference, a unit in the last place of that sum.
+    Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
+    unit in the last place of the terms' sum without their signs; the scale's gradient, multiplied by logits. A token
+    weight's, `(loss_i - loss)/Σw`, is a difference of losses.
     """
-    return max(5e-7 * max(1.0, abs(loss)), 2.0**-23 * terms)
+    want, bound = oracle_results(p), 1e-12 if wide else 1e-5
+    unit = bound / 2**7
+    scale = abs(p.arrays.get("logit_scale", 1.0))
+    terms = float((np.abs(p.arrays["hidden"]) @ np.abs(p.arrays["weight"]).T * scale).max())
+    floor = unit * max(4.0, 4.0 * abs(want[0]), terms)
+    (loss, gradients), (right_loss, right_gradients) = got, want
+    counted = np.where(p.labels < 0, 0.0, p.arrays.get("token_weights", 1.0)).sum()
+    beside = {"logit_scale": terms, "token_weights": 1.0 / max(counted, 0.01)}
+    for name in gradients:
+        of_it = floor * max(1.0, beside.get(name, 1.0))
+        assert_close({name: gradients[name]}, {name: right_gradients[name]}, bound, of_it)
+    assert gradients.keys() == right_gradients.keys()
+    assert_close(loss, right_loss, bound, floor)
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -13,7 +13,7 @@ import pytest
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics.row import STATISTICS
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, call, float32_floor, library_loss, library_results, oracle_results
+from tests.pallas_ce.checks import assert_close, assert_near_oracle, call, library_loss, library_results
 from tests.pallas_ce.problems import STORED, STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 DIFFERENTIABLE = [name for name in STATISTICS if name != "argmax"]
@@ -23,14 +23,12 @@ DIFFERENTIABLE = [name for name in STATISTICS if name != "argmax"]
 @hypothesis.given(p=problems(), wide=st.booleans())
 def test_loss_and_gradients_match_the_oracle(p: Problem, wide: bool, implementation: str, backward: Any) -> None:
     """Float64 is served in float64."""
-    want = oracle_results(p)
     with jax.enable_x64(wide):
         p.arrays = oracle.to64(p.arrays) if wide else p.arrays
         got = library_results(p, implementation, backward)
         assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64 if wide else np.float32)}
         got = jax.tree.map(np.asarray, got)
-    floor = float32_floor(want[0])
-    assert_close(got, want, 1e-12 if wide else 1e-5, floor=floor * 2.0**-29 if wide else floor)
+    assert_near_oracle(p, got, wide=wide)
 
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
@@ -38,10 +36,7 @@ def test_loss_and_gradients_match_the_oracle(p: Problem, wide: bool, implementat
 def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, implementation: str, backward: Any) -> None:
     (n, h), v = p.arrays["hidden"].shape, p.arrays["weight"].shape[0]
     small = max(12 * n * v // divisor, 4 * v + 12 + 24 * h)
-    got = library_results(p, implementation, backward, scratch_bytes=small)
-    want = oracle_results(p)
-    terms = np.abs(p.arrays["hidden"]) @ np.abs(p.arrays["weight"]).T * abs(p.arrays.get("logit_scale", 1.0))
-    assert_close(got, want, 1e-5, floor=float32_floor(want[0], terms.max()))
+    assert_near_oracle(p, library_results(p, implementation, backward, scratch_bytes=small))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
