@@ -277,12 +277,9 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
         normalizer=given.get("num_items_in_batch"),
         **patch.options,
     )
-    found = CausalLMOutputWithPast(
-        loss=loss,
-        past_key_values=out.get("past_key_values"),
-        hidden_states=out.get("hidden_states"),
-        attentions=out.get("attentions"),
-    )
+    # Taken over by name: the cache is `past_key_values` up to transformers 5.23, and `cache` after.
+    shared = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} & out.keys()
+    found = CausalLMOutputWithPast(loss=loss, **{name: out[name] for name in shared})
     return found if given.get("return_dict", True) is not False else found.to_tuple()
 
 
