@@ -49,9 +49,9 @@ pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" t
 wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 	@$(PY) tools/check_wheel.py dist
 
-test-newest: $(NEWEST)/.dev  ## run the tests that are quick, with few drawn examples, on the newest jax
+test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few drawn examples, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(ON_NEWEST) -m "not gpu and not slow and not nightly" $(WITHOUT_TORCH) $(ARGS)
+	@$(ON_NEWEST) -m "not gpu and not slow and not nightly" --cases=4 $(WITHOUT_TORCH) $(ARGS)
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
 test-nightly: $(VENV)/.dev $(NEWEST)/.dev  ## run what the gates leave out: more cases, more drawn examples

@@ -19,7 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA's threads, of which every warpgroup that the GPU interpreter has waiting keeps one.
     os.environ.setdefault("NPROC", "16")
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hypothesis
@@ -47,14 +47,18 @@ def _memory_maps() -> Iterator[None]:
     memory_maps.give_back()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks drawn tests, and takes the mark `nightly` from the cases that it is to keep.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `make test-newest`."""
+    parser.addoption("--cases", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Marks drawn tests, takes the mark `nightly` from the cases that it is to keep, and heeds `--cases`.
 
     Memory maps are given back after each drawn example too: one test may compile hundreds of programs.
     """
-    cases: dict[str, list[pytest.Item]] = {}
-    wrapped = set()
+    wrapped, repeated = set(), list[pytest.Item]()
     for item in items:
         if drawn := getattr(getattr(item, "obj", None), "hypothesis", None):
             item.add_marker("drawn")
@@ -62,21 +66,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 wrapped.add(id(drawn))
                 drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
         if any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for of_one_test in cases.values():
-        mark = next(of_one_test[0].iter_markers("nightly"))
-        for item in _varied(of_one_test, mark.kwargs["keep"]):
+            repeated.append(item)
+    for cases in _by_test(repeated):
+        mark = next(cases[0].iter_markers("nightly"))
+        for item in _varied(cases, mark.kwargs["keep"]):
             item.own_markers.remove(next(item.iter_markers("nightly")))
+    yield  # pytest leaves out what `-m` and `-k` do
+    if most := config.getoption("cases"):
+        kept = {id(item) for cases in _by_test(items) for item in _varied(cases, most)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+
+
+def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The cases of each test."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return cases.values()
 
 
 def _varied(items: list[pytest.Item], count: int) -> list[pytest.Item]:
     """So many cases of a parametrised test, one after the other with the most values that no earlier one has."""
 
+    if len(items) <= count:
+        return items
+
     def values(item: Any) -> set[tuple[str, str]]:
         return {(name, repr(value)) for name, value in item.callspec.params.items()}
 
     found, seen = list[pytest.Item](), set[tuple[str, str]]()
-    for _ in range(min(count, len(items))):
+    for _ in range(count):
         found.append(max((x for x in items if x not in found), key=lambda item: len(values(item) - seen)))
         seen |= values(found[-1])
     return found
