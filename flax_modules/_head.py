@@ -4,6 +4,7 @@ The modules own parameters, nothing else. Parameters are handed to `pallas_ce` i
 them itself and so returns a float32 gradient for float32 parameters, where a cast in the module would have rounded it.
 """
 
+import abc
 import dataclasses
 import inspect
 import textwrap
@@ -94,10 +95,11 @@ class HeadOptions:
 
 
 class HeadCalls(HeadOptions):
-    """What a head computes from its options and from `_projection()`, which the modules define."""
+    """What a head computes from its options and its parameters."""
 
+    @abc.abstractmethod
     def _projection(self) -> Projection:
-        raise NotImplementedError
+        """The parameters."""
 
     def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
         """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""
