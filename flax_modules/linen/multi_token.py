@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from flax_modules.linen.loss_head import LossHead
-
-default_projection_init = nn.initializers.zeros_init()
 
 
 class MultiTokenLossHead(MultiTokenCalls, nn.Module):
@@ -54,7 +53,7 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
     num_tokens: int | None = None
     project_hidden: bool | None = None
     param_dtype: Dtype = jnp.float32
-    projection_init: Initializer = default_projection_init
+    projection_init: Initializer = jax.nn.initializers.zeros
     head_weights: float | Sequence[float] | None = None
 
     # Linen wraps the methods that a module's own class names.

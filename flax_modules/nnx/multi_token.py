@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
@@ -11,8 +12,6 @@ from flax.typing import Dtype, Initializer
 from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from flax_modules.nnx.loss_head import LossHead
 from flax_modules.nnx.signature import ConstructorSignature
-
-default_projection_init = nnx.initializers.zeros_init()
 
 
 class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
@@ -77,7 +76,7 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         *,
         project_hidden: bool | None = None,
         param_dtype: Dtype = jnp.float32,
-        projection_init: Initializer = default_projection_init,
+        projection_init: Initializer = jax.nn.initializers.zeros,
         projection_metadata: Mapping[str, Any] = MappingProxyType({}),
         head_weights: float | Sequence[float] | None = None,
         rngs: nnx.Rngs | None = None,
