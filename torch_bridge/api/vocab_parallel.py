@@ -97,9 +97,7 @@ def vocab_parallel_cross_entropy(
     integration.check_scalar("z_loss", z_loss)
     integration.check_normalizer(normalizer)
     target = target.long()  # narrower integers could not be compared with V
-    counted = (target >= 0) & (target < vocab_size)
-    if ignored is not None:
-        counted &= target != ignored
+    counted = losses.counted(target, vocab_size, ignored)
     names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
     here = linear_row_statistics(
         _apply(_Shared, input, group),
