@@ -145,6 +145,10 @@ class MultiTokenCalls:
     def future_labels(self, labels: jax.Array) -> tuple[jax.Array, ...]:
         """The labels of each head, k arrays like `labels`, the first of which is `labels` itself. Needs no parameters.
 
+        Head i reads `labels[..., t + i]` at position t, from an int32 copy. It is ignored where the row has no such
+        position, and where any label from t to t + i does not count: an ignored label is how packed documents mark
+        their boundary, and no head may look across it.
+
         Example:
             >>> import jax.numpy as jnp
             >>> from flax import nnx
@@ -155,36 +159,24 @@ class MultiTokenCalls:
         """
         heads = self._heads()
         first = heads.of(0)
-        return future_labels(labels, heads.count, ignore_index=first.ignore_index, vocab_size=first.vocab_size)
+        if not isinstance(labels, jax.Array):
+            labels = label_array(np.asarray(labels))
+        ids = canonical_labels(labels, first.vocab_size)
+        counts = counted_labels(ids, first.ignore_index)
+        ignored = NO_TARGET if first.ignore_index is None else first.ignore_index
+        result = [labels]
+        shifted = jnp.where(counts, ids, ignored)
+        for _ in range(1, heads.count):
+            # One step at a time, so that each position's own label stops everything behind it.
+            shifted = jnp.where(counts, shift(shifted, ignored), ignored)
+            result.append(shifted)
+        return tuple(result)
 
 
 def shift(values: jax.Array, fill: ArrayLike) -> jax.Array:
     """`values [..., T]` moved one position earlier; the last position of every row becomes `fill`."""
     last = jnp.full_like(values[..., :1], fill)
     return jnp.concatenate([values[..., 1:], last], axis=-1)
-
-
-def future_labels(
-    labels: jax.Array, num_tokens: int, *, ignore_index: int | None, vocab_size: int
-) -> tuple[jax.Array, ...]:
-    """The labels `[..., T]` of each head: `labels` themselves, then int32 copies shifted by one position more each.
-
-    Head i reads `labels[..., t + i]` at position t. It is ignored where the row has no such position, and where any
-    label from t to t + i does not count: an ignored label is how packed documents mark their boundary, and no head may
-    look across it.
-    """
-    if not isinstance(labels, jax.Array):
-        labels = label_array(np.asarray(labels))
-    ids = canonical_labels(labels, vocab_size)
-    counts = counted_labels(ids, ignore_index)
-    ignored = NO_TARGET if ignore_index is None else ignore_index
-    result = [labels]
-    shifted = jnp.where(counts, ids, ignored)
-    for _ in range(1, num_tokens):
-        # One step at a time, so that each position's own label stops everything behind it.
-        shifted = jnp.where(counts, shift(shifted, ignored), ignored)
-        result.append(shifted)
-    return tuple(result)
 
 
 def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.Array:
