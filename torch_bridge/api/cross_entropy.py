@@ -4,12 +4,11 @@ Where the kernels serve all rows at once, one program makes the loss and its gra
 PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from pallas_ce import integration
+from pallas_ce.integration import Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.dlpack import exchange
@@ -27,7 +26,7 @@ def cross_entropy(
     ignore_index: int | None = -100,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     vocab_size: int | None = None,
     inplace_backward: bool = False,

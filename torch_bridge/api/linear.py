@@ -1,17 +1,15 @@
 """The public functions: `linear_cross_entropy` and `linear_row_statistics` on PyTorch tensors."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pallas_ce import Metrics, RowStatistics, integration
+from pallas_ce.integration import Backward, Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
-
-Reduction = Literal["mean", "sum", "none"]
-Backward = Literal["auto", "recompute", "in_forward"]
 
 
 def linear_cross_entropy(

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pallas_ce import integration
+from pallas_ce.integration import Reduction
 from torch_bridge.api import checks
-from torch_bridge.api.linear import Reduction, linear_row_statistics
+from torch_bridge.api.linear import linear_row_statistics
 from torch_bridge.autograd import first_order
 from torch_bridge.materialized import losses
 
