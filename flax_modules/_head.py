@@ -4,10 +4,11 @@ The modules own parameters, nothing else. Parameters are handed to `pallas_ce` i
 them itself and so returns a float32 gradient for float32 parameters, where a cast in the module would have rounded it.
 """
 
+import abc
 import dataclasses
 import inspect
 import textwrap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -94,18 +95,24 @@ class HeadOptions:
 
 
 class HeadCalls(HeadOptions):
-    """What a head computes from its options and from `_projection()`, which the modules define."""
+    """What a head computes from its options and its parameters."""
 
+    @classmethod
+    def _tied(cls, embed: Any, shape: tuple[int, int], vocab_size: int | None, options: dict[str, Any]) -> Self:
+        """A head on an embedding of that shape; all its rows are vocabulary unless `vocab_size` says fewer."""
+        rows, features = shape
+        if vocab_size is not None and vocab_size > rows:
+            raise ValueError(f"{vocab_size=} is larger than the embedding, which has {rows} rows")
+        size = rows if vocab_size is None else vocab_size
+        return cls(features, size, padded_vocab_size=rows, embed=embed, **options)
+
+    @abc.abstractmethod
     def _projection(self) -> Projection:
-        raise NotImplementedError
+        """The parameters."""
 
     def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
         """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""
-        weight, vocab_axis, bias = self._projection()
-        return {
-            "weight": weight,
-            "bias": bias,
-            "vocab_axis": vocab_axis,
+        return self._projection()._asdict() | {
             "vocab_size": self.vocab_size,
             "logit_softcap": self.logit_softcap,
             "logit_scale": self.logit_scale if logit_scale is None else logit_scale,
@@ -219,15 +226,6 @@ class HeadCalls(HeadOptions):
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
         )
-
-
-def tied_vocab_size(vocab_size: int | None, num_embeddings: int) -> int:
-    """The number of an embedding's rows that are vocabulary: all of them unless `vocab_size` says fewer."""
-    if vocab_size is None:
-        return num_embeddings
-    if vocab_size > num_embeddings:
-        raise ValueError(f"{vocab_size=} is larger than the embedding, which has {num_embeddings} rows")
-    return vocab_size
 
 
 def with_options_documented[T](cls: type[T]) -> type[T]:

@@ -3,8 +3,9 @@
 Everything here works on one row of tokens at a time, the last axis of `labels`; leading axes are batch.
 """
 
+import abc
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +17,38 @@ from pallas_ce import Metrics
 from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of a module.
+
+    Attributes:
+        given: one that all tokens share, or one for each.
+        count: the number k of tokens predicted.
+        projects: whether head i > 0 reads a projection of its own of the hidden states.
+    """
+
+    given: Sequence[HeadCalls]
+    count: int
+    projects: bool
+
+    def of(self, i: int) -> HeadCalls:
+        """The head of the token `i + 1` ahead."""
+        return self.given[i] if len(self.given) > 1 else self.given[0]
+
+
 class MultiTokenCalls:
-    """What a module computes from its k heads; how many they are, and what each reads, the modules say."""
+    """What a module computes from its heads and from `projections`, of which head i > 0 has the one at i - 1."""
 
     head_weights: float | Sequence[float] | None
+    projections: Sequence[Callable[[jax.Array], jax.Array]]
 
-    def _heads(self) -> Sequence[HeadCalls]:
-        raise NotImplementedError
-
-    def _count(self) -> int:
-        raise NotImplementedError
-
-    def _projects(self) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _heads(self) -> Heads:
+        """Needs no parameters."""
 
     def _project(self, hidden: jax.Array, i: int) -> jax.Array:
         """`x_i`, what head i reads."""
-        raise NotImplementedError
+        return hidden + self.projections[i - 1](hidden) if self._heads().projects and i > 0 else hidden
 
     def __call__(
         self,
@@ -72,23 +88,43 @@ class MultiTokenCalls:
         Raises:
             ValueError: a sequence whose length is not k, or one array where the heads could not differ.
         """
-        heads, count = self._heads(), self._count()
-        hiddens = per_head_hidden(hidden, count, distinct=len(heads) > 1 or self._projects())
-        return weighted_loss(
-            [select(heads, i) for i in range(count)],
-            [self._project(x, i) for i, x in enumerate(hiddens)],
-            self.future_labels(labels),
-            head_weights=self.head_weights if head_weights is None else head_weights,
-            token_weights=token_weights,
-            normalizer=normalizer,
-            return_metrics=return_metrics,
-            class_weights=class_weights,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            logit_scale=logit_scale,
-            reduction=reduction,
-            validate_labels=validate_labels,
-        )
+        heads = self._heads()
+        count = heads.count
+        inputs = [self._project(x, i) for i, x in enumerate(per_head_hidden(hidden, heads))]
+        head_labels = self.future_labels(labels)
+        head_weights = self.head_weights if head_weights is None else head_weights
+        weights = per_head("head_weights", 1.0 / count if head_weights is None else head_weights, count)
+        normalizers = None if normalizer is None else per_head("normalizer", normalizer, count)
+        total: jax.Array | None = None
+        metrics = []
+        for i, (x, label) in enumerate(zip(inputs, head_labels, strict=True)):
+            if i and token_weights is not None:
+                # A token weight belongs to the label it came with, so it moves with it.
+                token_weights = shift(jnp.asarray(token_weights), 0)
+            if total is not None:
+                # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
+                x, total = jax.lax.optimization_barrier((x, total))
+            # Metrics are not free (the accuracy needs the largest logit), so heads are only asked when the caller asks.
+            result = heads.of(i)(
+                x,
+                label,
+                token_weights=token_weights,
+                class_weights=class_weights,
+                normalizer=None if normalizers is None else normalizers[i],
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                logit_scale=logit_scale,
+                reduction=reduction,
+                validate_labels=validate_labels and i == 0,  # the other labels are made from these
+                return_metrics=return_metrics,
+            )
+            if isinstance(result, tuple):
+                result, head_metrics = result
+                metrics.append(head_metrics)
+            term = weights[i].astype(result.dtype) * result
+            total = term if total is None else total + term
+        assert total is not None
+        return (total, tuple(metrics)) if return_metrics else total
 
     def logits(self, hidden: jax.Array, head: int = 0, *, logit_scale: ArrayLike | None = None) -> jax.Array:
         """The logits `[..., vocab_size]` of the token `head + 1` ahead, as `LossHead.logits`.
@@ -101,11 +137,17 @@ class MultiTokenCalls:
         Raises:
             ValueError: there is no such head, or `hidden` has another width.
         """
-        check_index(head, self._count())
-        return select(self._heads(), head).logits(self._project(hidden, head), logit_scale=logit_scale)
+        heads = self._heads()
+        if not 0 <= head < heads.count:
+            raise ValueError(f"{head=} is not one of the {heads.count} heads: 0 to {heads.count - 1}")
+        return heads.of(head).logits(self._project(hidden, head), logit_scale=logit_scale)
 
     def future_labels(self, labels: jax.Array) -> tuple[jax.Array, ...]:
         """The labels of each head, k arrays like `labels`, the first of which is `labels` itself. Needs no parameters.
+
+        Head i reads `labels[..., t + i]` at position t, from an int32 copy. It is ignored where the row has no such
+        position, and where any label from t to t + i does not count: an ignored label is how packed documents mark
+        their boundary, and no head may look across it.
 
         Example:
             >>> import jax.numpy as jnp
@@ -115,82 +157,26 @@ class MultiTokenCalls:
             >>> mtp.future_labels(jnp.array([1, 2, -100, 3, 4]))[1]
             Array([   2, -100, -100,    4, -100], dtype=int32)
         """
-        first = self._heads()[0]
-        return future_labels(labels, self._count(), ignore_index=first.ignore_index, vocab_size=first.vocab_size)
+        heads = self._heads()
+        first = heads.of(0)
+        if not isinstance(labels, jax.Array):
+            labels = label_array(np.asarray(labels))
+        ids = canonical_labels(labels, first.vocab_size)
+        counts = counted_labels(ids, first.ignore_index)
+        ignored = NO_TARGET if first.ignore_index is None else first.ignore_index
+        result = [labels]
+        shifted = jnp.where(counts, ids, ignored)
+        for _ in range(1, heads.count):
+            # One step at a time, so that each position's own label stops everything behind it.
+            shifted = jnp.where(counts, shift(shifted, ignored), ignored)
+            result.append(shifted)
+        return tuple(result)
 
 
 def shift(values: jax.Array, fill: ArrayLike) -> jax.Array:
     """`values [..., T]` moved one position earlier; the last position of every row becomes `fill`."""
     last = jnp.full_like(values[..., :1], fill)
     return jnp.concatenate([values[..., 1:], last], axis=-1)
-
-
-def future_labels(
-    labels: jax.Array, num_tokens: int, *, ignore_index: int | None, vocab_size: int
-) -> tuple[jax.Array, ...]:
-    """The labels `[..., T]` of each head: `labels` themselves, then int32 copies shifted by one position more each.
-
-    Head i reads `labels[..., t + i]` at position t. It is ignored where the row has no such position, and where any
-    label from t to t + i does not count: an ignored label is how packed documents mark their boundary, and no head may
-    look across it.
-    """
-    if not isinstance(labels, jax.Array):
-        labels = label_array(np.asarray(labels))
-    ids = canonical_labels(labels, vocab_size)
-    counts = counted_labels(ids, ignore_index)
-    ignored = NO_TARGET if ignore_index is None else ignore_index
-    result = [labels]
-    shifted = jnp.where(counts, ids, ignored)
-    for _ in range(1, num_tokens):
-        # One step at a time, so that each position's own label stops everything behind it.
-        shifted = jnp.where(counts, shift(shifted, ignored), ignored)
-        result.append(shifted)
-    return tuple(result)
-
-
-def weighted_loss(
-    heads: Sequence[Callable[..., Any]],
-    hiddens: Sequence[jax.Array],
-    labels: Sequence[jax.Array],
-    *,
-    head_weights: ArrayLike | Sequence[float] | None,
-    token_weights: jax.Array | None,
-    normalizer: ArrayLike | Sequence[float] | None,
-    validate_labels: bool,
-    return_metrics: bool,
-    **options: Any,
-) -> jax.Array | tuple[jax.Array, tuple[Metrics, ...]]:
-    """`Σ_i head_weights[i] * heads[i](hiddens[i], labels[i])`, and the heads' metrics."""
-    count = len(heads)
-    weights = per_head("head_weights", 1.0 / count if head_weights is None else head_weights, count)
-    normalizers = None if normalizer is None else per_head("normalizer", normalizer, count)
-    total: jax.Array | None = None
-    metrics = []
-    for i, (head, hidden, label) in enumerate(zip(heads, hiddens, labels, strict=True)):
-        if i and token_weights is not None:
-            # A token weight belongs to the label it came with, so it moves with it.
-            token_weights = shift(jnp.asarray(token_weights), 0)
-        if total is not None:
-            # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
-            hidden, total = jax.lax.optimization_barrier((hidden, total))
-        head_normalizer = None if normalizers is None else normalizers[i]
-        # Metrics are not free (the accuracy needs the largest logit), so heads are only asked when the caller asks.
-        result = head(
-            hidden,
-            label,
-            token_weights=token_weights,
-            normalizer=head_normalizer,
-            validate_labels=validate_labels and i == 0,  # the other labels are made from these
-            return_metrics=return_metrics,
-            **options,
-        )
-        if return_metrics:
-            result, head_metrics = result
-            metrics.append(head_metrics)
-        term = weights[i].astype(result.dtype) * result
-        total = term if total is None else total + term
-    assert total is not None
-    return (total, tuple(metrics)) if return_metrics else total
 
 
 def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.Array:
@@ -201,16 +187,15 @@ def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.A
     return jnp.broadcast_to(array, (count,))
 
 
-def per_head_hidden(hidden: jax.Array | Sequence[jax.Array], count: int, *, distinct: bool) -> tuple[jax.Array, ...]:
-    """One hidden state for each head, from one array for all of them or a sequence of `count` arrays.
-
-    `distinct` says that heads differ by more than their hidden states, so that one array may serve them all.
-    """
+def per_head_hidden(hidden: jax.Array | Sequence[jax.Array], heads: Heads) -> tuple[jax.Array, ...]:
+    """One hidden state for each head, from one array for all of them or a sequence of k arrays."""
+    count = heads.count
     if isinstance(hidden, (list, tuple)):
         if len(hidden) != count:
             raise ValueError(f"hidden is a sequence of {len(hidden)} arrays, but there are {count} heads")
         return tuple(hidden)
-    if not distinct and count > 1:
+    # One array may serve heads that differ by more than their hidden states.
+    if len(heads.given) == 1 and not heads.projects and count > 1:
         raise ValueError(
             f"hidden is one array, but the {count} heads share their weight and project_hidden=False, so all of them "
             f"would predict the same: give a sequence of {count} hidden states, or build with project_hidden=True"
@@ -218,33 +203,21 @@ def per_head_hidden(hidden: jax.Array | Sequence[jax.Array], count: int, *, dist
     return (hidden,) * count  # type: ignore[return-value]
 
 
-def count_heads(num_heads: int, shared: bool, num_tokens: int | None) -> int:
-    """The number of tokens predicted, from the number of heads given and the `num_tokens` argument."""
+def read_heads(head: HeadCalls | Sequence[HeadCalls], num_tokens: int | None, project_hidden: bool | None) -> Heads:
+    """The heads from a module's arguments, checked."""
+    shared = isinstance(head, HeadCalls)
+    heads = [head] if isinstance(head, HeadCalls) else list(head)
+    projects = shared if project_hidden is None else project_hidden
     if shared:
         if num_tokens is None or num_tokens < 1:
             raise ValueError(f"{num_tokens=}: with one head shared by all tokens, say how many it predicts (1 or more)")
-        return num_tokens
-    if num_heads == 0:
+        return Heads(heads, num_tokens, projects)
+    if not heads:
         raise ValueError("head is an empty sequence: give one LossHead for each token predicted")
-    if num_tokens is not None and num_tokens != num_heads:
-        raise ValueError(f"{num_tokens=}, but head is a sequence of {num_heads} heads: leave num_tokens out")
-    return num_heads
-
-
-def check_heads(heads: Sequence[HeadCalls]) -> None:
-    """Refuses heads that cannot read the same hidden states and labels."""
+    if num_tokens is not None and num_tokens != len(heads):
+        raise ValueError(f"{num_tokens=}, but head is a sequence of {len(heads)} heads: leave num_tokens out")
     for name in ("features", "vocab_size", "ignore_index"):
         values = [getattr(head, name) for head in heads]
         if len(set(values)) > 1:
             raise ValueError(f"head is a sequence of heads with different {name}: {values}; all must agree")
-
-
-def check_index(head: int, count: int) -> None:
-    """Refuses a head that does not exist."""
-    if not 0 <= head < count:
-        raise ValueError(f"{head=} is not one of the {count} heads: 0 to {count - 1}")
-
-
-def select[T](heads: Sequence[T], i: int) -> T:
-    """The head of the token `i + 1` ahead: the shared one, or the i-th of separate ones."""
-    return heads[i] if len(heads) > 1 else heads[0]
+    return Heads(heads, len(heads), projects)

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 import flax.linen as nn
 
-from flax_modules._head import HeadCalls, Projection, tied_vocab_size, with_options_documented
+from flax_modules._head import HeadCalls, Projection, with_options_documented
 
 
 @with_options_documented
@@ -86,8 +86,7 @@ class LossHead(HeadCalls, nn.Module):
         if not isinstance(embed, nn.Embed):
             raise TypeError(f"embed is a {type(embed).__name__}: pass the nn.Embed whose embedding the head shares")
         options.setdefault("dtype", embed.dtype)
-        size = tied_vocab_size(vocab_size, embed.num_embeddings)
-        return cls(embed.features, size, padded_vocab_size=embed.num_embeddings, embed=embed, **options)
+        return cls._tied(embed, (embed.num_embeddings, embed.features), vocab_size, options)
 
     def setup(self) -> None:
         """Creates the parameters the head owns."""

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from flax_modules._multi_token import MultiTokenCalls, check_heads, count_heads
+from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from flax_modules.linen.loss_head import LossHead
-
-default_projection_init = nn.initializers.zeros_init()
 
 
 class MultiTokenLossHead(MultiTokenCalls, nn.Module):
@@ -55,7 +53,7 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
     num_tokens: int | None = None
     project_hidden: bool | None = None
     param_dtype: Dtype = jnp.float32
-    projection_init: Initializer = default_projection_init
+    projection_init: Initializer = jax.nn.initializers.zeros
     head_weights: float | Sequence[float] | None = None
 
     # Linen wraps the methods that a module's own class names.
@@ -65,27 +63,18 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
 
     def setup(self) -> None:
         """Creates the projections; the heads were given."""
-        heads, count = self._heads(), self._count()
-        check_heads(heads)
+        heads = self._heads()
+        first = heads.of(0)
         self.projections = [
             nn.Dense(
-                heads[0].features,
+                first.features,
                 use_bias=False,
-                dtype=heads[0].dtype,
+                dtype=first.dtype,
                 param_dtype=self.param_dtype,
                 kernel_init=self.projection_init,
             )
-            for _ in range(1, count if self._projects() else 1)
+            for _ in range(1, heads.count if heads.projects else 1)
         ]
 
-    def _heads(self) -> list[LossHead]:
-        return [self.head] if isinstance(self.head, LossHead) else list(self.head)
-
-    def _count(self) -> int:
-        return count_heads(len(self._heads()), isinstance(self.head, LossHead), self.num_tokens)
-
-    def _projects(self) -> bool:
-        return isinstance(self.head, LossHead) if self.project_hidden is None else self.project_hidden
-
-    def _project(self, hidden: jax.Array, i: int) -> jax.Array:
-        return hidden + self.projections[i - 1](hidden) if self._projects() and i > 0 else hidden
+    def _heads(self) -> Heads:
+        return read_heads(self.head, self.num_tokens, self.project_hidden)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from flax import nnx
 
-from flax_modules._head import HeadCalls, Projection, tied_vocab_size, with_options_documented
+from flax_modules._head import HeadCalls, Projection, with_options_documented
 from flax_modules.nnx.signature import ConstructorSignature
 
 
@@ -123,8 +123,7 @@ class LossHead(HeadCalls, nnx.Module):
         if len(shape) != 2:
             raise ValueError(f"embed has shape {shape}: a head needs an embedding of shape (V, features)")
         options.setdefault("dtype", None if isinstance(embed, nnx.Variable) else getattr(embed, "dtype", None))
-        size = tied_vocab_size(vocab_size, shape[0])
-        return cls(shape[1], size, padded_vocab_size=shape[0], embed=embed, **options)
+        return cls._tied(embed, shape, vocab_size, options)
 
     def _projection(self) -> Projection:
         bias = None if self.bias is None else self.bias[...]

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from flax_modules._multi_token import MultiTokenCalls, check_heads, count_heads
+from flax_modules._multi_token import Heads, MultiTokenCalls, read_heads
 from flax_modules.nnx.loss_head import LossHead
 from flax_modules.nnx.signature import ConstructorSignature
-
-default_projection_init = nnx.initializers.zeros_init()
 
 
 class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
@@ -78,23 +76,20 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         *,
         project_hidden: bool | None = None,
         param_dtype: Dtype = jnp.float32,
-        projection_init: Initializer = default_projection_init,
+        projection_init: Initializer = jax.nn.initializers.zeros,
         projection_metadata: Mapping[str, Any] = MappingProxyType({}),
         head_weights: float | Sequence[float] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        shared = isinstance(head, LossHead)
-        heads = [head] if isinstance(head, LossHead) else list(head)
-        self.num_tokens = count_heads(len(heads), shared, num_tokens)
-        self.project_hidden = shared if project_hidden is None else project_hidden
+        heads = read_heads(head, num_tokens, project_hidden)
+        self.num_tokens, self.project_hidden = heads.count, heads.projects
         self.head_weights = tuple(head_weights) if isinstance(head_weights, Sequence) else head_weights
-        check_heads(heads)
-        self.heads = nnx.List(heads)
+        self.heads = nnx.List(heads.given)
         self.projections: nnx.List[nnx.Linear] = nnx.List([])
         if self.project_hidden and self.num_tokens > 1:
             if rngs is None:
                 raise ValueError("rngs=None, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
-            features, dtype = heads[0].features, heads[0].dtype
+            features, dtype = heads.of(0).features, heads.of(0).dtype
             for _ in range(1, self.num_tokens):
                 self.projections.append(
                     nnx.Linear(
@@ -109,14 +104,5 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
                     )
                 )
 
-    def _heads(self) -> Sequence[LossHead]:
-        return self.heads
-
-    def _count(self) -> int:
-        return self.num_tokens
-
-    def _projects(self) -> bool:
-        return self.project_hidden
-
-    def _project(self, hidden: jax.Array, i: int) -> jax.Array:
-        return hidden + self.projections[i - 1](hidden) if self.project_hidden and i > 0 else hidden
+    def _heads(self) -> Heads:
+        return Heads(self.heads, self.num_tokens, self.project_hidden)

@@ -19,8 +19,10 @@ _DTYPES = {
 _LABELS = (torch.int32, torch.int64)
 
 
-def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> str:
-    """Checks the tensors of a head and returns the compute dtype."""
+def head(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, vocab_size: int | None
+) -> tuple[str, dict[str, Tensor | None]]:
+    """The compute dtype, and the tensors of a head as the operators take them."""
     for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
         if tensor is not None:
             floating(name, tensor)
@@ -36,10 +38,16 @@ def head(input: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | N
     shape("linear_bias", bias, (weight.shape[0],))
     if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
         raise ValueError(f"vocab_size={vocab_size!r} must lie between 1 and the weight's {weight.shape[0]} rows")
-    kind = input.device.type
-    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return _DTYPES[torch.get_autocast_dtype(kind)]
-    return _DTYPES[input.dtype]
+    kind, dtype = input.device.type, input.dtype
+    if dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    computed = _DTYPES[dtype]
+    return computed, {
+        "input": by_row(input, input.shape[:-1]),
+        "linear_weight": weight,
+        "linear_bias": bias,
+        "logit_scale": scalar("logit_scale", logit_scale, 1.0, computed),
+    }
 
 
 def floating(name: str, tensor: Tensor) -> str:
@@ -65,6 +73,12 @@ def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
 def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """The tensor with one axis in place of its leading ones; itself where it has only one, for autograd's sake."""
     return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
+
+
+def row_values(name: str, tensor: Tensor | None, leading: Sequence[int]) -> Tensor | None:
+    """`[N]` of a dense tensor with one value for each row, or None."""
+    shape(name, tensor, leading)
+    return None if tensor is None else by_row(tensor, leading)
 
 
 def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> Tensor:
@@ -109,11 +123,14 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
     return 1.0, by_row(value, leading) if value.ndim else value
 
 
-def scalar(value: float | Tensor | None, absent: float | None, dtype: str) -> Tensor | None:
-    """A 0-d tensor in the dtype of the sums, or None for the number whose term is left out."""
-    if isinstance(value, Tensor):
-        return value.to(_wide(dtype))
-    return None if value is None or value == absent else torch.tensor(value, dtype=_wide(dtype))
+def scalar(name: str, value: float | Tensor | None, absent: float | None, dtype: str, *bounds: float) -> Tensor | None:
+    """A 0-d tensor in the dtype of the sums, or None for `absent`, the number whose term is left out."""
+    if value is None and absent is None:
+        return None
+    number = integration.check_scalar(name, value, *bounds)
+    if isinstance(number, Tensor):
+        return number.to(_wide(dtype))
+    return None if number == absent else torch.tensor(number, dtype=_wide(dtype))
 
 
 def _wide(dtype: str) -> torch.dtype:

@@ -4,12 +4,11 @@ Where the kernels serve all rows at once, one program makes the loss and its gra
 PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from pallas_ce import integration
+from pallas_ce.integration import Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.dlpack import exchange
@@ -27,7 +26,7 @@ def cross_entropy(
     ignore_index: int | None = -100,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     vocab_size: int | None = None,
     inplace_backward: bool = False,
@@ -81,19 +80,15 @@ def cross_entropy(
     size = checks.vocabulary(logits, vocab_size)
     leading = logits.shape[:-1]
     ids = checks.labels(target, leading)
-    checks.shape("token_weights", token_weights, leading)
     checks.shape("class_weights", class_weights, (size,))
-    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    integration.check_scalar("z_loss", z_loss)
-    normalizer = integration.check_normalizer(normalizer)
     check_inplace(logits, inplace_backward)
     given = {
         "target": ids,
         "class_weights": class_weights,
-        "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
-        "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
-        "z_loss": checks.scalar(z_loss, 0.0, dtype),
-        "normalizer": checks.scalar(normalizer, None, dtype),
+        "token_weights": checks.row_values("token_weights", token_weights, leading),
+        "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
+        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype),
+        "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
     }
     tensors = {name: x for name, x in given.items() if x is not None}
     exchange.check_one_device(logits=logits, **tensors)
@@ -104,9 +99,7 @@ def cross_entropy(
         if serving and serving.serve_at_once(logits):
             return one_program.cross_entropy(serving, reduction, ignore_index, logits, tensors, inplace_backward)
     ids = ids.long()
-    valid = (ids >= 0) & (ids < size)
-    if ignore_index is not None:
-        valid &= ids != ignore_index
+    valid = losses.counted(ids, size, ignore_index)
     ids = ids.where(valid, 0)
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
     smoothing, z_factor, weights, divisor = (

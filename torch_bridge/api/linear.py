@@ -1,17 +1,15 @@
 """The public functions: `linear_cross_entropy` and `linear_row_statistics` on PyTorch tensors."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pallas_ce import Metrics, RowStatistics, integration
+from pallas_ce.integration import Backward, Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
-
-Reduction = Literal["mean", "sum", "none"]
-Backward = Literal["auto", "recompute", "in_forward"]
 
 
 def linear_cross_entropy(
@@ -88,27 +86,16 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     integration.check_reduction(reduction, normalizer, backward)
-    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
-    target = checks.labels(target, leading)
-    checks.shape("token_weights", token_weights, leading)
     checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
-    for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale)):
-        integration.check_scalar(name, number, 0.0, 1.0) if name == "label_smoothing" else integration.check_scalar(
-            name, number
-        )
-    normalizer = integration.check_normalizer(normalizer)
-    tensors = {
-        "input": checks.by_row(input, leading),
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
+    tensors = head | {
+        "target": checks.labels(target, leading),
         "class_weights": class_weights,
-        "token_weights": None if token_weights is None else checks.by_row(token_weights, leading),
-        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
-        "label_smoothing": checks.scalar(label_smoothing, 0.0, dtype),
-        "z_loss": checks.scalar(z_loss, 0.0, dtype),
-        "normalizer": checks.scalar(normalizer, None, dtype),
+        "token_weights": checks.row_values("token_weights", token_weights, leading),
+        "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
+        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype),
+        "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
     }
     loss, *metrics = LINEAR_CROSS_ENTROPY.call(
         tensors,
@@ -188,7 +175,7 @@ def linear_row_statistics(
     # As the operator returns them: argmax, which has no gradient, last.
     names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
     names += ["argmax"] if "argmax" in asked else []
-    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
         target = checks.labels(target, leading, several=True)
@@ -198,14 +185,9 @@ def linear_row_statistics(
     elif row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
     checks.shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
-    integration.check_scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
-    tensors = {
-        "input": checks.by_row(input, leading),
-        "linear_weight": linear_weight,
+    tensors = head | {
         "target": target,
-        "linear_bias": linear_bias,
-        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
         "logit_weights": logit_weights,
         "row_mask": checks.by_row(row_mask, leading),
         "temperature": temperatures,

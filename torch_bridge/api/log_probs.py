@@ -76,19 +76,10 @@ def linear_log_probs(
         >>> ratio = (found.log_probs - before).exp()
         >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
     """
-    dtype = checks.head(input, linear_weight, linear_bias, vocab_size)
+    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
     labels = checks.labels(target, leading, several=True)
-    integration.check_scalar("logit_scale", logit_scale)
     number, temperatures = checks.temperature(temperature, leading, dtype)
-    tensors = {
-        "input": checks.by_row(input, leading),
-        "linear_weight": linear_weight,
-        "target": labels,
-        "linear_bias": linear_bias,
-        "logit_scale": checks.scalar(logit_scale, 1.0, dtype),
-        "temperature": temperatures,
-    }
     options = {
         "dtype": dtype,
         "return_entropy": return_entropy,
@@ -101,7 +92,7 @@ def linear_log_probs(
         "scratch_bytes": scratch_bytes,
         "fixed_temperature": number,
     }
-    log_probs, *others = LINEAR_LOG_PROBS.call(tensors, options)
+    log_probs, *others = LINEAR_LOG_PROBS.call(head | {"target": labels, "temperature": temperatures}, options)
     log_probs = log_probs.reshape(target.shape)
     if not (return_entropy or return_sum_sq_probs or return_hit):
         return log_probs

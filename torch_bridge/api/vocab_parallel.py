@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pallas_ce import integration
+from pallas_ce.integration import Reduction
 from torch_bridge.api import checks
-from torch_bridge.api.linear import Reduction, linear_row_statistics
+from torch_bridge.api.linear import linear_row_statistics
 from torch_bridge.autograd import first_order
 from torch_bridge.materialized import losses
 
@@ -97,9 +98,7 @@ def vocab_parallel_cross_entropy(
     integration.check_scalar("z_loss", z_loss)
     integration.check_normalizer(normalizer)
     target = target.long()  # narrower integers could not be compared with V
-    counted = (target >= 0) & (target < vocab_size)
-    if ignored is not None:
-        counted &= target != ignored
+    counted = losses.counted(target, vocab_size, ignored)
     names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
     here = linear_row_statistics(
         _apply(_Shared, input, group),

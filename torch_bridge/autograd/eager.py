@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autograd import graph
+from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
 from torch_bridge.programs.program import Program
 
@@ -51,7 +52,7 @@ class Eager(torch.autograd.Function):
         *tensors, ctx.call = inputs
         program = ctx.call.program
         layout = program.layout
-        found = calls.forward_keeping(program, tensors, layout.staying)
+        found = calls.forward(program, tensors, layout.staying)
         # Beside autograd's own, until the graph goes: a number a row each.
         ctx.staying = {i: found[i] for i in layout.staying}
         graph.save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
@@ -76,7 +77,7 @@ class Eager(torch.autograd.Function):
             else:
                 named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
                 for place, array in ctx.staying.items():
-                    found[place] = calls.as_tensor(array, tensors[0].shape[0])
+                    found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
                 computed = call.operation.call_backward(named, call.static, found, given, asked)
             gradients = graph.placed(ctx, asked, computed)
         return (*[gradients.get(name) for name, _ in signature.arrays], None)

@@ -253,8 +253,9 @@ def _forward(patch: _Patch, model: Any, *args: Any, **kwargs: Any) -> Any:
     for parameter in patch.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
+    kept = given.get("logits_to_keep", 0)
     has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
-    if not model.training or not has_labels or not _is_zero(given.get("logits_to_keep", 0)):
+    if not model.training or not has_labels or not (isinstance(kept, int) and kept == 0):
         return patch.original(model, *args, **kwargs)
 
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -293,7 +294,3 @@ def _passed_over(model: Any, head: Any) -> str | None:
     if "_loss_function" in model.__dict__:
         return f"this {name} was given a loss_function of its own, which the patch would not call"
     return None
-
-
-def _is_zero(logits_to_keep: Any) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 0

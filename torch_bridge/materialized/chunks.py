@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -24,25 +23,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def chunks(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+def chunks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row numbers and rows `[n, V]`, views all of them: a slice such as `logits[:, :-1]` is not copied either."""
     most = ELEMENTS.get(logits.device.type, _ELEMENTS_ELSEWHERE)
-    yield from _of(logits, start, min(most, max(_LEAST_ELEMENTS, logits.numel() // _SHARE)))
+    yield from _of(logits, 0, min(most, max(_LEAST_ELEMENTS, logits.numel() // _SHARE)))
 
 
-def powers(logits: torch.Tensor, start: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+def powers(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """The same in parts of a power of two rows, for which programs are compiled; a last part may be smaller."""
-    for part, rows in _of(logits, start, _MOST_ROWS * logits.shape[-1]):
+    for part, rows in _of(logits, 0, _MOST_ROWS * logits.shape[-1]):
         first = 0
         while (left := rows.shape[0] - first) > 0:
             size = left if left < LEAST_ROWS else 1 << (left.bit_length() - 1)
             yield slice(part.start + first, part.start + first + size), rows[first : first + size]
             first += size
-
-
-def way(kernels: Any | None) -> Way:
-    """How logits are cut for kernels, and where there are none."""
-    return powers if kernels else chunks
 
 
 def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -69,7 +63,7 @@ def _flattens(logits: torch.Tensor) -> bool:
 
 
 def gradient_chunks(
-    logits: torch.Tensor, inplace: bool, cut: Way = chunks
+    logits: torch.Tensor, inplace: bool, cut: Way
 ) -> tuple[torch.Tensor, Iterator[tuple[slice, torch.Tensor, torch.Tensor]]]:
     """The logits' gradient, in memory of its own or in theirs; `(row numbers, rows, their gradient)` to fill it by."""
     if inplace:

@@ -50,6 +50,12 @@ def cross_entropy(
     return _over(loss.sum(), (weight * of_class).sum()) + _over(z_part.sum(), weight.sum())
 
 
+def counted(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
+    """Which targets count."""
+    inside = (target >= 0) & (target < vocab_size)
+    return inside if ignore_index is None else inside & (target != ignore_index)
+
+
 def _times(factor: float | Tensor, value: Tensor) -> Tensor:
     """`factor·value`, and 0 where the factor is 0 and the value infinite."""
     factor = factor if isinstance(factor, Tensor) else value.new_full((), factor)

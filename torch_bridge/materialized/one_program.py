@@ -17,15 +17,15 @@ def cross_entropy(
     kernels: Kernels, reduction: str, ignore_index: int | None, logits: Tensor, given: dict[str, Tensor], inplace: bool
 ) -> Tensor:
     """`pallas_ce.cross_entropy` of logits `[..., V']`, reduced; `given` are its further tensors, `target` first."""
+    tensors = {"rows": logits, **given}
     names: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        names = ("rows",) if logits.requires_grad else ()
-        names += tuple(name for name, x in given.items() if x.requires_grad and name != "class_weights")
+        names = tuple(name for name, x in tensors.items() if x.requires_grad and name != "class_weights")
     what = Loss(reduction, ignore_index, names)
     # What a graph of the gradients hangs on. Of the logits no entry: their memory is not to be kept.
     depends = [logits[..., :0].clone(), *given.values()]
     function: Any = _LossAndGradients
-    return function.apply(kernels, what, inplace, tuple(given), depends, logits, *given.values())
+    return function.apply(kernels, what, inplace, tuple(tensors), depends, *tensors.values())
 
 
 class _LossAndGradients(torch.autograd.Function):
@@ -40,13 +40,13 @@ class _LossAndGradients(torch.autograd.Function):
         names: tuple[str, ...],
         depends: list[Tensor],
         logits: Tensor,
-        *tensors: Tensor,
+        *others: Tensor,
     ) -> Tensor:
         # With a count of changes of its own: one of a view's would make PyTorch forget where the view comes from.
         rows = logits.data.view(-1, logits.shape[-1])
         if "rows" in what.differentiated and not inplace:
             rows = rows.clone()
-        value, found = kernels.loss(what, {"rows": rows, **dict(zip(names, tensors, strict=True))})
+        value, found = kernels.loss(what, dict(zip(names, (rows, *others), strict=True)))
         ctx.save_for_backward(*([rows] if "rows" in what.differentiated else []), *found)
         ctx.static = what.differentiated, names, logits.shape, depends
         return value
@@ -65,4 +65,4 @@ class _LossAndGradients(torch.autograd.Function):
                 scale_([gradient], upstream)
                 made[name] = gradient.detach().view(shape)
         found = dict(zip(made, first_order.final(list(made.values()), (upstream, *depends)), strict=True))
-        return *[None] * 5, found.get("rows"), *[found.get(name) for name in names]
+        return *[None] * 5, *[found.get(name) for name in names]

@@ -18,7 +18,7 @@ from pallas_ce.integration import LogitsSpec, read_logits_spec
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
-from torch_bridge.materialized.chunks import gradient_chunks, way, wide
+from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
 from torch_bridge.materialized.kernels import Kernels
 
 
@@ -81,7 +81,8 @@ def _forward(
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
-    for part, rows in way(served)(logits):
+    cut = powers if served else chunks
+    for part, rows in cut(logits):
         if served and served.serve(rows):
             if "log_prob" in found:
                 rows.gather(1, index[part])  # for its complaint about entries that there are not
@@ -113,7 +114,7 @@ def _backward(
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     given = {name: x for name, x in zip(options.names, cotangents, strict=True) if x is not None}
-    gradient, filled = gradient_chunks(logits, options.inplace, way(served))
+    gradient, filled = gradient_chunks(logits, options.inplace, powers if served else chunks)
     for part, rows, of_rows in filled:
         by_name = {name: x[part] for name, x in given.items()}
         if served and served.serve(rows):

@@ -12,28 +12,19 @@ from torch_bridge.programs import bucketing, scaling
 from torch_bridge.programs.program import Program, Shape
 
 
-def forward(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, and what the backward needs beside them and the inputs.
+def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
+    """The outputs, and what the backward needs beside them and the inputs: tensors.
 
     Args:
         program: made for the tensors.
         tensors: those that its signature names, dense, on one device.
+        staying: places of results that are returned as JAX's arrays, with the padding of the program's rows.
     """
-    return cast(list[Tensor], forward_keeping(program, tensors, frozenset()))
-
-
-def forward_keeping(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]) -> list[Tensor | jax.Array]:
-    """What `forward` returns; in the places `staying` as JAX's arrays, with the padding of the program's rows."""
     arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
     found = _run(program.forward, program, given, arrays, tensors[0].device, staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
         return found
     return _without_padding(found, program.layout.outputs + program.layout.kept, tokens)
-
-
-def as_tensor(kept: jax.Array, tokens: int) -> Tensor:
-    """One that stayed as the tensor that `forward` returns."""
-    return exchange.to_torch(kept)[:tokens]
 
 
 def backward(
@@ -55,7 +46,7 @@ def backward(
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
     read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
-    found = cast(list[Tensor], _run(compiled.run, program, read, shapes, tensors[0].device))
+    found = _run(compiled.run, program, read, shapes, tensors[0].device)
     return _as_inputs(program, found, asked, tensors[0].shape[0])
 
 
@@ -79,7 +70,7 @@ def _as_inputs(program: Program, found: list[Tensor], names: tuple[str, ...], to
     """Gradients of those inputs as the tensors lie that came in."""
     if tokens != program.rows:
         of = dict(program.signature.arrays)
-        found = cast(list[Tensor], _without_padding(found, [of[name] for name in names], tokens))
+        found = _without_padding(found, [of[name] for name in names], tokens)
     if program.signature.options.vocab_axis and "linear_weight" in names:
         position = names.index("linear_weight")
         found[position] = found[position].t()
@@ -101,7 +92,7 @@ def _run(
     shapes: Sequence[tuple[str, Shape]],
     device: torch.device,
     staying: frozenset[int] = frozenset(),
-) -> list[Tensor | jax.Array]:
+) -> list[Any]:
     with streams.on(device) as stream:
         tensors = [x for x in given if isinstance(x, Tensor)]
         named = [
@@ -117,8 +108,6 @@ def _run(
     return found
 
 
-def _without_padding(
-    found: Sequence[Tensor | jax.Array], shapes: Sequence[Shape], tokens: int
-) -> list[Tensor | jax.Array]:
+def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int) -> list[Any]:
     """The first `tokens` rows of the tensors that have rows."""
     return [x[:tokens] if shape.by_row and isinstance(x, Tensor) else x for x, shape in zip(found, shapes, strict=True)]
