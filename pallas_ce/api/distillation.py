@@ -17,7 +17,7 @@ from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import shards_of
 from pallas_ce.parallel.shards import Shards
-from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
+from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 
 
@@ -194,6 +194,4 @@ def _linear_distillation(
         values = reference.divergences(
             pair.divergence, batch.hidden, head, mask, constant.hidden, constant_head, batch.inverse_temperature
         )
-    weights = None if options.token_weights is None else options.token_weights.reshape(-1)
-    loss = reduce_rows(values, mask, weights, options.reduction, options.normalizer)
-    return loss.reshape(student.leading) if options.by_row else loss
+    return options.reduced(values, mask, student.leading)

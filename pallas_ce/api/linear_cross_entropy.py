@@ -16,6 +16,7 @@ from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
+from pallas_ce.statistics.logits import present
 
 
 def linear_cross_entropy(
@@ -141,10 +142,8 @@ def compute(
     if not options.return_metrics:
         return value, None
     assert isinstance(static.row_total, CrossEntropy)
-    assert operands.batch.labels is not None
-    assert operands.mask is not None
-    ids, mask, inputs = operands.batch.labels, operands.mask, operands.inputs
-    return value, call_metrics(static.row_total, found, ids, mask, inputs, settings.total)
+    ids, mask = present(operands.batch.labels), present(operands.mask)
+    return value, call_metrics(static.row_total, found, ids, mask, operands.inputs, settings.total)
 
 
 def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
@@ -155,9 +154,7 @@ def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: Ne
 def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[Call[Settings], Operands]:
     """The call as rows, a head, and a row loss with its inputs."""
     batch, head, mask = call.rows_that_count()
-    assert batch.labels is not None
-    assert mask is not None
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
-    loss, inputs = options.row_loss(wide, batch.labels, mask, settings.total)
+    loss, inputs = options.row_loss(wide, present(batch.labels), present(mask), settings.total)
     return Call(settings, loss.names | options.extra_names, loss), Operands(batch, head, mask, inputs)

@@ -15,6 +15,7 @@ from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
 
 
@@ -138,11 +139,10 @@ def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known
     batch, head, mask = call.rows_that_count()
     operands = Operands(batch, head, mask, known=known)
     found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
-    assert batch.labels is not None
-    assert found.log_prob is not None
-    counts = batch.labels != NO_TARGET
-    hit = None if found.argmax is None else counts & (spread(found.argmax, batch.labels) == batch.labels)
-    return LogProbs(jnp.where(counts, found.log_prob, 0), found.entropy, found.sum_sq_probs, hit)
+    ids = present(batch.labels)
+    counts = ids != NO_TARGET
+    hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
+    return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
 def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:

@@ -284,7 +284,7 @@ def _cross_entropy(
     rows = mode.MaterializedRows(flat, ids, mask, _logit_weights(settings.spec, options) if loss.smoothing else None)
     names, handle = loss.names | options.extra_names, jnp.zeros((), wide)
     if flat.size == 0:  # no tokens, or no vocabulary, in which no label can lie
-        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else wide) for name in names}
+        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else wide) for name in sorted(names)}
     elif options.by_row:
         found = mode.row_statistics(settings, names, rows)
     else:

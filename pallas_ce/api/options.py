@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks
 from pallas_ce.backends.protocol import Backward
-from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, safe_inverse
+from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, reduce_rows, safe_inverse
 from pallas_ce.streaming.rows import flat_rows, zeroed
 
 Inputs = dict[str, jax.Array]
@@ -51,6 +51,12 @@ class Options:
         if self.class_weights is None or self.label_smoothing is None:
             return None
         return jax.lax.stop_gradient(self.class_weights.astype(wide)) / vocab_size
+
+    def reduced(self, values: jax.Array, mask: jax.Array | None, leading: tuple[int, ...]) -> jax.Array:
+        """The loss from `values [N]` of rows of the shape `leading`, of which those count where `mask [N]` is True."""
+        weights = None if self.token_weights is None else self.token_weights.reshape(-1)
+        loss = reduce_rows(values, mask, weights, self.reduction, self.normalizer)
+        return loss.reshape(leading) if self.by_row else loss
 
     def row_loss(
         self, wide: Any, ids: jax.Array, mask: jax.Array, total: Total = _alone

@@ -19,6 +19,7 @@ from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.statistics.gradient import saved_statistics
+from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
 
 _REFUSAL = (
@@ -168,7 +169,7 @@ def row_values(
 ) -> jax.Array:
     """`row_total` of each row `[N]`, 0 in those that do not count, whose values never reach it."""
     by_row, shared = inputs
-    read = {name: found[name] for name in row_total.names}
+    read = only(found, row_total.names)
     mask, read, by_row = flat_rows(leading, (mask, read, by_row))
     read, by_row = (zeroed if row_total.defined_at_zero else with_placeholder_rows)(mask, (read, by_row))
     values = row_total(read, (by_row, constant_unless_any(mask, shared)))

@@ -25,7 +25,7 @@ from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statis
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.row import finalise
+from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, Rows
 
@@ -49,7 +49,7 @@ def forward(
     """Statistics and handle; kept are the sums that the gradients come from."""
     if (known := operands.known) is None:
         known = keep(call, operands, needs_grad or NeedsGrad())
-    found = {name: known.statistics[name] for name in call.names}
+    found = only(known.statistics, call.names)
     kept = Gradients(*(absent() if x is None else x for x in known.sums))
     return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.settings.total), kept
 
@@ -165,5 +165,5 @@ def row_cotangents(call: Call[Any], statistics: Statistics, block: RowBlock, inp
         return jnp.sum(call.row_total({**statistics, **varied}, inputs))
 
     # Declared to vary as the inputs do: their cotangents are wanted as they are, and not added up over devices.
-    varied = {name: vary_like(statistics[name], inputs) for name in call.read if name != "argmax"}
+    varied = {name: vary_like(x, inputs) for name, x in only(statistics, call.read - {"argmax"}).items()}
     return jax.tree.map(lambda g: block.select(g, 0.0), jax.grad(summed)(varied))

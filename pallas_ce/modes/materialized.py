@@ -26,6 +26,7 @@ from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
 from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import RowBlock, zeroed
 
 _INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
@@ -94,7 +95,7 @@ def _forward(
     rows = evaluate.values_of(primals)
     saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
     found = _forward_statistics(settings, names | saved, evaluate.first_order_only(rows, _INSTEAD))
-    return {name: found[name] for name in names}, (rows, {name: found[name] for name in saved})
+    return only(found, names), (rows, only(found, saved))
 
 
 def _backward(
@@ -208,7 +209,7 @@ def _statistics_and_gradient(
     factors = jnp.zeros(tokens, settings.spec.accumulator) if settings.normalises else None
     carry = (_zeros(settings, names, rows), rows.logits, factors)
     found, gradient, factors = settings.blocks(tokens).for_each(body, carry)
-    return {name: found[name] for name in call.names}, gradient, factors
+    return only(found, call.names), gradient, factors
 
 
 def _fused_backward(

@@ -19,6 +19,7 @@ from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import RowBlock
 
 
@@ -43,7 +44,7 @@ def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | No
         whole = settings.shards.gather(operands.head)
         settings, operands = _handed_whole(settings), operands._replace(head=whole)
     found = forward_statistics(settings, call.names | saved, operands) if known is None else known.statistics
-    return {name: found[name] for name in call.names}, _Kept({name: found[name] for name in saved}, whole)
+    return only(found, call.names), _Kept(only(found, saved), whole)
 
 
 def backward(

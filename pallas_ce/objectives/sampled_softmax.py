@@ -14,8 +14,9 @@ from pallas_ce.backends.protocol import Implementation
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.entry import program, replicated
-from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
+from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.logits import present
 
 
 def sampled_softmax_cross_entropy(
@@ -176,12 +177,8 @@ def _sampled_softmax(
     target = head.cap(products, None if biases is None else biases[count:])
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET
-    lse, target_in_sum = found.lse, found.target_logit
-    assert lse is not None
-    assert target_in_sum is not None
+    lse, target_in_sum = present(found.lse), present(found.target_logit)
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
     values = values * jnp.where(different, 1.0, jnp.nan)  # and so are the gradients
-    weights = None if options.token_weights is None else options.token_weights.reshape(-1)
-    loss = reduce_rows(values, mask, weights, options.reduction, options.normalizer)
-    return loss.reshape(call.leading) if options.by_row else loss
+    return options.reduced(values, mask, call.leading)

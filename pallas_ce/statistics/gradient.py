@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch
-from pallas_ce.statistics.logits import places_in_tile
+from pallas_ce.statistics.logits import places_in_tile, present
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
@@ -133,14 +133,11 @@ def dlogits(
                 inner = inner + coefficient[:, None] * term.factor(p, some, coefficients)
         terms.append(p * inner)
     if coefficients.target is not None and coefficients.target.ndim == 1:
-        assert labels is not None
-        terms.append(jnp.where(columns[None, :] == labels[:, None], coefficients.target[:, None], 0.0))
+        terms.append(jnp.where(columns[None, :] == present(labels)[:, None], coefficients.target[:, None], 0.0))
     if coefficients.logit_weights is not None:
-        assert logit_weights is not None
-        terms.append(coefficients.logit_weights[:, None] * logit_weights[None, :])
+        terms.append(coefficients.logit_weights[:, None] * present(logit_weights)[None, :])
     if coefficients.argmax is not None:
-        assert argmax is not None
-        terms.append(jnp.where(columns[None, :] == argmax[:, None], coefficients.argmax[:, None], 0.0))
+        terms.append(jnp.where(columns[None, :] == present(argmax)[:, None], coefficients.argmax[:, None], 0.0))
     total = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(logits)
     if coefficients.target is not None and coefficients.target.ndim == 2:
         assert labels is not None

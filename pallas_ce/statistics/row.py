@@ -5,7 +5,7 @@ the one associative rule that joins two parts: vocabulary tiles, windows, chunks
 statistic is stands in `table`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ STATISTICS = RowStatistics._fields
 def primitive_names(names: Iterable[str]) -> frozenset[str]:
     """The statistics a kernel must compute so that those in `names` can be derived."""
     return frozenset(part for name in names for part in (DERIVED[name].parts if name in DERIVED else (name,)))
+
+
+def only[T](values: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Those of `values` in `names`, in one order for every process.
+
+    Sets of names iterate as Python's hash seed has it: what is traced in their order is another program each time.
+    """
+    return {name: values[name] for name in sorted(names)}
 
 
 def needs_labels(name: str) -> bool:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence
 from pallas_ce.statistics.logits import LogitsTile, Row
-from pallas_ce.statistics.row import fields_of, spread
+from pallas_ce.statistics.row import fields_of, only, spread
 from pallas_ce.statistics.table import PRIMITIVES
 
 
@@ -43,7 +43,7 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     lse, log_p = jnp.where(any_finite[:, 0], lse, -jnp.inf), jnp.where(p > 0, log_p, 0.0)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
     row = Row(LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size)), log_p, p, lse)
-    values = {name: PRIMITIVES[name].definition(row) for name in names}
+    values = {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()}
     if mask is not None:
         values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
     return values
