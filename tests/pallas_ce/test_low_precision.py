@@ -10,7 +10,7 @@ import pytest
 
 from pallas_ce import linear_cross_entropy
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, library_results, relative_error
+from tests.pallas_ce.checks import assert_close, library_results, relative_error, with_gradients
 from tests.pallas_ce.problems import STREAMED, WAYS, make
 
 streamed = pytest.mark.parametrize(("implementation", "backward"), STREAMED)
@@ -74,24 +74,21 @@ def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
         backward = "recompute"
     n, h, v = 100_000, 4, 16
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(n, h)).astype(np.float16)
-    weight = rng.normal(size=(v, h)).astype(np.float16)
-    labels = rng.integers(0, v, n).astype(np.int32)
-
-    def loss(weight: jax.Array, hidden: jax.Array) -> jax.Array:
-        value = linear_cross_entropy(
-            hidden, weight, labels, dtype=jnp.float16, reduction=reduction, backward=backward,
-            implementation=implementation,
-        )  # fmt: skip
-        return jnp.mean(value)
-
     # Float32 masters, so that nothing but the library rounds to float16.
-    d_weight, d_hidden = jax.grad(loss, argnums=(0, 1))(
-        jnp.asarray(weight, jnp.float32), jnp.asarray(hidden, jnp.float32)
-    )
-    _, exact = oracle.cross_entropy({"hidden": hidden, "weight": weight}, labels, {})
-    assert_close(d_weight, exact["weight"], 2e-3)
-    assert_close(d_hidden, exact["hidden"], 2e-3, floor=0)
+    head = {
+        name: rng.normal(size=size).astype(np.float16).astype(np.float32)
+        for name, size in (("hidden", (n, h)), ("weight", (v, h)))
+    }
+    labels = rng.integers(0, v, n).astype(np.int32)
+    options = {"reduction": reduction, "backward": backward, "implementation": implementation}
+
+    def loss(head: Any) -> Any:
+        return linear_cross_entropy(**head, labels=labels, dtype=jnp.float16, **options)
+
+    _, gradients = with_gradients(loss, head, jnp.mean)
+    _, exact = oracle.cross_entropy(head, labels, {})
+    assert_close(gradients["weight"], exact["weight"], 2e-3)
+    assert_close(gradients["hidden"], exact["hidden"], 2e-3, floor=0)
 
 
 def _products(hidden: Any, weight: Any, **options: Any) -> list[str]:
