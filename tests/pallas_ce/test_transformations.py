@@ -35,62 +35,59 @@ TEACHER_HIDDEN, TEACHER_WEIGHT = jax.random.normal(KEYS[4], (V, 7)), jax.random.
 Loss = Callable[..., jax.Array]
 
 
-def _distilled(**options: Any) -> Loss:
+def _distilled(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     """From a teacher whose hidden states belong to the labels: batched as these are, and not as the student's."""
-
-    def loss(hidden: Any, weight: Any, labels: Any, **more: Any) -> Any:
-        return linear_distillation(
-            hidden, weight, TEACHER_HIDDEN[labels], TEACHER_WEIGHT, labels, divergence="reverse_kl", **options, **more
-        )
-
-    return loss
+    teacher = TEACHER_HIDDEN[labels], TEACHER_WEIGHT
+    return linear_distillation(hidden, weight, *teacher, labels, divergence="reverse_kl", **options)
 
 
 def _by_row(loss: Loss) -> Loss:
     return lambda *given, **options: jnp.sum(jnp.square(loss(*given, **options)))
 
 
-def _statistics(**options: Any) -> Loss:
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        names = ("log_prob", "entropy", "mean_logit")
-        found = linear_row_statistics(hidden, weight, labels, statistics=names, row_mask=labels >= 0, **options)
-        return jnp.sum(found.log_prob * found.entropy + jnp.square(found.mean_logit))
+def _statistics(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    names = ("log_prob", "entropy", "mean_logit")
+    found = linear_row_statistics(hidden, weight, labels, statistics=names, row_mask=labels >= 0, **options)
+    return jnp.sum(found.log_prob * found.entropy + jnp.square(found.mean_logit))
 
-    return loss
+
+def _of_several_labels(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    return linear_log_probs(hidden, weight, jnp.stack([labels, labels, labels + 1], -1), **options)
 
 
 def _of_logits(loss: Loss) -> Loss:
     return lambda hidden, weight, labels, **options: loss(hidden @ weight.T, labels, **options)
 
 
-def _of_entropy(**options: Any) -> Loss:
-    return functools.partial(linear_loss, lambda s: 0.3 * s.entropy - s.log_prob, **options)
+def _by_reference(loss: Loss) -> Loss:
+    return functools.partial(loss, implementation="reference")
 
 
-def _of_several(function: Loss) -> Loss:
-    return lambda hidden, weight, labels: function(hidden, weight, jnp.stack([labels, labels, labels + 1], -1))
+def _and_by_reference(loss: Loss) -> tuple[Loss, Loss]:
+    return loss, _by_reference(loss)
 
 
 ce = functools.partial(functools.partial, linear_cross_entropy)
-REFERENCE, SELECTED = ce(implementation="reference"), functools.partial(linear_log_probs, implementation="reference")
+REFERENCE, BY_ROW = _by_reference(linear_cross_entropy), _by_row(ce(reduction="none"))
 # Each loss, and what it must agree with.
 LOSSES: dict[str, tuple[Loss, Loss]] = {
     "in_forward": (ce(implementation="xla", backward="in_forward"), REFERENCE),
     "recompute": (ce(implementation="xla", backward="recompute"), REFERENCE),
-    "by row": (_by_row(ce(reduction="none")), _by_row(ce(implementation="reference", reduction="none"))),
-    "linear_loss": (_of_entropy(), _of_entropy(implementation="reference")),
-    "linear_row_statistics": (_statistics(), _statistics(implementation="reference")),
-    "linear_log_probs": (_by_row(_of_several(linear_log_probs)), _by_row(_of_several(SELECTED))),
-    "distillation": (_distilled(), _distilled(implementation="reference")),
+    "by row": _and_by_reference(BY_ROW),
+    "linear_loss": _and_by_reference(functools.partial(linear_loss, lambda s: 0.3 * s.entropy - s.log_prob)),
+    "linear_row_statistics": _and_by_reference(_statistics),
+    "linear_log_probs": _and_by_reference(_by_row(_of_several_labels)),
+    "distillation": _and_by_reference(_distilled),
     "stored logits": (
-        _of_logits(functools.partial(cross_entropy, z_loss=0.1)), functools.partial(REFERENCE, z_loss=0.1)
+        _of_logits(functools.partial(cross_entropy, z_loss=0.1)),
+        functools.partial(REFERENCE, z_loss=0.1),
     ),
     "stored logits by row": (
         _by_row(_of_logits(functools.partial(cross_entropy, reduction="none"))),
-        _by_row(ce(implementation="reference", reduction="none")),
+        _by_reference(BY_ROW),
     ),
-    "selective": (_by_row(_of_logits(selective_log_softmax)), _by_row(SELECTED)),
-}  # fmt: skip
+    "selective": (_by_row(_of_logits(selective_log_softmax)), _by_row(_by_reference(linear_log_probs))),
+}
 every_loss = pytest.mark.parametrize("name", LOSSES)
 MODES, STREAMED = ["in_forward", "recompute"], ["in_forward", "recompute", "by row", "linear_log_probs", "distillation"]
 
