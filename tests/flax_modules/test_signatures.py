@@ -30,14 +30,12 @@ def test_a_module_of_ones_own_on_top_shows_its_own_parameters():
     assert "labels" in inspect.signature(Head(4, nnx.Rngs(0))).parameters
 
 
-@pytest.mark.parametrize("package", [linen, on_nnx])
 @pytest.mark.parametrize("head", ["LossHead", "MultiTokenLossHead"])
-def test_arrays_are_shown_as_arrays(package, head):
-    for name, parameter in inspect.signature(getattr(package, head).__call__).parameters.items():
+def test_arrays_are_shown_as_arrays(framework, head):
+    for name, parameter in inspect.signature(getattr(framework, head).__call__).parameters.items():
         assert name == "self" or "Any" not in str(parameter.annotation), parameter
 
 
-@pytest.mark.parametrize("package", [linen, on_nnx])
-def test_every_option_is_described(package):
-    for name in inspect.signature(package.LossHead).parameters.keys() - {"parent", "name"}:
-        assert f"        {name}: " in package.LossHead.__doc__
+def test_every_option_is_described(framework):
+    for name in inspect.signature(framework.LossHead).parameters.keys() - {"parent", "name"}:
+        assert f"        {name}: " in framework.LossHead.__doc__

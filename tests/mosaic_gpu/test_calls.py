@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.pallas_ce.test_calls import CALLS, check, rematerialised
+from tests.pallas_ce.test_calls import CALLS, check
 
 pytestmark = [pytest.mark.usefixtures("small_backend"), pytest.mark.slow]
 
@@ -12,6 +12,6 @@ pytestmark = [pytest.mark.usefixtures("small_backend"), pytest.mark.slow]
 @pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 # The interpreter's effects cannot be rematerialised.
-@pytest.mark.parametrize("call", [c for c in CALLS if c is not rematerialised], ids=lambda call: call.__name__)
-def test_each_call(call: Any, backward: str, interpreted: Any) -> None:
-    check(call, "mosaic_gpu", backward, compiled=interpreted)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "rematerialised"])
+def test_each_call(name: str, backward: str, interpreted: Any) -> None:
+    check(name, "mosaic_gpu", backward, compiled=interpreted)

@@ -52,15 +52,25 @@ def library_loss(p: Problem, arrays: dict[str, Any], *, implementation: Any = No
     return call(linear_cross_entropy, p, arrays, implementation=implementation, **options)
 
 
-def library_results(p: Problem, implementation: str, backward: Any, **options: Any) -> Results:
-    """Loss and gradients of everything differentiable."""
+def with_gradients(
+    function: Callable[[Any], Any], arrays: Any, weighted: Callable[[Any], Any] = jnp.sum
+) -> tuple[Any, Any]:
+    """What `function` makes of a tree of arrays, and the gradients of the number that `weighted` makes of that."""
 
     @jax.jit
-    @jax.value_and_grad
-    def results(arrays: dict[str, Any]) -> jax.Array:
-        return library_loss(p, arrays, implementation=implementation, backward=backward, **options)
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(arrays: Any) -> Any:
+        found = function(arrays)
+        return weighted(found), found
 
-    return results(jax.tree.map(jnp.asarray, p.arrays))
+    (_, found), gradients = run(jax.tree.map(jnp.asarray, arrays))
+    return found, gradients
+
+
+def library_results(p: Problem, implementation: str, backward: Any, **options: Any) -> Results:
+    """Loss and gradients of everything differentiable."""
+    loss = functools.partial(library_loss, p, implementation=implementation, backward=backward, **options)
+    return with_gradients(loss, p.arrays)
 
 
 def oracle_results(p: Problem) -> Results:
@@ -107,6 +117,6 @@ def assert_close(got: Any, want: Any, bound: float, floor: float = 1e-7) -> None
     structures: list[Any] = [jax.tree.structure(got), jax.tree.structure(want)]
     assert structures[0] == structures[1]
     for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        largest = float(np.max(np.abs(np.asarray(x).astype(np.float64) - y), initial=0.0))
+        largest = float(np.max(np.abs(np.asarray(x).astype(np.float64) - np.asarray(y)), initial=0.0))
         error = relative_error(x, y)
         assert error <= bound or largest <= floor, f"{jax.tree_util.keystr(path)}: relative {error}, largest {largest}"

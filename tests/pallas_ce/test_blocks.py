@@ -123,16 +123,13 @@ def test_few_ignored_rows_give_their_places_to_others_and_more_of_them_are_packe
     mask[np.random.default_rng(ignored).permutation(64)[:ignored]] = False
     found = Rows.counted(jnp.asarray(mask))
     assert found.order is not None
-    if ignored <= 4:
-        np.testing.assert_array_equal(np.asarray(found.order)[mask], np.flatnonzero(mask))
-        np.testing.assert_array_equal(found.valid, mask)
-        assert found.filled == 64
-    else:
-        np.testing.assert_array_equal(found.order[: 64 - ignored], np.flatnonzero(mask))
-        np.testing.assert_array_equal(found.valid, np.arange(64) < 64 - ignored)
-        assert found.filled == 64 - ignored
+    few = ignored <= 4
+    places = mask if few else np.arange(64) < 64 - ignored
+    np.testing.assert_array_equal(found.order[places], np.flatnonzero(mask))
+    np.testing.assert_array_equal(found.valid, places)
+    assert found.filled == (64 if few else 64 - ignored)
     assert ignored == 64 or mask[found.order].all()
-    assert bool(rows.few_ignored(jnp.asarray(mask))) == (ignored <= 4)
+    assert bool(rows.few_ignored(jnp.asarray(mask))) == few
 
 
 @pytest.mark.parametrize("function", [zeroed, with_placeholder_rows])

@@ -24,10 +24,8 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
         if match := re.search(rf"= (\(?.*?) ({KINDS})(-start)?\(", line):
             shapes, kind, start = match.groups()
             arrays = re.findall(r"(pred|bf16|[fsu]\d+)\[([\d,]*)\]", shapes)
-            if start and kind != "all-reduce":
-                arrays = arrays[len(arrays) // 2 :]  # operands and results
-            elif start and len(arrays) > 1:
-                arrays = arrays[len(arrays) // 2 :]
+            if start:
+                arrays = arrays[len(arrays) // 2 :]  # operands and results, or one array that is both
             found += [(kind, dtype, math.prod(int(x) for x in shape.split(",") if x)) for dtype, shape in arrays]
     return found
 
@@ -57,6 +55,11 @@ def longest_loop(text: str) -> int:
 def few_numbers(n: int, gpus: int) -> int:
     """O(tokens): each device's maximum and sum of exponentials, and the target's logit."""
     return (2 * gpus + 2) * n
+
+
+def large_collectives(text: str, n: int, gpus: int) -> list[tuple[str, str, int]]:
+    """Those of more numbers; small ones may also be merged into a large one."""
+    return sorted(c for c in collectives(text) if c[2] > few_numbers(n, gpus))
 
 
 def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str, str, int]]:
@@ -105,13 +108,11 @@ def test_only_what_the_layout_needs_is_moved(layout: str, mode: str | None, gpus
     n, text = LAYOUTS[layout][2], program(layout, mode, gpus).as_text()
     # XLA splits a prefix sum over devices as a loop over rows, 20 us a trip.
     assert longest_loop(text) < n // gpus // 2
-    found = collectives(text)
-    few = few_numbers(n, gpus)  # small collectives may also be merged into a large one
-    large = sorted(c for c in found if c[2] > few)
+    large = large_collectives(text, n, gpus)
     want = sorted(expected(layout, mode, n, gpus))
     assert [c[:2] for c in large] == [c[:2] for c in want]
     for (*_, size), (*_, least) in zip(large, want, strict=True):
-        assert least <= size <= least + few
+        assert least <= size <= least + few_numbers(n, gpus)
 
 
 @pytest.mark.nightly(keep=1)
@@ -130,9 +131,8 @@ def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, a
     )
     shapes = (((n, H), jnp.bfloat16, split), ((V, H), jnp.bfloat16, weight), ((n,), jnp.int32, split))
     text = h200.compile_for_h200(function, *[h200.shaped(mesh, *shape) for shape in shapes])[0].as_text()
-    assert [c for c in collectives(text) if c[0] == "all-gather" and c[2] > few_numbers(n, 2)] == [
-        ("all-gather", "bf16", V * H)
-    ]
+    gathered = [c for c in large_collectives(text, n, 2) if c[0] == "all-gather"]
+    assert gathered == [("all-gather", "bf16", V * H)]
 
 
 @pytest.mark.nightly(keep=2)
@@ -148,7 +148,7 @@ def test_the_hopper_kernels_are_the_default_and_keep_the_weight_where_it_is(
         monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
     n, text = LAYOUTS["TP"][2], program("TP", mode, 2, None).as_text()
     assert "mosaic_gpu_v2" in text
-    assert sorted(c for c in collectives(text) if c[2] > few_numbers(n, 2)) == sorted(expected("TP", mode, n, 2))
+    assert large_collectives(text, n, 2) == sorted(expected("TP", mode, n, 2))
 
 
 @pytest.mark.nightly(keep=2)
@@ -158,5 +158,4 @@ def test_shards_of_a_padded_vocabulary(layout: str, rows: int, served: bool) -> 
     """A device learns its share in the partitioner: kernels work on multiples of 8 entries, XLA on any."""
     n, text = LAYOUTS[layout][2], program(layout, "in_forward", 2, None, V - 100, rows).as_text()
     assert ("mosaic_gpu_v2" in text) == served
-    kept = sorted(c[:2] for c in collectives(text) if c[2] > few_numbers(n, 2))
-    assert kept == sorted(c[:2] for c in expected(layout, "in_forward", n, 2))
+    assert [c[:2] for c in large_collectives(text, n, 2)] == sorted(c[:2] for c in expected(layout, "in_forward", n, 2))

@@ -25,6 +25,12 @@ def _function(differentiated: tuple[str, ...], **options: Any) -> Any:
     return jax.value_and_grad(loss, argnums=(0, 1)[: len(differentiated)]) if differentiated else loss
 
 
+def _arguments(shape: tuple[int, int, int], dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    """Hidden states, weight and labels."""
+    n, h, v = shape
+    return [jax.ShapeDtypeStruct(*x) for x in (((n, h), dtype), ((v, h), dtype), ((n,), jnp.int32))]
+
+
 def _largest_new_array(text: str, parameters: set[int]) -> int:
     """Elements of the largest array in the compiled program that has no parameter's size."""
     shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", text)
@@ -34,8 +40,7 @@ def _largest_new_array(text: str, parameters: set[int]) -> int:
 
 def _check(compiled: Any, shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...], **options: Any) -> None:
     n, h, v = shape
-    arrays = jax.ShapeDtypeStruct((n, h), dtype), jax.ShapeDtypeStruct((v, h), dtype)
-    told = explain(*arrays, differentiate=needed, **options)
+    told = explain(*_arguments(shape, dtype)[:2], differentiate=needed, **options)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     used = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
@@ -69,24 +74,14 @@ def test_memory_of_materialised_logits() -> None:
 
 
 def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...], **options: Any) -> None:
-    n, h, v = shape
-    arguments = [
-        jax.ShapeDtypeStruct((n, h), dtype),
-        jax.ShapeDtypeStruct((v, h), dtype),
-        jax.ShapeDtypeStruct((n,), jnp.int32),
-    ]
-    _check(jax.jit(_function(needed, **options)).lower(*arguments).compile(), shape, dtype, needed, **options)
+    compiled = jax.jit(_function(needed, **options)).lower(*_arguments(shape, dtype)).compile()
+    _check(compiled, shape, dtype, needed, **options)
 
 
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
-    n, h, v = SHAPES[-1]
     mesh = h200.h200_mesh()
-    arguments = [
-        h200.shaped(mesh, (n, h), jnp.bfloat16),
-        h200.shaped(mesh, (v, h), jnp.bfloat16),
-        h200.shaped(mesh, (n,), jnp.int32),
-    ]
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(SHAPES[-1], jnp.bfloat16)]
     options = {"implementation": "xla", "backward": backward}
     compiled, _ = h200.compile_for_h200(_function(needed, **options), *arguments)
     _check(compiled, SHAPES[-1], jnp.bfloat16, needed, **options)

@@ -13,7 +13,7 @@ import pytest
 from pallas_ce import RowStatistics, linear_loss, linear_row_statistics
 from pallas_ce.statistics.row import STATISTICS
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, assert_near_oracle, call, library_loss, library_results
+from tests.pallas_ce.checks import assert_close, assert_near_oracle, call, library_loss, library_results, with_gradients
 from tests.pallas_ce.problems import STORED, STREAMED, WAYS, Problem, make, problems, statistics_problems
 
 DIFFERENTIABLE = [name for name in STATISTICS if name != "argmax"]
@@ -27,7 +27,6 @@ def test_loss_and_gradients_match_the_oracle(p: Problem, wide: bool, implementat
         p.arrays = oracle.to64(p.arrays) if wide else p.arrays
         got = library_results(p, implementation, backward)
         assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float64 if wide else np.float32)}
-        got = jax.tree.map(np.asarray, got)
     assert_near_oracle(p, got, wide=wide)
 
 
@@ -52,14 +51,11 @@ def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, i
     values, slopes = oracle.statistics(logits, p.labels, u)
     cotangents = {k: rng.normal(size=values[k].shape).astype(np.float32) for k in names if k != "argmax"}
 
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def ours(arrays: dict[str, Any]) -> Any:
-        options = {"statistics": names, "row_mask": mask, "logit_weights": u, "implementation": implementation}
-        found = call(linear_row_statistics, p, arrays, **options)
-        return sum(jnp.sum(getattr(found, k) * g) for k, g in cotangents.items()) + 0.0, found
+    def weighted(found: RowStatistics) -> Any:
+        return sum((jnp.sum(getattr(found, k) * g) for k, g in cotangents.items()), 0.0)
 
-    (_, found), gradients = ours(jax.tree.map(jnp.asarray, p.arrays))
+    options = {"statistics": names, "row_mask": mask, "logit_weights": u, "implementation": implementation}
+    found, gradients = with_gradients(lambda x: call(linear_row_statistics, p, x, **options), p.arrays, weighted)
     counts = np.ones(n, bool) if mask is None else mask
     dz = counts[:, None] * (oracle.pull_back(slopes, cotangents) + np.zeros_like(logits.z))
 
@@ -149,7 +145,6 @@ def test_a_row_loss_on_every_statistic_and_its_row_inputs(implementation: str, b
         given = jax.tree.map(lambda x: jnp.asarray(x, dtype), (p.arrays, *inputs))
         got = jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3, 4)))(*given)
         assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(dtype)}
-        got, want = jax.tree.map(np.asarray, (got, want))
     assert_close(got, want, 1e-11 if wide else 1e-5, floor=1e-12 if wide else 1e-6)
 
 
@@ -159,13 +154,8 @@ def test_non_uniform_cotangents_under_reduction_none(p: Problem, implementation:
     p.options = {k: v for k, v in p.options.items() if k != "normalizer"} | {"reduction": "none"}
     cotangent = np.random.default_rng(0).normal(size=p.labels.size).astype(np.float32)
 
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def weighted(arrays: dict[str, Any]) -> Any:
-        values = library_loss(p, arrays, implementation=implementation)
-        return jnp.sum(values * cotangent), values
-
-    (_, values), gradients = weighted(jax.tree.map(jnp.asarray, p.arrays))
+    by_row = functools.partial(library_loss, p, implementation=implementation)
+    values, gradients = with_gradients(by_row, p.arrays, lambda values: jnp.sum(values * cotangent))
     want, want_gradients = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
     floor = 1e-6 * max(1.0, np.max(np.abs(want)))
     assert_close(values, want, 1e-5, floor=floor)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_distillation
-from tests.pallas_ce.checks import assert_close, relative_error
-from tests.pallas_ce.streamed import as_jax, two_heads
+from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
+from tests.pallas_ce.streamed import two_heads
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -72,29 +72,27 @@ def test_value_and_gradients_match_the_definition_in_float64(data: Any, implemen
     least = 24 + (4 + 8) * 2 * (h + 7)
     scratch = None if implementation == "reference" else data.draw(st.sampled_from([None, least, 10 * least]))
 
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
     def ours(given: dict[str, Any]) -> Any:
         given = dict(given)
         for side, name in (("", "vocab_axis"), ("teacher_", "teacher_vocab_axis")):
             given[side + "weight"] = given[side + "weight"] if axes[name] == 0 else given[side + "weight"].T
-        value = linear_distillation(
+        return linear_distillation(
             labels=labels, row_mask=mask, divergence=divergence, beta=beta, temperature=temperature,
             reduction=reduction, implementation=implementation, scratch_bytes=scratch, **axes, **options, **given,
         )  # fmt: skip
-        return jnp.sum(value * cotangent), value
 
+    def theirs(given: dict[str, Any]) -> Any:
+        w = jnp.where(counts, given["token_weights"], 0)
+        rows = w * _definition(given, divergence, beta, temperature, options)
+        return rows if reduction == "none" else rows.sum() / w.sum()
+
+    def weighted(value: Any) -> Any:
+        return jnp.sum(value * cotangent)
+
+    arrays |= {"token_weights": weights}
     with jax.enable_x64(True):
-
-        def theirs(given: dict[str, Any]) -> Any:
-            w = jnp.where(counts, given["token_weights"], 0)
-            rows = w * _definition(given, divergence, beta, temperature, options)
-            value = rows if reduction == "none" else rows.sum() / w.sum()
-            return jnp.sum(value * cotangent), value
-
-        given = {k: jnp.asarray(x, jnp.float64) for k, x in (arrays | {"token_weights": weights}).items()}
-        want, gradients = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(theirs, has_aux=True))(given))
-    got, found = ours(as_jax(arrays | {"token_weights": weights}))
+        want, gradients = with_gradients(theirs, {k: x.astype(np.float64) for k, x in arrays.items()}, weighted)
+    got, found = with_gradients(ours, arrays, weighted)
     # The terms of a row are log-probabilities times probabilities; a divergence is a small difference of such sums.
     assert_close(got, want, 1e-5, floor=2e-6)
     student = {k: g for k, g in gradients.items() if not k.startswith("teacher_")}
@@ -115,7 +113,7 @@ def test_tiles_and_a_common_offset_of_either_head_change_nothing(divergence: Any
             bias=jnp.full(53, offset), teacher_bias=jnp.full(53, teacher_offset),
         )  # fmt: skip
 
-    want = jax.tree.map(np.asarray, value(0.0, 0.0, None))
+    want = value(0.0, 0.0, None)
     for offsets in ((4096.0, 0.0), (0.0, -4096.0), (4096.0, 4096.0)):
         assert_close(value(*offsets, None), want, 2e-6)
         assert_close(value(*offsets, 2000), want, 2e-6)
@@ -146,20 +144,19 @@ def test_an_infinite_divergence_and_a_row_without_distribution_have_no_gradient(
 ) -> None:
     bias = {side: jnp.where(jnp.arange(30) < open_columns, 0.0, -jnp.inf)}
     options: dict[str, Any] = {"implementation": implementation, "scratch_bytes": scratch_bytes}
-    run: Any = jax.value_and_grad(lambda p: linear_distillation(**p, **bias, divergence=divergence, **options))
-    value, gradients = run(as_jax(two_heads(0, 5, 4, 30)))
+    loss = functools.partial(linear_distillation, **bias, divergence=divergence, **options)
+    value, gradients = with_gradients(lambda p: loss(**p), two_heads(0, 5, 4, 30))
     assert value == want
     assert not any(np.any(g) for g in gradients.values())
 
 
 def test_bfloat16_gradients_are_as_accurate_as_materialised_float32_logits() -> None:
     p = {k: x.astype(ml_dtypes.bfloat16) for k, x in two_heads(0, 96, 64, 500, teacher_h=48).items()}
-    exact, arrays = {k: x.astype(np.float64) for k, x in p.items()}, as_jax(p)
+    exact, arrays = {k: x.astype(np.float64) for k, x in p.items()}, jax.tree.map(jnp.asarray, p)
     n = len(p["hidden"])
     for divergence in DIVERGENCES:
         with jax.enable_x64(True):
-            want = jax.jit(jax.grad(lambda a, d=divergence: _definition(a, d, 0.5, 1.0, {}).mean()))(as_jax(exact))
-            want = {k: np.asarray(x) for k, x in want.items()}
+            _, want = with_gradients(lambda a, d=divergence: _definition(a, d, 0.5, 1.0, {}).mean(), exact)
 
         def from_logits(z: Any, d: str = divergence) -> Any:
             teacher = jnp.dot(arrays["teacher_hidden"], arrays["teacher_weight"].T, preferred_element_type=jnp.float32)

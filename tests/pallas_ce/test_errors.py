@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "group_advantages": {"rewards": jnp.zeros(4), "group_size": 2},
     "kl_estimate": {"log_probs": jnp.zeros(3), "ref_log_probs": jnp.zeros(3)},
     "dpo_loss": {name: jnp.zeros(2) for name in ("chosen", "rejected", "ref_chosen", "ref_rejected")},
+    "MeshAxes": {},
 }
 
 # What describes the head is read by all of its functions, in one place.
@@ -114,13 +115,10 @@ OF_THE_HEAD: list[Row] = [
     ({"scratch_bytes": 9, "implementation": "xla"}, ValueError, r"=9 cannot hold one row .* at least \d+ bytes are"),
 ]
 # What names mesh axes without saying what they split.
+EXAMPLE = "must be a MeshAxes, such as MeshAxes(vocabulary='tensor')"
 OF_MESH_AXES: list[Row] = [
-    ({"mesh_axes": axes}, TypeError, re.escape(f"mesh_axes={axes!r} must be a MeshAxes, such as {example}"))
-    for axes, example in (
-        ("tensor", "MeshAxes(vocabulary='tensor')"),
-        (("data", "tensor"), "MeshAxes(vocabulary='tensor')"),
-        ({"vocabulary": "tensor"}, "MeshAxes(vocabulary='tensor')"),
-    )
+    ({"mesh_axes": axes}, TypeError, re.escape(f"mesh_axes={axes!r} {EXAMPLE}"))
+    for axes in ("tensor", ("data", "tensor"), {"vocabulary": "tensor"})
 ]
 OF_A_LOSS: list[Row] = [
     ({"labels": LABELS[:, None, None]}, ValueError, r"labels have shape \(4, 1, 1\); hidden's leading shape \(4,\)"),
@@ -132,7 +130,6 @@ OF_A_LOSS: list[Row] = [
     ({"token_weights": "heavy"}, TypeError, "token_weights is a str"),
     ({"token_weights": COMPLEX}, TypeError, "token_weights has dtype complex64; it must be real"),
     ({"normalizer": jnp.ones(4)}, ValueError, r"normalizer has shape \(4,\); it must be a scalar"),
-    ({"normalizer": NAN}, ValueError, "normalizer=nan must be a finite number"),
     ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is given with reduction='sum'; only reduction='m"),
     *(
         ({"labels": np.array([0, -100, bad, -9]), "validate_labels": True}, ValueError,
@@ -236,11 +233,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"implementation": "mosaic_gpu"}, ValueError, "implementation='mosaic_gpu' does not serve distillation yet"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda' is unknown"),
         ({"teacher_hidden": jnp.ones((3, 7))}, ValueError, r"teacher_hidden has shape \(3, 7\) and hidden \(4, 3\)"),
-        (
-            {"teacher_weight": jnp.ones((6, 7))},
-            ValueError,
-            "5 vocabulary entries and teacher_weight 6; pass vocab_size",
-        ),
+        ({"teacher_weight": jnp.ones((6, 7))}, ValueError, "5 vocabulary entries and teacher_weight 6; pass vocab_s"),
         ({"reduction": "max"}, ValueError, "reduction='max' is unknown"),
         ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 cannot hold one row in the forward pass"),
     ],
@@ -301,6 +294,10 @@ OF_ONE: dict[str, list[Row]] = {
         ({"reduction": "max"}, ValueError, "reduction='max' is unknown"),
         ({"rejected": jnp.zeros(3)}, ValueError, r"rejected has shape \(3,\); it must be \(2,\)"),
     ],
+    "MeshAxes": [
+        ({"vocabulary": axes}, ValueError, re.escape(f"vocabulary={axes!r} must be the name of a mesh axis"))
+        for axes in (3, None, ("data", 4))
+    ],
 }
 OF_LOGITS: list[Row] = [
     ({"logits": jnp.zeros(()), "labels": 0}, ValueError, r"logits have shape \(\); they must be \[..., V\]"),
@@ -343,9 +340,3 @@ def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
     with pytest.raises(ValueError, match="the hidden size is 7 in the one and 3 in the other") as raised:
         pallas_ce.linear_distillation(HIDDEN, WEIGHT, jnp.ones((4, 7)), WEIGHT)
     assert raised.value.__notes__[0].startswith("This is about the teacher's head")
-
-
-@pytest.mark.parametrize("axes", [3, None, ("data", 4)])
-def test_axes_that_are_no_names(axes: Any) -> None:
-    with pytest.raises(ValueError, match=rf"vocabulary={re.escape(repr(axes))} must be the name of a mesh axis"):
-        pallas_ce.MeshAxes(vocabulary=axes)

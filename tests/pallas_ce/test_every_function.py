@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.checks import assert_close, with_gradients
 from tests.pallas_ce.functions import (
     BY_ROW,
     DISTILLATIONS,
@@ -33,13 +33,7 @@ every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 def _gradients(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     """All results, and the gradients of hidden states and weight."""
-
-    def run(hidden: Any, weight: Any) -> Any:
-        found = function(hidden, weight, labels, **options)
-        return total(found), found
-
-    (_, found), gradients = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(hidden, weight)
-    return found, gradients
+    return with_gradients(lambda head: function(*head, labels, **options), (hidden, weight), total)
 
 
 @every_function
@@ -65,7 +59,7 @@ def test_rows_that_do_not_count_may_hold_anything_and_get_nothing(name: str) -> 
     got = _gradients(FUNCTIONS[name], bad, WEIGHT, LABELS, **tempered)
     clean = {"temperature": jnp.full(N, 0.7)} if name in TEMPERED else {}
     want = _gradients(FUNCTIONS[name], HIDDEN, WEIGHT, LABELS, **clean)
-    assert_close(got, jax.tree.map(np.asarray, want), 1e-6)
+    assert_close(got, want, 1e-6)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(got))
     assert np.all(np.asarray(got[1][0])[~counts] == 0)
     none = jnp.where(jnp.arange(N) % 2, V if name in LOSSES else -1, -100)
@@ -80,7 +74,7 @@ def test_float64_is_served_in_float64(name: str) -> None:
         run = functools.partial(_gradients, FUNCTIONS[name], *given, LABELS)
         got, want = run(implementation="xla"), run(implementation="reference")
         assert {x.dtype for x in floating(got)} == {np.dtype(np.float64)}
-        assert_close(got, jax.tree.map(np.asarray, want), 1e-11, floor=1e-11)
+        assert_close(got, want, 1e-11, floor=1e-11)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -135,7 +129,7 @@ def test_entries_of_minus_infinity_are_as_if_they_were_not_there(name: str, impl
     labels = jnp.where(LABELS < 17, LABELS, 3)
     got = _gradients(FUNCTIONS[name], HIDDEN, WEIGHT, labels, **_closed(name, implementation, 17))
     want = _gradients(FUNCTIONS[name], HIDDEN, WEIGHT, labels, vocab_size=17)
-    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+    assert_close(got, want, 1e-5, floor=1e-6)
     assert not np.any(got[1][1][17:])
 
 

@@ -57,13 +57,6 @@ def test_a_statistic_may_be_mentioned_without_being_needed() -> None:
     np.testing.assert_allclose(linear_loss(row_loss, HIDDEN, WEIGHT, labels), np.log(5), rtol=1e-6)
 
 
-def test_an_array_by_row_in_the_closure_is_refused() -> None:
-    """The loss is called on blocks and in another order: the array's entries would meet other rows' statistics."""
-    advantages = jnp.arange(4.0)
-    with pytest.raises(ValueError, match=r"shape \(4,\), one entry for each token.*row input"):
-        linear_loss(lambda s: -s.log_prob * advantages, HIDDEN, WEIGHT, jnp.array([0, 1, -100, 4]))
-
-
 @every_way
 def test_a_loss_of_the_argmax_alone_has_no_gradient_but_its_inputs(implementation: Any, backward: Any) -> None:
     def loss(hidden: Any, scale: Any) -> Any:
@@ -77,11 +70,14 @@ def test_a_loss_of_the_argmax_alone_has_no_gradient_but_its_inputs(implementatio
     assert d_scale == 1.0
 
 
-def test_a_table_as_long_as_there_are_tokens_is_no_row_input() -> None:
-    """What decides is whether the function also serves other numbers of rows."""
-    hidden, weight = jnp.ones((6, 3)), jnp.ones((5, 3))
-    table, entries = jnp.arange(6.0), jnp.array([5, 0, 1, 2, 3, 4])
-    got = linear_loss(lambda s, b: s.lse * table[b], hidden, weight, None, entries, reduction="none")
-    np.testing.assert_allclose(got, table[entries] * linear_row_statistics(hidden, weight, statistics=("lse",)).lse)
-    with pytest.raises(ValueError, match=r"reads an array of shape \(6,\), one entry for each token"):
-        linear_loss(lambda s: s.lse * table, hidden, weight, None)
+def test_an_array_by_row_in_the_closure_is_refused_and_a_table_as_long_as_there_are_tokens_is_not() -> None:
+    """The loss is called on blocks and in another order: the array's entries would meet other rows' statistics.
+
+    What decides is whether the function also serves other numbers of rows.
+    """
+    hidden, table, entries = jnp.ones((6, 3)), jnp.arange(6.0), jnp.array([5, 0, 1, 2, 3, 4])
+    got = linear_loss(lambda s, b: s.lse * table[b], hidden, WEIGHT, None, entries, reduction="none")
+    np.testing.assert_allclose(got, table[entries] * linear_row_statistics(hidden, WEIGHT, statistics=("lse",)).lse)
+    for labels in (None, jnp.array([0, 1, -100, 4, 2, 3])):
+        with pytest.raises(ValueError, match=r"reads an array of shape \(6,\), one entry for each token.*row input"):
+            linear_loss(lambda s: s.lse * table, hidden, WEIGHT, labels)

@@ -74,24 +74,30 @@ def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
         backward = "recompute"
     n, h, v = 100_000, 4, 16
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(n, h)).astype(np.float16)
-    weight = rng.normal(size=(v, h)).astype(np.float16)
-    labels = rng.integers(0, v, n).astype(np.int32)
-
-    def loss(weight: jax.Array, hidden: jax.Array) -> jax.Array:
-        value = linear_cross_entropy(
-            hidden, weight, labels, dtype=jnp.float16, reduction=reduction, backward=backward,
-            implementation=implementation,
-        )  # fmt: skip
-        return jnp.mean(value)
-
     # Float32 masters, so that nothing but the library rounds to float16.
-    d_weight, d_hidden = jax.grad(loss, argnums=(0, 1))(
-        jnp.asarray(weight, jnp.float32), jnp.asarray(hidden, jnp.float32)
-    )
-    _, exact = oracle.cross_entropy({"hidden": hidden, "weight": weight}, labels, {})
-    assert_close(d_weight, exact["weight"], 2e-3)
-    assert_close(d_hidden, exact["hidden"], 2e-3, floor=0)
+    head = {
+        name: jnp.asarray(rng.normal(size=size).astype(np.float16), jnp.float32)
+        for name, size in (("hidden", (n, h)), ("weight", (v, h)))
+    }
+    labels = rng.integers(0, v, n).astype(np.int32)
+    options = {"reduction": reduction, "backward": backward, "implementation": implementation}
+
+    def loss(head: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean(linear_cross_entropy(**head, labels=labels, dtype=jnp.float16, **options))
+
+    gradients = jax.grad(loss)(head)
+    _, exact = oracle.cross_entropy(head, labels, {})
+    assert_close(gradients["weight"], exact["weight"], 2e-3)
+    assert_close(gradients["hidden"], exact["hidden"], 2e-3, floor=0)
+
+
+def _products(hidden: Any, weight: Any, **options: Any) -> list[str]:
+    """Those of a differentiated loss, as its program has them."""
+    gradient = jax.grad(lambda h, w: linear_cross_entropy(h, w, jnp.zeros(h.shape[0], int), **options), argnums=(0, 1))
+    text = jax.jit(gradient).lower(jax.ShapeDtypeStruct(*hidden), jax.ShapeDtypeStruct(*weight)).as_text()
+    found = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(found) >= 3
+    return found
 
 
 @streamed
@@ -101,20 +107,9 @@ def test_products_of_bfloat16_inputs_are_bfloat16_products(
     implementation: Any, backward: Any, vocab_axis: int, masters: Any
 ) -> None:
     """dlogits left in float32 would silently run float32 products: the commonest performance bug of this field."""
-    hidden = jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((100, 16) if vocab_axis == 0 else (16, 100), masters)
-    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
-
-    def loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-        return linear_cross_entropy(
-            hidden, weight, labels, vocab_axis=vocab_axis, dtype=jnp.bfloat16,
-            implementation=implementation, backward=backward,
-        )  # fmt: skip
-
-    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, weight, labels).as_text()
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(products) >= 3
-    for line in products:
+    options = {"vocab_axis": vocab_axis, "dtype": jnp.bfloat16, "implementation": implementation, "backward": backward}
+    weight = (100, 16) if vocab_axis == 0 else (16, 100)
+    for line in _products(((64, 16), jnp.bfloat16), (weight, masters), **options):
         operands, result = line.rsplit(":", 1)[1].split("->")
         assert operands.count("xbf16>") == 2, line
         assert "xf32>" in result, line
@@ -123,13 +118,6 @@ def test_products_of_bfloat16_inputs_are_bfloat16_products(
 @streamed
 def test_float32_products_ask_for_full_accuracy(implementation: Any, backward: Any) -> None:
     """A GPU's default for float32 operands is TF32."""
-    hidden, weight = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((10, 16), jnp.float32)
-    gradient = jax.grad(
-        lambda h, w: linear_cross_entropy(h, w, jnp.zeros(8, int), implementation=implementation, backward=backward),
-        argnums=(0, 1),
-    )
-    products = [
-        line for line in jax.jit(gradient).lower(hidden, weight).as_text().splitlines() if "dot_general" in line
-    ]
-    assert len(products) >= 3
+    shapes = ((8, 16), jnp.float32), ((10, 16), jnp.float32)
+    products = _products(*shapes, implementation=implementation, backward=backward)
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)

@@ -1,6 +1,5 @@
 """Losses on stored logits: what `test_contract.py` and `test_edge_cases.py`, which take them too, do not have."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,55 +10,39 @@ import pytest
 
 from pallas_ce import cross_entropy, mean_squared_lse
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, relative_error
-from tests.pallas_ce.problems import Problem
+from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
 
 
-def _oracle(p: Problem, cotangent: Any = 1.0) -> Any:
-    loss, gradients = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
-    return loss, {k: g for k, g in gradients.items() if k != "weight"}
-
-
-def _ours(p: Problem, cotangent: Any = 1.0, loss: Any = cross_entropy) -> Any:
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def run(arrays: dict[str, Any]) -> Any:
-        arrays = dict(arrays)
-        value = loss(arrays.pop("hidden"), p.labels, **arrays, **p.options)
-        return jnp.sum(value * cotangent), value
-
-    (_, value), gradients = run({k: jnp.asarray(x) for k, x in p.arrays.items() if k != "weight"})
-    return value, gradients
+def _both(logits: np.ndarray, cotangent: float, **options: Any) -> tuple[Any, Any]:
+    """Loss and gradient of logits with random labels: ours, and the oracle's of the logits as a head's."""
+    n, v = logits.shape
+    labels = np.random.default_rng(1).integers(0, v, n)
+    ours = with_gradients(lambda z: cross_entropy(z, labels, **options), logits, lambda value: value * cotangent)
+    loss, gradients = oracle.cross_entropy({"hidden": logits, "weight": np.eye(v)}, labels, options, cotangent)
+    return ours, (loss, gradients["hidden"])
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_of_narrow_logits_is_the_exact_one_rounded(dtype: Any, smoothing: float) -> None:
-    rng = np.random.default_rng(0)
-    n, v = 64, 500
-    logits = (3 * rng.normal(size=(n, v))).astype(dtype)
-    labels = rng.integers(0, v, n)
-    p = Problem({"hidden": logits, "weight": np.eye(v)}, labels, {"label_smoothing": smoothing}, 0)
-    want, exact = _oracle(p)
-    loss, gradient = _ours(p)
-    rounded = exact["hidden"].astype(np.float32).astype(dtype)
-    assert gradient["hidden"].dtype == dtype
+    logits = (3 * np.random.default_rng(0).normal(size=(64, 500))).astype(dtype)
+    (loss, gradient), (want, exact) = _both(logits, 1.0, label_smoothing=smoothing)
+    rounded = exact.astype(np.float32).astype(dtype)
+    assert gradient.dtype == dtype
     assert abs(float(loss) - want) <= 1e-6 * want
-    assert relative_error(gradient["hidden"], exact["hidden"]) <= 1.05 * relative_error(rounded, exact["hidden"])
+    assert relative_error(gradient, exact) <= 1.05 * relative_error(rounded, exact)
 
     # An upstream scalar rounds a second time: half a unit in the last place each.
-    _, scaled = _ours(p, 3.7)
-    unit = np.abs(np.spacing((3.7 * exact["hidden"]).astype(dtype)).astype(np.float64))
-    assert np.all(np.abs(np.asarray(scaled["hidden"], np.float64) - 3.7 * exact["hidden"]) <= 2.01 * unit)
+    (_, scaled), (_, exact) = _both(logits, 3.7, label_smoothing=smoothing)
+    unit = np.abs(np.spacing(exact.astype(dtype)).astype(np.float64))
+    assert np.all(np.abs(np.asarray(scaled, np.float64) - exact) <= 2.01 * unit)
 
 
 def test_a_loss_scale_keeps_float16_gradients_from_underflowing() -> None:
     """p/N is 1e-7 here, which float16 cannot hold before the upstream scalar."""
-    n, v, scale = 100_000, 16, 2.0**15
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(n, v)).astype(np.float16)
-    p = Problem({"hidden": logits, "weight": np.eye(v)}, rng.integers(0, v, n), {}, 0)
-    assert_close(_ours(p, scale)[1], _oracle(p, scale)[1], 2e-3, floor=0)
+    logits = np.random.default_rng(0).normal(size=(100_000, 16)).astype(np.float16)
+    (_, gradient), (_, exact) = _both(logits, 2.0**15)
+    assert_close(gradient, exact, 2e-3, floor=0)
 
 
 @pytest.mark.parametrize(("n", "v"), [(0, 5), (3, 0), (0, 0)])
@@ -115,4 +98,4 @@ def test_the_regulariser_by_itself_is_the_z_part() -> None:
         return cross_entropy(z, labels, z_loss=1.0) - cross_entropy(z, labels)
 
     got = jax.value_and_grad(lambda z: mean_squared_lse(z, labels))(logits)
-    assert_close(got, jax.tree.map(np.asarray, jax.value_and_grad(part)(logits)), 1e-5, floor=1e-6)
+    assert_close(got, jax.value_and_grad(part)(logits), 1e-5, floor=1e-6)

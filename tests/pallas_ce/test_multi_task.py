@@ -12,7 +12,7 @@ import pytest
 
 from pallas_ce import Task, multi_task_cross_entropy
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, call, relative_error
+from tests.pallas_ce.checks import assert_close, call, relative_error, with_gradients
 from tests.pallas_ce.problems import Problem, make
 
 FIRST_ON = st.sampled_from([True, False])  # of few examples the first is the simplest: here that is the richest
@@ -47,8 +47,7 @@ def _ours(heads: list[Problem], hidden: Any, arrays: list[dict[str, Any]], share
         f"task{i}": call(functools.partial(task, share), p, {"hidden": hidden, **of_head})
         for i, (p, of_head, share) in enumerate(given)
     }
-    found = multi_task_cross_entropy(hidden, tasks)
-    return found.total, found
+    return multi_task_cross_entropy(hidden, tasks)
 
 
 def _oracle(heads: list[Problem], shares: Any) -> tuple[Any, ...]:
@@ -65,16 +64,15 @@ def _oracle(heads: list[Problem], shares: Any) -> tuple[Any, ...]:
 @hypothesis.given(heads=_several(), wide=st.booleans())
 def test_total_losses_metrics_and_gradients(heads: list[Problem], wide: bool) -> None:
     shares = (0.3, 1.0, -0.5)[: len(heads)]
-    run = jax.jit(jax.value_and_grad(functools.partial(_ours, heads), (0, 1, 2), has_aux=True))
     with jax.enable_x64(wide):
         dtype = np.float64 if wide else np.float32
-        hidden = jnp.asarray(heads[0].arrays["hidden"], dtype)
-        arrays = [{name: jnp.asarray(x, dtype) for name, x in p.arrays.items() if name != "hidden"} for p in heads]
-        (total, found), gradients = jax.tree.map(np.asarray, run(hidden, arrays, [dtype(x) for x in shares]))
+        arrays = [{name: x for name, x in p.arrays.items() if name != "hidden"} for p in heads]
+        given = jax.tree.map(dtype, (heads[0].arrays["hidden"], arrays, [*shares]))
+        found, gradients = with_gradients(lambda given: _ours(heads, *given), given, lambda found: found.total)
     want, *want_gradients = _oracle(heads, shares)
     bound = 1e-11 if wide else 1e-5
     terms = max(1.0, *(abs(x) for x in want_gradients[-1]))
-    assert_close(total, want, bound, floor=bound / 10 * terms)
+    assert_close(found.total, want, bound, floor=bound / 10 * terms)
     assert_close(list(gradients), want_gradients, bound, floor=bound / 5)
     for i, p in enumerate(heads):
         logits = oracle.Logits(p.arrays, p.options["vocab_size"], p.options.get("logit_softcap"))
@@ -94,13 +92,13 @@ def test_hiddens_gradient_is_rounded_once_for_all_heads() -> None:
         p.arrays = {name: jnp.asarray(x, jnp.bfloat16) for name, x in p.arrays.items()}
         p.arrays["hidden"] = heads[0].arrays["hidden"]
     hidden, weights = heads[0].arrays["hidden"], [{"weight": p.arrays["weight"]} for p in heads]
-    gradient = jax.grad(functools.partial(_ours, heads), has_aux=True)
-    got, _ = gradient(hidden, weights, shares)
+    gradient = jax.grad(lambda hidden: _ours(heads, hidden, weights, shares).total)
+    got = gradient(hidden)
     assert got.dtype == jnp.bfloat16
     exact = _oracle(heads, shares)[1]
     for p in heads:
         p.options["dtype"] = jnp.bfloat16
-    wide, _ = gradient(hidden.astype(jnp.float32), weights, shares)
+    wide = gradient(hidden.astype(jnp.float32))
     np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
     assert relative_error(wide, exact) < relative_error(got, exact) < 2**-8
 

@@ -25,31 +25,29 @@ def test_cross_entropy_gradients(reduction: str) -> None:
         np.testing.assert_allclose(gradient, numeric, atol=1e-8, err_msg=name)
 
 
-def test_statistics_slopes_with_several_targets_and_temperatures() -> None:
-    p = make(0, 5, 3, 4)
-    labels = np.array([[0, 0, 1], [-100, 2, 3], [3, 1, 0], [4, 4, 4], [2, 2, 2]])
-    options = {"logit_softcap": 2.0, "temperature": np.linspace(0.5, 2, 5)}
-    rng = np.random.default_rng(0)
-    logits = oracle.Logits(p.arrays, **options)
-    values, slopes = oracle.statistics(logits, labels)
-    cotangents = {name: rng.normal(size=values[name].shape) for name in ("log_prob", "entropy")}
+@pytest.mark.parametrize(
+    ("labels", "options", "u"),
+    [
+        (make(0, 5, 3, 4).labels, {}, np.array([0.5, 0.0, -1.0, 2.0])),
+        (  # several targets, and temperatures
+            np.array([[0, 0, 1], [-100, 2, 3], [3, 1, 0], [4, 4, 4], [2, 2, 2]]),
+            {"logit_softcap": 2.0, "temperature": np.linspace(0.5, 2, 5)},
+            None,
+        ),
+    ],
+)
+def test_statistics_slopes(labels: np.ndarray, options: dict[str, Any], u: Any) -> None:
+    p, rng = make(0, 5, 3, 4), np.random.default_rng(0)
 
-    def total(arrays: Any) -> Any:
-        found = oracle.statistics(oracle.Logits(arrays, **options), labels)[0]
-        return sum((found[name] * g).sum() for name, g in cotangents.items())
+    def statistics(arrays: Any) -> tuple[Any, Any]:
+        return oracle.statistics(oracle.Logits(arrays, **options), labels, u)
 
-    numeric = oracle.differences(total, p.arrays, "hidden")
-    gradient = logits.gradients(oracle.pull_back(slopes, cotangents))["hidden"]
-    np.testing.assert_allclose(gradient, numeric, atol=1e-7)
-
-
-def test_statistics_slopes() -> None:
-    p = make(0, 5, 3, 4)
-    u = np.array([0.5, 0.0, -1.0, 2.0])
-    logits = oracle.Logits(p.arrays)
-    _, slopes = oracle.statistics(logits, p.labels, u)
-    for name, slope in slopes.items():
+    values, slopes = statistics(p.arrays)
+    for name in slopes:
+        cotangent = rng.normal(size=values[name].shape)
         numeric = oracle.differences(
-            lambda a, name=name: oracle.statistics(oracle.Logits(a), p.labels, u)[0][name].sum(), p.arrays, "hidden"
+            lambda a, name=name, g=cotangent: (statistics(a)[0][name] * g).sum(), p.arrays, "hidden"
         )
-        np.testing.assert_allclose(logits.gradients(slope)["hidden"], numeric, atol=1e-7, err_msg=name)
+        dz = oracle.pull_back(slopes, {name: cotangent})
+        gradient = oracle.Logits(p.arrays, **options).gradients(dz)["hidden"]
+        np.testing.assert_allclose(gradient, numeric, atol=1e-7, err_msg=name)

@@ -1,6 +1,5 @@
 """Losses picked from a configuration."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ BUILT_IN = ("cross_entropy", "chunked_cross_entropy", "fused_linear_cross_entrop
 
 
 @pytest.fixture(autouse=True)
-def _registry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _registry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    return
 
 
 def _called(config: Any, hidden: Any, weight: Any, labels: Any = LABELS) -> Any:
@@ -44,7 +42,7 @@ def test_every_built_in_loss_is_the_same_mean_over_the_labels_that_count(name: s
     got = jax.value_and_grad(lambda h, w: _called({"loss_fn": name, **options}, h, w), (0, 1))(HIDDEN, WEIGHT)
     plain = {k: v for k, v in options.items() if k != "ce_chunk_size"}
     want = jax.value_and_grad(lambda h, w: _plain(h, w, **plain), (0, 1))(HIDDEN, WEIGHT)
-    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+    assert_close(got, want, 1e-5, floor=1e-6)
 
 
 def test_the_z_loss_wraps_a_users_loss_of_either_kind() -> None:
@@ -54,7 +52,7 @@ def test_the_z_loss_wraps_a_users_loss_of_either_kind() -> None:
     def want(hidden: Any, weight: Any) -> Any:
         return jnp.mean(hidden @ weight.T) + _plain(hidden, weight, 0.3) - _plain(hidden, weight)
 
-    exact = jax.tree.map(np.asarray, jax.value_and_grad(want, (0, 1))(HIDDEN, WEIGHT))
+    exact = jax.value_and_grad(want, (0, 1))(HIDDEN, WEIGHT)
     for name in ("mean_logit", "mean_product"):
         got = jax.value_and_grad(
             lambda h, w, name=name: _called({"loss_fn": name, "z_loss_weight": 0.3}, h, w), (0, 1)
@@ -86,38 +84,32 @@ def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
     assert LossConfig.from_toml(path) == LossConfig()
 
 
+UNKNOWN_KEY = r"\[train\] of .*run.toml has the unknown key 'loss'; known keys: loss_fn, ce"
+TOO_DEEP = r"run.toml holds values too deeply nested to be read; \[train\]"
+# What a file says in its section [train], or by itself, and what is said of it.
+IN_TRAIN: list[tuple[str, type[Exception], str]] = [
+    ("loss = 'x'", ValueError, UNKNOWN_KEY),
+    ("z_loss_weight = 'x'", TypeError, "sets z_loss_weight to 'x', which must be of type float"),
+    ("ce_chunk_size = 1.5", TypeError, "sets ce_chunk_size to 1.5, which must be of type int"),
+    ("ce_chunk_size = true", TypeError, "sets ce_chunk_size to True, which must be of type int"),
+    ("ce_chunk_size = -1", ValueError, "ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
+    ("z_loss_weight = -1.0", ValueError, "z_loss_weight=-1.0 must be a finite number, at least 0"),
+    ("z_loss_weight = nan", ValueError, "z_loss_weight=nan must be a finite number"),
+    ("label_smoothing = 2.0", ValueError, "label_smoothing=2.0 must be between 0 and 1"),
+    ("loss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
+    ("z_loss_weight = 1" + 400 * "0", ValueError, "z_loss_weight=1000.*… must be a finite number, at least 0"),
+    ("label_smoothing = 1" + 400 * "0", ValueError, "label_smoothing=1000.*… must be between 0 and 1"),
+    ("ce_chunk_size = -1" + 400 * "0", ValueError, "ce_chunk_size=-1000.* must be a positive int"),
+]
+WHOLE: list[tuple[str, type[Exception], str]] = [
+    ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
+    ("[train", ValueError, "Expected"),
+    ("a = " + 5000 * "[" + 5000 * "]", ValueError, TOO_DEEP),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "kind", "message"),
-    [
-        (
-            "[train]\nloss = 'x'",
-            ValueError,
-            r"\[train\] of .*run.toml has the unknown key 'loss'; known keys: loss_fn, ce",
-        ),
-        ("[train]\nz_loss_weight = 'x'", TypeError, "sets z_loss_weight to 'x', which must be of type float"),
-        ("[train]\nce_chunk_size = 1.5", TypeError, "sets ce_chunk_size to 1.5, which must be of type int"),
-        ("[train]\nce_chunk_size = true", TypeError, "sets ce_chunk_size to True, which must be of type int"),
-        ("[train]\nce_chunk_size = -1", ValueError, "ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
-        ("[train]\nz_loss_weight = -1.0", ValueError, "z_loss_weight=-1.0 must be a finite number, at least 0"),
-        ("[train]\nz_loss_weight = nan", ValueError, "z_loss_weight=nan must be a finite number"),
-        ("[train]\nlabel_smoothing = 2.0", ValueError, "label_smoothing=2.0 must be between 0 and 1"),
-        ("[train]\nloss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
-        ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
-        ("[train", ValueError, "Expected"),
-        (
-            "a = " + 5000 * "[" + 5000 * "]",
-            ValueError,
-            r"run.toml holds values too deeply nested to be read; \[train\]",
-        ),
-        (
-            "[train]\nz_loss_weight = 1" + 400 * "0",
-            ValueError,
-            "z_loss_weight=1000.*… must be a finite number, at least 0",
-        ),
-        ("[train]\nlabel_smoothing = 1" + 400 * "0", ValueError, "label_smoothing=1000.*… must be between 0 and 1"),
-        ("[train]\nce_chunk_size = -1" + 400 * "0", ValueError, "ce_chunk_size=-1000.* must be a positive int"),
-    ],
-    ids=range(15),
+    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(15)
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
     path = tmp_path / "run.toml"

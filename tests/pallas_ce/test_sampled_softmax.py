@@ -1,6 +1,5 @@
 """`sampled_softmax_cross_entropy`: the samplers' expected counts, and the loss against its definition in float64."""
 
-import functools
 from typing import Any
 
 import hypothesis
@@ -13,7 +12,7 @@ import pytest
 from pallas_ce import ClassSample, sampled_softmax_cross_entropy
 from pallas_ce.objectives import class_samplers
 from tests.pallas_ce import oracle
-from tests.pallas_ce.checks import assert_close, call
+from tests.pallas_ce.checks import assert_close, call, with_gradients
 from tests.pallas_ce.problems import Problem, make
 from tests.pallas_ce.streamed import log_softmax, no_stored_logits
 
@@ -71,19 +70,17 @@ def test_loss_and_gradients_match_the_definition(sampler: Any, p: Problem, data:
     correction, wide = data.draw(FIRST_ON), data.draw(FIRST_ON)
     cotangent = np.ones(n) if p.options.get("reduction") != "none" else np.linspace(-1, 2, n)
 
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def ours(arrays: dict[str, Any]) -> Any:
-        options = {"key": KEY, "num_samples": samples, "sampler": sampler, "log_expected_correction": correction}
-        loss = call(sampled_softmax_cross_entropy, p, arrays, **options)
-        return jnp.sum(loss * cotangent) if loss.ndim else loss, loss
+    options = {"key": KEY, "num_samples": samples, "sampler": sampler, "log_expected_correction": correction}
 
     with jax.enable_x64(wide):
         dtype = np.float64 if wide else np.float32
         drawn = jax.jit(class_samplers.find(sampler), static_argnums=(1, 2))(KEY, samples, v)
-        (_, loss), gradients = ours({name: jnp.asarray(x, dtype) for name, x in p.arrays.items()})
-        assert {x.dtype for x in (loss, *gradients.values())} == {np.dtype(dtype)}
-        got = jax.tree.map(np.asarray, (loss, gradients))
+        got = with_gradients(
+            lambda x: call(sampled_softmax_cross_entropy, p, x, **options),
+            {name: x.astype(dtype) for name, x in p.arrays.items()},
+            lambda loss: jnp.sum(loss * cotangent) if loss.ndim else loss,
+        )
+        assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(dtype)}
     want = _definition(p, ClassSample(*map(np.asarray, drawn)), cotangent, correction)
     assert_close(got, want, 1e-11 if wide else 1e-5, floor=2e-12 if wide else 2e-6)
 

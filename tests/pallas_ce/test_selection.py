@@ -22,6 +22,12 @@ def rows(seed: int, n: int, m: int, kinds: int) -> jax.Array:
     return jnp.asarray(source.choice(values, size=(n, m)))
 
 
+def assert_largest(found: Any, values: jax.Array, k: int) -> None:
+    want, places = lax.top_k(values, k)
+    np.testing.assert_array_equal(found.places, places)
+    np.testing.assert_array_equal(found.values, want)
+
+
 @hypothesis.given(data=st.data())
 def test_equals_sorting_whole_rows(data: Any) -> None:
     """Short rows count as long ones, so that several rounds are played."""
@@ -30,20 +36,14 @@ def test_equals_sorting_whole_rows(data: Any) -> None:
     values = rows(data.draw(st.integers(0, 99)), n, m, data.draw(st.sampled_from([0, 3, 5000])))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_SHORT", data.draw(st.sampled_from([1, 16, 64])))
-        found = selection.largest(values, k)
-    needs_grad, places = lax.top_k(values, k)
-    np.testing.assert_array_equal(found.places, places)
-    np.testing.assert_array_equal(found.values, needs_grad)
+        assert_largest(selection.largest(values, k), values, k)
 
 
 @pytest.mark.parametrize(("m", "size", "k"), [(64, 32, 5), (3, 32, 96), (700, 32, 64), (40, 1, 7)])
 def test_given_maxima_lead_to_the_same(m: int, size: int, k: int) -> None:
     values = rows(m, 3, m * size, 50)
     groups = values.reshape(3, m, size)
-    found = selection.largest_in_groups(groups, k, groups.max(axis=2))
-    needs_grad, places = lax.top_k(values, k)
-    np.testing.assert_array_equal(found.places, places)
-    np.testing.assert_array_equal(found.values, needs_grad)
+    assert_largest(selection.largest_in_groups(groups, k, groups.max(axis=2)), values, k)
 
 
 def test_no_long_row_is_sorted() -> None:

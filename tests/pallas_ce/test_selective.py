@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import selective_log_softmax
-from tests.pallas_ce.checks import assert_close, relative_error
+from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
 
 
 def _plain(logits: Any, index: Any) -> Any:
@@ -20,15 +20,6 @@ def _plain(logits: Any, index: Any) -> Any:
         return _plain(logits, index[..., None])[..., 0]
     inside = (index >= 0) & (index < logits.shape[-1])
     return jnp.where(inside, jnp.take_along_axis(log_probs, jnp.where(inside, index, 0), axis=-1), 0)
-
-
-def _results(function: Any, logits: Any, index: Any, cotangent: Any) -> Any:
-    @jax.jit
-    def run(logits: Any) -> Any:
-        value, vjp = jax.vjp(lambda z: function(z, index), logits)
-        return value, vjp(cotangent.astype(value.dtype))[0]
-
-    return jax.tree.map(np.asarray, run(logits))
 
 
 @hypothesis.settings(max_examples=12)
@@ -46,19 +37,24 @@ def test_values_and_gradients_are_those_of_the_exact_log_softmax(
     rng = np.random.default_rng(seed)
     index = rng.integers(-1, v + 1, size=leading + several)
     cotangent = rng.normal(size=index.shape)
+
+    def weighted(value: Any) -> Any:
+        return jnp.sum(value * cotangent)
+
     with jax.enable_x64(dtype == jnp.float64):
         logits = jnp.asarray(rng.normal(size=(*leading, v)) * scale[0] + scale[1], dtype)
-        value, gradient = _results(selective_log_softmax, logits, index, jnp.asarray(cotangent))
+        value, gradient = with_gradients(lambda z: selective_log_softmax(z, index), logits, weighted)
     with jax.enable_x64(True):
-        wide = jnp.asarray(np.asarray(logits).astype(np.float64))
-        want, exact = _results(_plain, wide, index, jnp.asarray(cotangent))
+        wide = np.asarray(logits).astype(np.float64)
+        found = with_gradients(lambda z: _plain(z, index), wide, weighted)
+        want, exact = jax.tree.map(np.asarray, found)
     assert value.dtype == (np.float64 if dtype == jnp.float64 else np.float32)
     assert gradient.dtype == dtype
     unit = float(jnp.finfo(value.dtype).eps)
     # The sum over the row and the two differences that follow round a few times at the result's own size.
     assert_close(value, want, 0, floor=16 * unit * max(1.0, np.abs(want).max()))
     # The gradient knows the row by its log-sum-exp, whose rounding is relative to it.
-    lse = np.abs(np.asarray(logits).astype(np.float64)).max() + np.log(v)
+    lse = np.abs(wide).max() + np.log(v)
     rounding = relative_error(exact.astype(dtype), exact)
     assert relative_error(gradient, exact) <= 1.05 * rounding + 8 * unit * max(1.0, lse) or np.abs(exact).max() < 1e-6
 

@@ -35,62 +35,59 @@ TEACHER_HIDDEN, TEACHER_WEIGHT = jax.random.normal(KEYS[4], (V, 7)), jax.random.
 Loss = Callable[..., jax.Array]
 
 
-def _distilled(**options: Any) -> Loss:
+def _distilled(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     """From a teacher whose hidden states belong to the labels: batched as these are, and not as the student's."""
-
-    def loss(hidden: Any, weight: Any, labels: Any, **more: Any) -> Any:
-        return linear_distillation(
-            hidden, weight, TEACHER_HIDDEN[labels], TEACHER_WEIGHT, labels, divergence="reverse_kl", **options, **more
-        )
-
-    return loss
+    teacher = TEACHER_HIDDEN[labels], TEACHER_WEIGHT
+    return linear_distillation(hidden, weight, *teacher, labels, divergence="reverse_kl", **options)
 
 
 def _by_row(loss: Loss) -> Loss:
     return lambda *given, **options: jnp.sum(jnp.square(loss(*given, **options)))
 
 
-def _statistics(**options: Any) -> Loss:
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        names = ("log_prob", "entropy", "mean_logit")
-        found = linear_row_statistics(hidden, weight, labels, statistics=names, row_mask=labels >= 0, **options)
-        return jnp.sum(found.log_prob * found.entropy + jnp.square(found.mean_logit))
+def _statistics(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    names = ("log_prob", "entropy", "mean_logit")
+    found = linear_row_statistics(hidden, weight, labels, statistics=names, row_mask=labels >= 0, **options)
+    return jnp.sum(found.log_prob * found.entropy + jnp.square(found.mean_logit))
 
-    return loss
+
+def _of_several_labels(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    return linear_log_probs(hidden, weight, jnp.stack([labels, labels, labels + 1], -1), **options)
 
 
 def _of_logits(loss: Loss) -> Loss:
     return lambda hidden, weight, labels, **options: loss(hidden @ weight.T, labels, **options)
 
 
-def _of_entropy(**options: Any) -> Loss:
-    return functools.partial(linear_loss, lambda s: 0.3 * s.entropy - s.log_prob, **options)
+def _by_reference(loss: Loss) -> Loss:
+    return functools.partial(loss, implementation="reference")
 
 
-def _of_several(function: Loss) -> Loss:
-    return lambda hidden, weight, labels: function(hidden, weight, jnp.stack([labels, labels, labels + 1], -1))
+def _and_by_reference(loss: Loss) -> tuple[Loss, Loss]:
+    return loss, _by_reference(loss)
 
 
 ce = functools.partial(functools.partial, linear_cross_entropy)
-REFERENCE, SELECTED = ce(implementation="reference"), functools.partial(linear_log_probs, implementation="reference")
+REFERENCE, BY_ROW = _by_reference(linear_cross_entropy), _by_row(ce(reduction="none"))
 # Each loss, and what it must agree with.
 LOSSES: dict[str, tuple[Loss, Loss]] = {
     "in_forward": (ce(implementation="xla", backward="in_forward"), REFERENCE),
     "recompute": (ce(implementation="xla", backward="recompute"), REFERENCE),
-    "by row": (_by_row(ce(reduction="none")), _by_row(ce(implementation="reference", reduction="none"))),
-    "linear_loss": (_of_entropy(), _of_entropy(implementation="reference")),
-    "linear_row_statistics": (_statistics(), _statistics(implementation="reference")),
-    "linear_log_probs": (_by_row(_of_several(linear_log_probs)), _by_row(_of_several(SELECTED))),
-    "distillation": (_distilled(), _distilled(implementation="reference")),
+    "by row": _and_by_reference(BY_ROW),
+    "linear_loss": _and_by_reference(functools.partial(linear_loss, lambda s: 0.3 * s.entropy - s.log_prob)),
+    "linear_row_statistics": _and_by_reference(_statistics),
+    "linear_log_probs": _and_by_reference(_by_row(_of_several_labels)),
+    "distillation": _and_by_reference(_distilled),
     "stored logits": (
-        _of_logits(functools.partial(cross_entropy, z_loss=0.1)), functools.partial(REFERENCE, z_loss=0.1)
+        _of_logits(functools.partial(cross_entropy, z_loss=0.1)),
+        functools.partial(REFERENCE, z_loss=0.1),
     ),
     "stored logits by row": (
         _by_row(_of_logits(functools.partial(cross_entropy, reduction="none"))),
-        _by_row(ce(implementation="reference", reduction="none")),
+        _by_reference(BY_ROW),
     ),
-    "selective": (_by_row(_of_logits(selective_log_softmax)), _by_row(SELECTED)),
-}  # fmt: skip
+    "selective": (_by_row(_of_logits(selective_log_softmax)), _by_row(_by_reference(linear_log_probs))),
+}
 every_loss = pytest.mark.parametrize("name", LOSSES)
 MODES, STREAMED = ["in_forward", "recompute"], ["in_forward", "recompute", "by row", "linear_log_probs", "distillation"]
 
@@ -195,7 +192,7 @@ CASES = [
 
 @functools.cache
 def _wanted(reference: Loss, transformation: str) -> Any:
-    return jax.tree.map(np.asarray, TRANSFORMATIONS[transformation](reference))
+    return TRANSFORMATIONS[transformation](reference)
 
 
 @pytest.mark.parametrize(("name", "transformation"), CASES)
@@ -208,7 +205,7 @@ def test_a_transformed_loss_is_that_of_stored_logits(name: str, transformation: 
 def test_the_same_vjp_called_twice(name: str) -> None:
     _, vjp = jax.vjp(lambda h, w: LOSSES[name][0](h, w, LABELS[0]), HIDDEN[0], WEIGHT[0])
     once, again = vjp(jnp.float32(1.0)), vjp(jnp.float32(-2.0))
-    assert_close(again, jax.tree.map(lambda g: -2 * np.asarray(g), once), 1e-6)
+    assert_close(again, jax.tree.map(lambda g: -2 * g, once), 1e-6)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -223,7 +220,7 @@ def test_a_checked_shard_map_of_one_device(name: str) -> None:
     sharded = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
     got = jax.jit(jax.grad(sharded, argnums=(0, 1)))(*given)
     want = jax.grad(lambda *a: REFERENCE(*a, reduction="sum"), argnums=(0, 1))(*given)
-    assert_close(got, jax.tree.map(np.asarray, want), 1e-5, floor=1e-6)
+    assert_close(got, want, 1e-5, floor=1e-6)
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -274,7 +271,7 @@ def test_the_reference_differentiates_to_any_order(name: str) -> None:
     gradient = jax.grad(lambda h: LOSSES[name][1](h, WEIGHT[0], LABELS[0]))
     _, product = jax.jvp(gradient, (hidden,), (hidden,))
     numeric = (gradient(hidden * (1 + step)) - gradient(hidden * (1 - step))) / (2 * step)
-    assert_close(product, np.asarray(numeric), 1e-2)
+    assert_close(product, numeric, 1e-2)
 
 
 @pytest.mark.parametrize("name", ["z_loss", "label_smoothing", "logit_scale", "normalizer"])
