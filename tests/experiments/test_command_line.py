@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -34,11 +35,7 @@ def test_nothing_to_draw_ends_the_command(tmp_path: Path, capsys: pytest.Capture
 def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "found.json"
     command_line.write_record(path, {"a": 1})
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command_line.os, "replace", interrupted)
+    monkeypatch.setattr(command_line.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         command_line.write_record(path, {"a": 2})
     assert command_line.read_record(argparse.ArgumentParser(), path) == json.loads(path.read_text()) == {"a": 1}

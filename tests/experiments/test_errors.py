@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -103,32 +104,31 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
     assert sentence in (refused("--config", str(path)) if name == "mine.toml" else refused(data=path))
 
 
-def test_a_folder_without_text_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "option", "place", "sentence"),
+    [
+        ([], "data", "empty", "holds no file of UTF-8 text"),
+        ([], "out", "full", "is not empty; continue it with --resume, replace it with --overwrite"),
+        (["--overwrite"], "out", "full", "holds no training run, so --overwrite will not delete it"),
+        ([], "out", "full/file", "is a file; give a folder"),
+        ([], "out", "full/file/below", "cannot be written: Not a directory"),
+        (["--resume"], "out", "none", "there is no run to resume in"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_and_left_alone(
+    refused: Callable[..., str], tmp_path: Path, flags: list[str], option: str, place: str, sentence: str
+) -> None:
     (tmp_path / "empty").mkdir()
-    assert "holds no file of UTF-8 text" in refused(data=tmp_path / "empty")
-
-
-def test_a_folder_that_is_not_empty_is_not_written_to(refused: Callable[..., str], tmp_path: Path) -> None:
-    written(tmp_path / "notes.txt", "mine")
-    assert "is not empty; continue it with --resume, replace it with --overwrite" in refused(out=tmp_path)
-    assert "holds no training run, so --overwrite will not delete it" in refused("--overwrite", out=tmp_path)
-
-
-def test_an_output_that_is_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = written(tmp_path / "file", "mine")
-    assert "is a file; give a folder" in refused(out=path)
-    assert "cannot be written: Not a directory" in refused(out=path / "below")
-    assert path.read_text(encoding="utf-8") == "mine"
+    (tmp_path / "full").mkdir()
+    file = written(tmp_path / "full" / "file", "mine")
+    assert sentence in refused(*flags, **{option: tmp_path / place})
+    assert file.read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 @pytest.mark.parametrize("option", ["out", "cache_dir"])
 def test_a_folder_that_cannot_be_written_is_refused(refused: Callable[..., str], option: str) -> None:
     assert "/proc/nowhere cannot be written" in refused(**{option: "/proc/nowhere"})
-
-
-def test_resuming_what_is_not_a_run_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "there is no run to resume in" in refused("--resume", out=tmp_path / "none")
 
 
 @pytest.fixture(scope="session")
@@ -242,21 +242,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
 def test_running_out_of_memory_is_said_in_a_sentence(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhaust(*_: object) -> None:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
-
-    monkeypatch.setattr(Trainer, "_train", exhaust)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+    monkeypatch.setattr(Trainer, "_train", Mock(side_effect=error))
     finished = train(out=tmp_path)
     assert finished.code == 1
     assert "error: training the fused head does not fit the device's memory; lower --batch-size" in finished.err
 
 
 def test_a_full_disk_is_said_in_a_sentence(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(MetricsLog, "write", fail)
+        patch.setattr(MetricsLog, "write", Mock(side_effect=full))
         finished = train(out=tmp_path / "one")
     assert (finished.code, finished.err.splitlines()[-1]) == (
         1,

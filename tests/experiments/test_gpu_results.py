@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,33 +37,26 @@ def measured(
     return run([ResultFile(name, f"python -m experiments.{name}", made)], machine, lambda *_: "", given)
 
 
-def raising(error: BaseException) -> Any:
-    def measure() -> Any:
-        raise error
-
-    return measure
-
-
 def points_of(folder: Path) -> list[str]:
     return list(read(folder / "gpu_head_grid.json")["points"])
 
 
 def test_every_point_is_on_disk_before_the_next_one_begins(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, {"a": record(1, 2), "b": record(1, 2), "c": raising(KeyboardInterrupt())})
+        measured(tmp_path, {"a": record(1, 2), "b": record(1, 2), "c": Mock(side_effect=KeyboardInterrupt)})
     assert points_of(tmp_path) == ["a", "b"]
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_head_grid.json"]
 
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
     measured(tmp_path, {"a": record(1, 2)})
-    again = raising(AssertionError("it has been measured"))
+    again = Mock(side_effect=AssertionError("it has been measured"))
     assert measured(tmp_path, {"a": again, "b": record(1, 2)}) == 0
     assert points_of(tmp_path) == ["a", "b"]
 
 
 def test_a_point_that_fails_is_named_after_all_others_are_on_disk(tmp_path: Path) -> None:
-    failing = {"a": record(1, 2), "b": raising(RuntimeError("out of memory")), "c": record(1, 2)}
+    failing = {"a": record(1, 2), "b": Mock(side_effect=RuntimeError("out of memory")), "c": record(1, 2)}
     with pytest.raises(ExceptionGroup, match="1 points failed") as raised:
         measured(tmp_path, failing)
     assert raised.value.exceptions[0].__notes__ == ["while b was measured"]

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 import types
+from unittest import mock
 
 import jax
 import pytest
@@ -69,40 +70,36 @@ def test_a_repeated_call_traces_nothing_and_runs_no_operation_of_jax_outside_the
 
 @pytest.fixture
 def exchanged(monkeypatch):
-    """What goes to JAX and what comes from there, by DLPack."""
-    seen = {"to": 0, "from": 0}
+    """How often something went to JAX and how often it came from there, by DLPack, since this was last called."""
+    names = "dlpack_managed_tensor_to_buffer", "buffer_to_dlpack_managed_tensor"
+    spies = {name: mock.Mock(wraps=getattr(exchange._jax, name)) for name in names}
+    monkeypatch.setattr(exchange, "_jax", types.SimpleNamespace(**spies))
 
-    def counted(direction, function):
-        def call(*args, **kwargs):
-            seen[direction] += 1
-            return function(*args, **kwargs)
+    def counts():
+        found = tuple(spy.call_count for spy in spies.values())
+        for spy in spies.values():
+            spy.reset_mock()
+        return found
 
-        return call
-
-    names = {"to": "dlpack_managed_tensor_to_buffer", "from": "buffer_to_dlpack_managed_tensor"}
-    ours = {name: counted(direction, getattr(exchange._jax, name)) for direction, name in names.items()}
-    monkeypatch.setattr(exchange, "_jax", types.SimpleNamespace(**ours))
-    return seen
+    return counts
 
 
 @pytest.mark.parametrize(("mode", "found", "read"), [("in_forward", 3, 2), ("recompute", 1, 3)])
 def test_a_pass_exchanges_what_autograd_sees_and_no_numbers_by_row(head, exchanged, mode, found, read):
     """The loss, and two sums of in_forward; what a backward reads of these and of the inputs, and the gradients."""
     without_gradients(linear_cross_entropy, head)
-    assert exchanged == {"to": 3, "from": 1}
-    exchanged.update({"to": 0, "from": 0})
+    assert exchanged() == (3, 1)
     loss = linear_cross_entropy(*head, backward=mode)
-    assert exchanged == {"to": 3, "from": found}
-    exchanged.update({"to": 0, "from": 0})
+    assert exchanged() == (3, found)
     loss.backward(retain_graph=True)
-    assert exchanged == {"to": read + 1, "from": 2}
+    assert exchanged() == (read + 1, 2)
 
 
 def test_the_last_backward_in_forward_exchanges_nothing_and_copies_nothing(head, exchanged):
     loss = linear_cross_entropy(*head, backward="in_forward")
-    exchanged.update({"to": 0, "from": 0})
+    exchanged()
     seen = operations_of_torch(loss.backward)
-    assert exchanged == {"to": 0, "from": 0}
+    assert exchanged() == (0, 0)
     assert seen <= {"aten::ones_like", "aten::empty_like", "aten::empty_strided", "aten::fill_", "aten::detach",
                     "aten::item", "aten::_local_scalar_dense"}  # fmt: skip
     assert head[0].grad is not None
@@ -111,11 +108,10 @@ def test_the_last_backward_in_forward_exchanges_nothing_and_copies_nothing(head,
 @pytest.mark.parametrize("way", WAYS)
 def test_all_tensors_of_a_program_are_exchanged_at_one_time(head, way, monkeypatch):
     """On a GPU each time costs an event."""
-    times = []
-    original = exchange.share
-    monkeypatch.setattr(exchange, "share", lambda *given: times.append(1) or original(*given))
+    times = mock.Mock(wraps=exchange.share)
+    monkeypatch.setattr(exchange, "share", times)
     WAYS[way](functools.partial(linear_cross_entropy, backward="recompute"), head)
-    assert len(times) == (1 if way == "without gradients" else 2)
+    assert times.call_count == (1 if way == "without gradients" else 2)
 
 
 def operations_of_torch(call):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -172,19 +173,15 @@ def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_afte
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
-    seen = []
-
-    def spy(hidden, weight, labels, **options):
-        seen.append((hidden.data_ptr(), hidden.shape, labels.shape))
-        return original(hidden, weight, labels, **options)
-
-    original = huggingface.linear_cross_entropy
-    monkeypatch.setattr(huggingface, "linear_cross_entropy", spy)
+    head = mock.Mock(wraps=huggingface.linear_cross_entropy)
+    monkeypatch.setattr(huggingface, "linear_cross_entropy", head)
     model = patch_causal_lm(make())
     pointers = []
     model.model.register_forward_hook(lambda m, a, out: pointers.append(out.last_hidden_state.data_ptr()))
     model(**batch())
-    assert seen == [(pointers[0], (3, 9, 16), (3, 9))]
+    head.assert_called_once()
+    hidden, _, labels = head.call_args.args
+    assert (hidden.data_ptr(), hidden.shape, labels.shape) == (pointers[0], (3, 9, 16), (3, 9))
 
 
 def test_label_smoothing_is_that_of_trainers_label_smoother():
