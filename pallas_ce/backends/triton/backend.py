@@ -6,13 +6,14 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, HeadSums, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, launch
+from pallas_ce.backends.triton.configs import Use
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles, shrink
 
@@ -28,8 +29,15 @@ _LARGEST_VOCABULARY = 2**30
 _PARTIAL_FIELDS = 7
 _RECOMPUTE_COLUMNS = 16384
 
-# Rows of a block are a multiple of this where there are that many, so that tiles are full.
-_ROW_STEP = 128
+# Rows of a block and columns of a tile are a multiple of this where there are that many, so that tiles are full.
+_STEP = 128
+
+# In_forward: a tile's products may take one part of the scratch in so many.
+_OF_TILE = 4
+
+
+# What each pass makes logits for.
+_USES: dict[Mode | None, Use] = {None: "forward", "in_forward": "stash", "recompute": "dlogits"}
 
 
 class TritonBackend(Backend):
@@ -51,8 +59,8 @@ class TritonBackend(Backend):
         return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
-        """The scratch of one row, and of one column where tiles may be that narrow."""
-        return _scratch(spec, mode, 1, 1 if mode == "recompute" else spec.vocab_size)
+        """The scratch of one row and one column at a time."""
+        return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """As many rows as fit; all columns, but for the recompute mode."""
@@ -60,13 +68,25 @@ class TritonBackend(Backend):
         if mode == "recompute":
             start = min(columns, _RECOMPUTE_COLUMNS)
             rows, columns = shrink(tokens, start, lambda r, c: _scratch(spec, mode, r, c), scratch_bytes)
+            columns = columns if columns == spec.vocab_size else _down(columns)
         else:
-            rows = min(tokens, max(1, scratch_bytes // _scratch(spec, mode, 1, columns)))
+            if mode == "in_forward":
+                columns = min(columns, _down(scratch_bytes // _OF_TILE // _tile_bytes(spec, 1)))
+            fixed = _scratch(spec, mode, 0, columns)
+            most = (scratch_bytes - fixed) // (_scratch(spec, mode, 1, columns) - fixed)
+            rows = min(tokens, max(1, most))
             rows = -(-tokens // -(-tokens // rows))
-            if rows < tokens and rows > _ROW_STEP:
-                rows = rows // _ROW_STEP * _ROW_STEP
+            if rows < tokens:
+                rows = _down(rows)
         needed = _scratch(spec, mode, rows, columns)
         return Plan(rows, columns, needed, spec.vocab_size, skips_rows=mode is None)
+
+    def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
+        """The kernel and its tiles, of plain cross entropy."""
+        use: Use = "many" if options else _USES[mode]
+        config = configs.config_for(spec, binding.capability(), use)
+        source = "a table of what compiles, which has not been run on a GPU yet"
+        return Description((Launch("head_kernel", config.rows, config.columns, 1, 1, source),))
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
@@ -80,7 +100,7 @@ class TritonBackend(Backend):
 
         def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = Tiles(spec.vocab_size, plan.columns, head.valid_columns).tile(index)
-            weight = launch.apart(tile.take(head.weight.astype(spec.dtype), axis))
+            weight = launch.apart(tile.take(head.weight, axis).astype(spec.dtype))
             first = None if tile.own is None else jnp.int32(index) * plan.columns - tile.start
             shifted = batch if batch.labels is None else batch._replace(labels=batch.labels - tile.start)
             argmax = None if gradient.argmax is None else gradient.argmax - tile.start
@@ -115,24 +135,28 @@ class TritonBackend(Backend):
         plan: Plan,
         block: RowBlock,
     ) -> tuple[jax.Array | None, HeadSums]:
-        """dlogits by one elementwise pass, and their products."""
-        spec, (c, lse, argmax, needs, factor) = head.spec, gradient
-        tile = Tiles(spec.vocab_size, spec.vocab_size, head.valid_columns).tile(0)
-        u = None if c.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
+        """dlogits of the stored logits tile by tile, and their products, by XLA."""
+        spec, (c, lse, argmax, needs, factor), adds = head.spec, gradient, block.number != 0
+        tiles = Tiles(spec.vocab_size, plan.columns, head.valid_columns)
         bound = head.bound(batch.inverse_temperature)
-        dz = coef.dlogits(c, stash, lse, tile.columns, tile.valid, batch.labels, argmax, u, bound)
-        for_hidden, for_weight, for_bias = head.tile_products(batch.hidden, dz, tile, needs)
 
-        def total(before: jax.Array | None, share: jax.Array | None, axis: int) -> jax.Array | None:
-            if before is None or share is None:
-                return None
-            share = factor * share
-            if not isinstance(block.number, int) or block.number:
-                own = lax.slice_in_dim(before, 0, spec.vocab_size, axis=axis)
-                share = share + jnp.where(block.number == 0, 0, own)
-            return lax.dynamic_update_slice_in_dim(before, share.astype(before.dtype), 0, axis)
+        def body(i: jax.Array, carry: Products) -> Products:
+            tile, (hidden, weight, bias) = tiles.tile(i), carry
+            u = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
+            logits = tile.take(stash, 1)
+            dz = coef.dlogits(c, logits, lse, tile.columns, tile.valid, batch.labels, argmax, u, bound)
+            for_hidden, for_weight, for_bias = head.tile_products(batch.hidden, dz, tile, needs)
+            if hidden is not None and for_hidden is not None:
+                hidden = hidden + for_hidden
+            if weight is not None and for_weight is not None:
+                weight = tile.add_or_replace(weight, factor * for_weight, adds, spec.vocab_axis)
+            if bias is not None and for_bias is not None:
+                bias = tile.add_or_replace(bias, factor * for_bias, adds)
+            return hidden, weight, bias
 
-        return for_hidden, HeadSums(total(sums.weight, for_weight, spec.vocab_axis), total(sums.bias, for_bias, 0))
+        zeros = jnp.zeros(batch.hidden.shape, spec.accumulator) if needs.hidden_product else None
+        for_hidden, *of_head = fori_loop(0, tiles.count, body, (zeros, *sums))
+        return for_hidden, HeadSums(*of_head)
 
 
 def _device_refusal() -> str | None:
@@ -168,14 +192,25 @@ def _slice(head: Head, tile: Tile, weight: jax.Array) -> Head:
     )
 
 
+def _down(count: int) -> int:
+    """At most `count`, at least 1, and a multiple of the step where there are that many."""
+    return max(1, count // _STEP * _STEP or count)
+
+
+def _tile_bytes(spec: HeadSpec, columns: int) -> int:
+    """A tile's part of the weight, its gradient, and that added up."""
+    return (spec.dtype.itemsize + 2 * spec.accumulator.itemsize) * columns * spec.hidden_size
+
+
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
     """Bytes that a block takes beside inputs, outputs and accumulators."""
-    narrow, wide, size = spec.dtype.itemsize, spec.accumulator.itemsize, spec.hidden_size
-    gathered = narrow * rows * size
-    if mode == "recompute":
-        return gathered + narrow * rows * columns + (narrow + 2 * wide) * columns * size + wide * rows * size
-    tiles = -(-columns // configs.config_for(spec, binding.capability(), "many").columns)
-    partial = _PARTIAL_FIELDS * wide * tiles * rows
-    if mode is None:
-        return gathered + partial
-    return gathered + partial + (wide + narrow) * rows * columns + wide * rows * size
+    narrow, wide, size, v = spec.dtype.itemsize, spec.accumulator.itemsize, spec.hidden_size, spec.vocab_size
+    total = narrow * rows * size
+    if mode is not None:
+        total += narrow * rows * columns + _tile_bytes(spec, columns) + wide * rows * size
+    if mode == "in_forward":
+        total += wide * rows * v
+    if mode != "recompute":
+        blocks = -(-v // configs.config_for(spec, binding.capability(), "many").columns)
+        total += _PARTIAL_FIELDS * wide * blocks * rows
+    return total

@@ -76,7 +76,8 @@ NARROW: dict[int, Entry] = {
 }
 
 # For float32 operands, which are multiplied in full float32: not by tensor cores, so that tiles need not be large.
-WIDE = Config(64, 64, 32, warps=4, stages=2)
+_EXACT = Config(64, 64, 32, warps=4, stages=2)
+WIDE = Entry(_EXACT, _EXACT, _EXACT, _EXACT, _EXACT)
 
 # What tensor descriptors read: rows that are multiples of this long.
 _ROW_BYTES = 16
@@ -92,9 +93,7 @@ def served(capability: int) -> bool:
 
 def config_for(spec: HeadSpec, capability: int | None, use: Use) -> Config:
     """The tiles for a head. Where the device is not known yet, the program is traced again for it: then any do."""
-    if spec.dtype.itemsize > 2:
-        return WIDE
-    entry = NARROW.get(capability or 80, _AMPERE)
+    entry = WIDE if spec.dtype.itemsize > 2 else NARROW.get(capability or 80, _AMPERE)
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     aligned = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in (spec.hidden_size, length))
     found: Config = getattr(entry, use)
