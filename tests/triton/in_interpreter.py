@@ -3,8 +3,6 @@
 The drawn problems and most tests are those of the other backends.
 """
 
-from tests.triton import interpreted  # isort: skip  # first: it decides that kernels are interpreted
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from pallas_ce.backends.triton.configs import Config
 from tests.pallas_ce import oracle, test_contract
 from tests.pallas_ce.checks import assert_near_oracle, call, library_results, relative_error
 from tests.pallas_ce.problems import Problem, make, problems
+from tests.triton import interpreted
 
 MODES = ["recompute", "in_forward"]
 both_modes = pytest.mark.parametrize("backward", MODES)

@@ -1,12 +1,9 @@
 """The kernel by Triton's interpreter, as the lowering of JAX's operation for the CPU; for processes of their own.
 
-Whether a kernel is interpreted is decided when it is imported. Triton 3.6's interpreter needs help twice: it makes
-Python's numbers of arrays `[1]`, which NumPy refuses from 2.4 on, and it multiplies bfloat16 as if it were integers.
+Whether a kernel is interpreted is decided when it is imported, by TRITON_INTERPRET=1. Triton 3.6's interpreter needs
+help: it makes Python's numbers of arrays `[1]`, which NumPy refuses from 2.4 on, and it multiplies bfloat16 as if
+it were integers, so that operands here have 16 bits as float16 only.
 """
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 from typing import Any
 

@@ -58,10 +58,11 @@ _POINTERS = Config(128, 128, 64)
 _LARGE = Config(128, 256, 64, descriptors=True)
 _SQUARE = Config(128, 128, 64, stages=4, descriptors=True)
 _SMALL = Config(128, 64, 64, stages=4, descriptors=True)
+_SMALL_POINTERS = Config(128, 64, 64)
 
-_AMPERE = Entry(_POINTERS, _POINTERS, _POINTERS, _POINTERS, _POINTERS)
-_HOPPER = Entry(_LARGE, _SQUARE, _LARGE, _SQUARE, _POINTERS)
-_BLACKWELL = Entry(_LARGE, _SQUARE, _SQUARE, _SMALL, Config(128, 64, 64))
+_AMPERE = Entry(_POINTERS, _POINTERS, _POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
+_HOPPER = Entry(_LARGE, _SQUARE, _LARGE, _SMALL, _SMALL_POINTERS)
+_BLACKWELL = Entry(_LARGE, _SQUARE, _SQUARE, _SMALL, _SMALL_POINTERS)
 
 # By compute capability, for 16-bit operands.
 NARROW: dict[int, Entry] = {
