@@ -72,6 +72,8 @@ class TritonBackend(Backend):
         else:
             if mode == "in_forward":
                 columns = min(columns, _down(scratch_bytes // _OF_TILE // _tile_bytes(spec, 1)))
+                while _scratch(spec, mode, 1, columns) > scratch_bytes:
+                    columns = max(1, columns // 2)
             fixed = _scratch(spec, mode, 0, columns)
             most = (scratch_bytes - fixed) // (_scratch(spec, mode, 1, columns) - fixed)
             rows = min(tokens, max(1, most))
