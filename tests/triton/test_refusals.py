@@ -11,9 +11,10 @@ import pytest
 from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_distillation, linear_row_statistics
 from pallas_ce import linear_top_k as top_k
 from pallas_ce.backends import device
-from pallas_ce.backends.triton import BACKEND, binding
+from pallas_ce.backends.triton import BACKEND, binding, launch
 from pallas_ce.dispatch import select
 from pallas_ce.head import HeadSpec
+from pallas_ce.statistics.table import FIELDS, Coefficients
 
 HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((6, 8)), jnp.zeros(4, int)
 NAMED: Any = {"implementation": "triton"}
@@ -71,6 +72,12 @@ def test_explain_tells_the_tiles_and_that_they_have_not_been_run(backward: Any) 
     told = str(explain(*shapes, backward=backward, **NAMED))
     assert "head_kernel: tiles of 128 x " in told
     assert "has not been run on a GPU yet" in told
+
+
+def test_the_kernel_has_every_field_and_term_of_the_table() -> None:
+    """A new one is refused until it is translated."""
+    assert launch._FIELDS | {"target_logit"} == set(FIELDS)
+    assert set(Coefficients._fields) == launch._TRANSLATED
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])

@@ -91,6 +91,13 @@ def capability() -> int | None:
     return None if found is None else int(found.replace(".", ""))
 
 
+def _function(name: str) -> Any:
+    """A kernel, imported on first use: without Triton the backend can still say that it is missing."""
+    from pallas_ce.backends.triton import kernel as kernels
+
+    return getattr(kernels, name)
+
+
 @functools.lru_cache(maxsize=1024)
 def compiled(kernel: Kernel) -> Compiled:
     """The kernel compiled for its device."""
@@ -98,9 +105,7 @@ def compiled(kernel: Kernel) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_ce.backends.triton import kernel as kernels
-
-    function = getattr(kernels, kernel.function)
+    function = _function(kernel.function)
     arrays, constants = dict(kernel.inputs + kernel.outputs), dict(kernel.constants)
     names = function.arg_names
     constants |= {name: None for name in names if name not in arrays and name not in constants}
@@ -141,7 +146,13 @@ def call(
     stages: int,
     scratch: bool,
 ) -> dict[str, jax.Array]:
-    """The kernel's outputs by name; parameters that are not given are None in the kernel."""
+    """The kernel's outputs by name; parameters that are not given are None in the kernel.
+
+    The launcher goes by the order of the kernel's parameters, of which outputs are behind inputs.
+    """
+    order = _function(function).arg_names
+    inputs = {name: inputs[name] for name in order if name in inputs}
+    outputs = {name: outputs[name] for name in order if name in outputs}
     kernel = Kernel(
         function,
         tuple((name, _TYPES[x.dtype.name]) for name, x in inputs.items()),

@@ -62,7 +62,7 @@ _SMALL_POINTERS = Config(128, 64, 64)
 
 _AMPERE = Entry(_POINTERS, _POINTERS, _POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
 _HOPPER = Entry(_LARGE, _SQUARE, _LARGE, _SMALL, _SMALL_POINTERS)
-_BLACKWELL = Entry(_LARGE, _SQUARE, _SQUARE, _SMALL, _SMALL_POINTERS)
+_BLACKWELL = Entry(_SQUARE, _SQUARE, _SQUARE, _SMALL, _SMALL_POINTERS)
 
 # By compute capability, for 16-bit operands.
 NARROW: dict[int, Entry] = {
@@ -77,8 +77,9 @@ NARROW: dict[int, Entry] = {
 }
 
 # For float32 operands, which are multiplied in full float32: not by tensor cores, so that tiles need not be large.
-_EXACT = Config(64, 64, 32, warps=4, stages=2)
-WIDE = Entry(_EXACT, _EXACT, _EXACT, _EXACT, _EXACT)
+_EXACT = Config(64, 64, 32, stages=2)
+_EXACT_MANY = Config(64, 32, 32, warps=4, stages=2)
+WIDE = Entry(_EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY)
 
 # What tensor descriptors read: rows that are multiples of this long.
 _ROW_BYTES = 16

@@ -19,6 +19,9 @@ _TRANSLATED = frozenset(
     ("prob", "prob_log_prob", "prob_sq", "prob_deviation_sq", "entropy", "target", "argmax", "logit_weights")
 )
 
+_FIELDS = frozenset(
+    ("max", "sum_exp", "sum_exp_shifted", "sum_exp_sq", "sum_exp_deviation_sq", "weighted_sum", "argmax")
+)
 _PLAIN = frozenset({"lse", "target_logit"})
 
 
@@ -39,6 +42,8 @@ def statistics(
     rows, columns = _shape(head, batch)
     blocks = -(-columns // config.columns)
     fields = [field for field in fields_of(names) if field != "target_logit"]
+    if missing := sorted(set(fields) - _FIELDS):
+        raise NotImplementedError(f"implementation='triton' does not compute {missing} of a Partial: use 'xla'")
     kinds = {field: jnp.int32 if field == "argmax" else jnp.float32 for field in fields}
     outputs = {field: jax.ShapeDtypeStruct((blocks, rows), kind) for field, kind in kinds.items()}
     inputs = {}
