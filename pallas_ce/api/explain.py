@@ -121,7 +121,7 @@ def explain(
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
         dtype: compute dtype.
         backward: "auto", "recompute" or "in_forward".
-        implementation: "xla", "mosaic_gpu", "reference" or None.
+        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
         differentiate: which of "hidden", "weight", "bias", "logit_scale" are differentiated; () describes evaluation.
 

@@ -82,7 +82,7 @@ def linear_loss(
         logit_scale: their scale.
         temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
         dtype: compute dtype.
-        implementation: "xla", "mosaic_gpu", "reference" or None.
+        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
         validate_labels: raise on labels outside the vocabulary; only outside jit.

@@ -85,8 +85,9 @@ def linear_log_probs(
             all ignored is skipped, and what they hold does not matter.
         dtype: compute dtype of the products' operands; by default the inputs' common one.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
-            `[...]` labels and a number as temperature), or None: that one in programs for a Hopper GPU where it can,
-            else "xla".
+            `[...]` labels and a number as temperature), "triton" (at most 8 labels a row; see
+            `linear_row_statistics`), or None: the Hopper kernels in programs for a Hopper GPU where they can, else
+            "xla".
         scratch_bytes: bound on the memory of tiles; see `linear_row_statistics`.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor

@@ -112,11 +112,12 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
     spec, scratch_bytes = call.spec, call.scratch_bytes
 
     def finder(name: str) -> TopKFinder:
-        if name == "reference":
+        own = None if name == "reference" else select.load(name).top_k
+        if name == "reference" or (own is None and select.load(name).capabilities.cuda_only):
             raise ValueError(
                 f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits"
             )
-        if (own := select.load(name).top_k) is not None:
+        if own is not None:
             return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
         return _Tiled((spec,), scratch_bytes, 4, least_columns=k)

@@ -16,7 +16,7 @@ from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.selection import Largest
 
-Implementation = Literal["mosaic_gpu", "xla", "reference"]
+Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 Mode = Literal["recompute", "in_forward"]
 Backward = Literal["auto", "recompute", "in_forward"]
 

@@ -74,7 +74,7 @@ def sampled_softmax_cross_entropy(
         vocab_size: V, where the weight is padded.
         logit_scale: the logits' scale; not 0 where a correction is subtracted.
         dtype: compute dtype.
-        implementation: "xla", "mosaic_gpu", "reference" or None.
+        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
 
     Returns:

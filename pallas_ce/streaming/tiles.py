@@ -109,3 +109,14 @@ class Tile:
     def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """Adds in `buffer`'s dtype. Values of columns that are not valid must be 0."""
         return self.put(buffer, self.take(buffer, axis) + values.astype(buffer.dtype), axis)
+
+    def add_or_replace(self, total: jax.Array, share: jax.Array, adds: jax.Array | bool, axis: int = 0) -> jax.Array:
+        """`total` with the tile's share added; unless it `adds`, replacing what lies in the tile's own columns."""
+        if adds is True:
+            return self.add(total, share, axis)
+        replaced = jnp.logical_not(adds)
+        if self.own is not None:
+            own = self.own if axis == total.ndim - 1 else self.own[:, None]
+            replaced = replaced & own
+        before = jnp.where(replaced, 0, self.take(total, axis))
+        return self.put(total, before + share.astype(total.dtype), axis)

@@ -19,7 +19,7 @@ TOLERANCE = 8e-3
 
 N, H, V = 144, 64, 1000
 
-IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = ["xla", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("mosaic_gpu", "triton"))]
 
 Loss = Callable[..., Any]
 
@@ -115,10 +115,10 @@ def test_a_float32_weight_has_a_float32_gradient(backward: str, implementation: 
     assert relative_error(got, np.asarray(want, np.float64)) <= TOLERANCE
 
 
-LARGE = pytest.param("mosaic_gpu", 1, marks=pytest.mark.gpu)
+LARGE = [pytest.param(name, 1, marks=pytest.mark.gpu) for name in ("mosaic_gpu", "triton")]
 
 
-@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 1024), LARGE])
+@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 1024), *LARGE])
 def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, divisor: int) -> None:
     """What lies behind the 2³¹st decides: the last classes have the largest logits, and are the labels."""
     n, h, v = 64, 4096, 2**20 // divisor
@@ -139,7 +139,7 @@ def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, diviso
         assert relative_error(part, want) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 512), LARGE])
+@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 512), *LARGE])
 def test_a_block_of_more_logits_than_31_bits_count(implementation: str, divisor: int) -> None:
     """In one block of rows, whose exponentials are stored: the last row and the last class are like the first."""
     n, h, v = 8448 // (8 if divisor > 1 else 1), 64, 2**18 // divisor

@@ -65,9 +65,9 @@ def drawn(seed: int) -> tuple[Problem, str]:
     return p, str(rng.choice(["recompute", "in_forward"]))
 
 
-def assert_as_accurate_as_rounded_dlogits(p: Problem, backward: str) -> None:
+def assert_as_accurate_as_rounded_dlogits(p: Problem, backward: str, implementation: str = "mosaic_gpu") -> None:
     """Loss to 2e-5, gradients within a factor of the error that rounding dlogits and results alone makes."""
-    got = library_results(p, "mosaic_gpu", backward)
+    got = library_results(p, implementation, backward)
     want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
     assert abs(float(got[0]) - want) <= 2e-5 * abs(want) + 1e-6
     dtype = p.arrays["hidden"].dtype

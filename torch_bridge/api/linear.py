@@ -60,7 +60,7 @@ def linear_cross_entropy(
             "recompute" keeps O(N) numbers and computes logits twice, with four: take it where many forwards wait for
             their backward, or under activation checkpointing. "auto" takes in_forward for scalar losses where its
             scratch fits.
-        implementation: "xla", "mosaic_gpu", "reference", or None to choose; see `pallas_ce`.
+        implementation: "xla", "mosaic_gpu", "triton", "reference", or None to choose; see `pallas_ce`.
         scratch_bytes: bound on scratch memory.
         return_metrics: return `(loss, Metrics)`.
 
@@ -149,7 +149,7 @@ def linear_row_statistics(
         temperature: what divides the logits; see `linear_log_probs`.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant.
         vocab_size: V.
-        implementation: "xla", "mosaic_gpu", "reference" or None.
+        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on the memory of tiles.
 
     Returns:

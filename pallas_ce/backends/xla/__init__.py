@@ -113,9 +113,9 @@ class XlaBackend(Backend):
             if hidden is not None and for_hidden is not None:
                 hidden = hidden + for_hidden
             if weight is not None and for_weight is not None:
-                weight = _add(weight, factor * for_weight, adds, tile, head.spec.vocab_axis)
+                weight = tile.add_or_replace(weight, factor * for_weight, adds, head.spec.vocab_axis)
             if bias is not None and for_bias is not None:
-                bias = _add(bias, factor * for_bias, adds, tile)
+                bias = tile.add_or_replace(bias, factor * for_bias, adds)
             return hidden, weight, bias
 
         zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if gradient.needs.hidden_product else None
@@ -151,18 +151,6 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
     wide = spec.accumulator.itemsize
     kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
     return kept + tiles_bytes((spec,), 2 * wide + spec.dtype.itemsize, mode, rows, columns)
-
-
-def _add(total: jax.Array, share: jax.Array, adds: jax.Array | bool, tile: Tile, axis: int = 0) -> jax.Array:
-    """`total` with a tile's share added; unless it `adds`, replacing what lies in the tile's own columns."""
-    if adds is True:
-        return tile.add(total, share, axis)
-    replaced = jnp.logical_not(adds)
-    if tile.own is not None:
-        own = tile.own if axis == total.ndim - 1 else tile.own[:, None]
-        replaced = replaced & own
-    before = jnp.where(replaced, 0, tile.take(total, axis))
-    return tile.put(total, before + share.astype(total.dtype), axis)
 
 
 def _tiles(head: Head, plan: Plan) -> Tiles:

@@ -1,0 +1,194 @@
+"""A Triton kernel as a JAX operation: the one place that knows Triton's compiler and jaxlib's launcher.
+
+The kernel is compiled when the program is lowered, and its PTX travels in the program; JAX's plugin assembles it. Two
+things are unlike what `jax_triton` does:
+
+* *Scratch.* A kernel with tensor descriptors needs memory in which each of its programs writes them. The launcher would
+  allocate it in every launch, and the allocation would end up in the CUDA graph that XLA captures the launch in, as a
+  child graph, which may hold none: `CUDA_ERROR_NOT_SUPPORTED`. So XLA allocates it, as one more result. A compiled
+  kernel's parameters are its own, then scratch, then a profiler's buffer; the launcher is told of no scratch, passes
+  the result as the last parameter that it knows of, and appends two null pointers. CUDA reads as many parameters as the
+  kernel has, so the first stands for the profiler's buffer, which is not used, and the second is not read.
+* *Nothing is measured*: tiles come from a table, and there is no autotuner.
+
+Sizes are compile-time constants. As arguments they would lose what is known of their divisibility, and loads with it
+their width.
+"""
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend as jex
+import numpy as np
+from jax.interpreters import mlir
+
+from pallas_ce.backends import device as targets
+
+_TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+
+# Bytes at whose multiples arrays begin, as the kernels are told and the launcher checks; and descriptors must.
+_ALIGNMENT = 16
+_SCRATCH_ALIGNMENT = 128
+
+# Of a kernel that makes two descriptors, which is what its programs have room for.
+SCRATCH_BYTES = 2 * 128
+
+
+class Kernel(NamedTuple):
+    """A kernel with all that it is compiled from; hashable.
+
+    Attributes:
+        function: the name of a kernel of `kernel`.
+        inputs: names and types of its array parameters that are read, in the order of operands.
+        outputs: of those that are written, in the order of results.
+        constants: its other parameters.
+        programs: how many are launched.
+        warps: of a program.
+        stages: how many windows of the operands are under way.
+        scratch: whether it makes descriptors.
+        capability: the compute capability, as 90; None where it is not known.
+    """
+
+    function: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    programs: int
+    warps: int
+    stages: int
+    scratch: bool
+    capability: int | None
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        name: its name in the PTX.
+        ptx: as text.
+        shared_bytes: shared memory of a program.
+        scratch_bytes: global scratch of a program.
+        warps: of a program, as launched.
+        cubin: what Triton's own assembler made of it.
+    """
+
+    name: str
+    ptx: str
+    shared_bytes: int
+    scratch_bytes: int
+    warps: int
+    cubin: bytes
+
+
+def capability() -> int | None:
+    """The compute capability of the GPU that is traced for, as 90; None where it is not known."""
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    kind = targets.local_cuda() if compiled_for is None else str(compiled_for.device_kind)
+    found = None if kind is None else targets.compute_capability(kind)
+    return None if found is None else int(found.replace(".", ""))
+
+
+def _function(name: str) -> Any:
+    """A kernel, imported on first use: without Triton the backend can still say that it is missing."""
+    from pallas_ce.backends.triton import kernel as kernels
+
+    return getattr(kernels, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(kernel: Kernel) -> Compiled:
+    """The kernel compiled for its device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = _function(kernel.function)
+    arrays, constants = dict(kernel.inputs + kernel.outputs), dict(kernel.constants)
+    names = function.arg_names
+    constants |= {name: None for name in names if name not in arrays and name not in constants}
+    places = {name: (names.index(name),) for name in names}
+    source = ASTSource(
+        fn=function,
+        signature={name: arrays.get(name, "constexpr") for name in names},
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", _ALIGNMENT]] for name in arrays},
+    )
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
+    metadata = built.metadata
+    scratch = metadata.global_scratch_size
+    if scratch > SCRATCH_BYTES * kernel.scratch or (scratch and metadata.global_scratch_align > _SCRATCH_ALIGNMENT):
+        raise NotImplementedError(f"Triton {triton.__version__} asks for {scratch} bytes of scratch for a program")
+    return Compiled(metadata.name, built.asm["ptx"], metadata.shared, scratch, metadata.num_warps, built.asm["cubin"])
+
+
+_call_p = jex.core.Primitive("pallas_ce_triton")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval
+def _abstract(*arrays: Any, kernel: Kernel, results: Sequence[jax.ShapeDtypeStruct]) -> list[jax.core.ShapedArray]:
+    del arrays, kernel
+    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+
+def call(
+    function: str,
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    *,
+    programs: int,
+    warps: int,
+    stages: int,
+    scratch: bool,
+) -> dict[str, jax.Array]:
+    """The kernel's outputs by name; parameters that are not given are None in the kernel.
+
+    The launcher goes by the order of the kernel's parameters, of which outputs are behind inputs.
+    """
+    order = _function(function).arg_names
+    inputs = {name: inputs[name] for name in order if name in inputs}
+    outputs = {name: outputs[name] for name in order if name in outputs}
+    kernel = Kernel(
+        function,
+        tuple((name, _TYPES[x.dtype.name]) for name, x in inputs.items()),
+        tuple((name, _TYPES[np.dtype(x.dtype).name]) for name, x in outputs.items()),
+        tuple(sorted(constants.items())),
+        programs,
+        warps,
+        stages,
+        scratch,
+        capability(),
+    )
+    results = list(outputs.values())
+    if scratch:
+        results.append(jax.ShapeDtypeStruct((programs * SCRATCH_BYTES,), np.uint8))
+    found = _call_p.bind(*inputs.values(), kernel=kernel, results=tuple(results))
+    return dict(zip(outputs, found, strict=False))
+
+
+def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """The launch as a call of jaxlib's handler, which may be captured in a CUDA graph."""
+    from jaxlib import gpu_triton
+
+    del results
+    if kernel.capability is None:
+        raise NotImplementedError("implementation='triton' compiles for a device that is known when it is traced")
+    built = compiled(kernel)
+    arrays = len(kernel.inputs) + len(kernel.outputs)
+    parameters = [gpu_triton.create_array_parameter(0, _ALIGNMENT) for _ in range(arrays)]
+    if kernel.scratch:
+        parameters.append(gpu_triton.create_array_parameter(0, _SCRATCH_ALIGNMENT))
+    code = gpu_triton.TritonKernel(
+        built.name, built.warps, 1, built.shared_bytes, built.ptx, "", kernel.capability
+    )  # fmt: skip
+    launch = gpu_triton.TritonKernelCall(code, kernel.programs, 1, 1, parameters)
+    rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi")
+    return rule(ctx, *operands, opaque=zlib.compress(launch.to_proto(kernel.function, b"")))
+
+
+mlir.register_lowering(_call_p, _lower, platform="cuda")

@@ -1,0 +1,238 @@
+"""The one kernel: logits of rows × columns tile by tile, and what is made of a tile while it is in registers.
+
+A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never leaves the registers as a whole, unless
+`stored` is asked for. What is made of it depends on which outputs there are:
+
+* *statistics* of each row over the tile's columns, one number for each row and tile. With `m` the tile's maximum they
+  are `Σ e^{z-m}`, `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u z`, and the lowest column where `z = m`.
+  XLA merges the tiles by the rule that all backends share. No tile waits for another, and nothing is added atomically,
+  so the same inputs give the same bits.
+* *targets' logits*. A target lies in one column, so one tile holds it and writes it; rows without one are left alone.
+* *logits* in float32, for the in-forward mode.
+* *dlogits*, recomputed, by the formula of `statistics.gradient`, in the operands' dtype.
+
+Logits are `z = softcap(scale·(hidden·weight + bias)) / T`. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to
+1e-7·c; where |x/c| < 1/4, the odd polynomial of degree 9 is good to 1e-8 of the result.
+
+Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
+float32 has 0, so that 0·(-inf) does not arise.
+
+Columns count from `bounds[0]` to below `bounds[1]`, and rows up to `bounds[2]`: behind it nothing is computed, because
+fewer tiles are visited. Offsets of rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
+
+Tiles are handed out in bands of row blocks, so that those worked on at one time share rows and columns in the cache.
+With tensor descriptors a program works on many tiles, and the loop over tiles and windows is flattened to one: loads of
+the next tile's windows are under way during the epilogue.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FARTHEST = tl.constexpr(-200.0)
+TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _by_row(vector, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[rows, 1]` of a vector by row; 0 behind its end."""
+    return tl.load(vector + rows, mask=rows < ROWS, other=0.0)[:, None]
+
+
+@triton.jit
+def _capped(x, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`c·tanh(x/c)`."""
+    t = x * (1.0 / CAP)
+    far = CAP - 2.0 * CAP / (tl.exp2(t * (2.0 * LOG2E)) + 1.0)
+    s = t * t
+    near = x * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    return tl.where(s < 0.0625, near, far)
+
+
+@triton.jit
+def head_kernel(  # type: ignore[no-untyped-def]
+    hidden,  # [ROWS, H]
+    weight,  # [COLUMNS, H], or [H, STRIDE] where AXIS is 1
+    bounds,  # [3] int32
+    bias,  # [COLUMNS]
+    scale,  # [1]
+    inverse_temperature,  # [ROWS]
+    u,  # [COLUMNS]
+    labels,  # [ROWS, K] int32
+    argmax_at,  # [ROWS] int32
+    lse,  # [ROWS], inf for a row of -inf only
+    prob,  # [ROWS], and so the next six
+    prob_log_prob,
+    prob_sq,
+    prob_deviation_sq,
+    entropy,
+    logit_weights,
+    argmax_coefficient,
+    target_coefficient,  # [ROWS, K]
+    max,  # [column blocks, ROWS], and so the next six
+    sum_exp,
+    sum_exp_shifted,
+    sum_exp_sq,
+    sum_exp_deviation_sq,
+    weighted_sum,
+    argmax,
+    target_logit,  # [ROWS, K]
+    stored,  # [ROWS, COLUMNS], logits or dlogits
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AXIS: tl.constexpr,
+    K: tl.constexpr,
+    CAP: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    MASKED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """See the module; names in capitals are what `launch` makes of a head and a table's entry."""
+    first = tl.load(bounds)
+    last = tl.load(bounds + 1)
+    row_blocks = tl.cdiv(tl.load(bounds + 2), BLOCK_ROWS)
+    column_blocks: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    band: tl.constexpr = GROUP * column_blocks
+    ragged: tl.constexpr = H % WINDOW != 0
+    if DESCRIPTORS:
+        hidden_windows = tl.make_tensor_descriptor(hidden, [ROWS, H], [H, 1], [BLOCK_ROWS, WINDOW])
+        if AXIS == 0:
+            weight_windows = tl.make_tensor_descriptor(weight, [COLUMNS, H], [H, 1], [BLOCK_COLUMNS, WINDOW])
+        else:
+            weight_windows = tl.make_tensor_descriptor(weight, [H, COLUMNS], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
+
+    for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=DESCRIPTORS):
+        in_band = tile % band
+        start = (tile // band) * GROUP
+        height = tl.minimum(row_blocks - start, GROUP)
+        row_block = start + in_band % height
+        column_block = in_band // height
+        row = row_block * BLOCK_ROWS
+        column = column_block * BLOCK_COLUMNS
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        has_row = rows < ROWS
+        has_column = columns < COLUMNS
+
+        z = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        if DESCRIPTORS:
+            for window in tl.range(0, H, WINDOW):
+                a = hidden_windows.load([row, window])
+                if AXIS == 0:
+                    z = tl.dot(a, weight_windows.load([column, window]).T, z, input_precision="ieee")
+                else:
+                    z = tl.dot(a, weight_windows.load([window, column]), z, input_precision="ieee")
+        else:
+            lane = tl.arange(0, WINDOW)
+            row_at = hidden + rows.to(tl.int64)[:, None] * H + lane[None, :]
+            if AXIS == 0:
+                column_at = weight + columns.to(tl.int64)[None, :] * H + lane[:, None]
+            else:
+                column_at = weight + lane.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+            for window in tl.range(0, H, WINDOW):
+                if ragged:
+                    inside = lane < H - window
+                    a = tl.load(row_at, mask=has_row[:, None] & inside[None, :], other=0.0)
+                    b = tl.load(column_at, mask=has_column[None, :] & inside[:, None], other=0.0)
+                else:
+                    a = tl.load(row_at, mask=has_row[:, None], other=0.0)
+                    b = tl.load(column_at, mask=has_column[None, :], other=0.0)
+                z = tl.dot(a, b, z, input_precision="ieee")
+                row_at += WINDOW
+                if AXIS == 0:
+                    column_at += WINDOW
+                else:
+                    column_at += WINDOW * STRIDE
+
+        if bias is not None:
+            z += tl.load(bias + columns, mask=has_column, other=0.0)[None, :]
+        if scale is not None:
+            z *= tl.load(scale)
+        if CAP is not None:
+            z = _capped(z, CAP)
+        if inverse_temperature is not None:
+            z *= _by_row(inverse_temperature, rows, ROWS)
+        counts = (columns >= first) & (columns < last)
+        if u is not None:
+            weights = tl.load(u + columns, mask=has_column, other=0.0)[None, :]
+
+        if GRADIENT:
+            dz = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+            if prob is not None:
+                log_p = tl.maximum(tl.minimum(z - _by_row(lse, rows, ROWS), 0.0), FARTHEST)
+                p = tl.exp2(log_p * LOG2E)
+                inner = _by_row(prob, rows, ROWS)
+                if prob_log_prob is not None:
+                    inner += _by_row(prob_log_prob, rows, ROWS) * log_p
+                if prob_sq is not None:
+                    inner += _by_row(prob_sq, rows, ROWS) * p
+                if prob_deviation_sq is not None:
+                    deviation = log_p + _by_row(entropy, rows, ROWS)
+                    inner += _by_row(prob_deviation_sq, rows, ROWS) * deviation * deviation
+                dz = p * inner
+            for k in tl.static_range(K):
+                label = tl.load(labels + rows.to(tl.int64) * K + k, mask=has_row, other=-1)
+                value = tl.load(target_coefficient + rows.to(tl.int64) * K + k, mask=has_row, other=0.0)
+                dz += tl.where(columns[None, :] == label[:, None], value[:, None], 0.0)
+            if argmax_coefficient is not None:
+                label = tl.load(argmax_at + rows, mask=has_row, other=-1)
+                dz += tl.where(columns[None, :] == label[:, None], _by_row(argmax_coefficient, rows, ROWS), 0.0)
+            if logit_weights is not None:
+                if u is not None:
+                    dz += _by_row(logit_weights, rows, ROWS) * weights
+                else:
+                    dz += _by_row(logit_weights, rows, ROWS) * UNIFORM
+            if CAP is not None:
+                ratio = z * (1.0 / CAP)
+                if inverse_temperature is not None:
+                    ratio /= _by_row(inverse_temperature, rows, ROWS)
+                dz *= 1.0 - ratio * ratio
+            if MASKED:
+                dz = tl.where(counts[None, :], dz, 0.0)
+            z = dz
+        else:
+            if MASKED:
+                z = tl.where(counts[None, :], z, float("-inf"))
+            part = column_block.to(tl.int64) * ROWS + rows
+            if max is not None:
+                top = tl.max(z, axis=1)
+                tl.store(max + part, top, mask=has_row)
+            if argmax is not None:
+                place = tl.where(z == top[:, None], columns[None, :], 2147483647)
+                tl.store(argmax + part, tl.min(place, axis=1), mask=has_row)
+            if sum_exp is not None:
+                distance = tl.maximum(z - tl.where(top == float("-inf"), 0.0, top)[:, None], FARTHEST)
+                e = tl.exp2(distance * LOG2E)
+                total = tl.sum(e, axis=1)
+                tl.store(sum_exp + part, total, mask=has_row)
+                if sum_exp_shifted is not None:
+                    shifted = tl.sum(e * distance, axis=1)
+                    tl.store(sum_exp_shifted + part, shifted, mask=has_row)
+                if sum_exp_sq is not None:
+                    tl.store(sum_exp_sq + part, tl.sum(e * e, axis=1), mask=has_row)
+                if sum_exp_deviation_sq is not None:
+                    deviation = distance - (shifted / tl.maximum(total, TINY))[:, None]
+                    tl.store(sum_exp_deviation_sq + part, tl.sum(e * deviation * deviation, axis=1), mask=has_row)
+            if weighted_sum is not None:
+                if u is not None:
+                    weighted = tl.where(counts[None, :] & (weights != 0.0), weights * z, 0.0)
+                else:
+                    weighted = tl.where(counts[None, :], z, 0.0) * UNIFORM
+                tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)
+            if target_logit is not None:
+                for k in tl.static_range(K):
+                    label = tl.load(labels + rows.to(tl.int64) * K + k, mask=has_row, other=-1)
+                    value = tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), axis=1)
+                    here = has_row & (label >= column) & (label < column + BLOCK_COLUMNS)
+                    tl.store(target_logit + rows.to(tl.int64) * K + k, value, mask=here)
+
+        if stored is not None:
+            at = stored + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+            tl.store(at, z.to(stored.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])

@@ -1,0 +1,107 @@
+"""The contract of every implementation, with implementation="triton" by the interpreter; `test_interpreted.py` runs it.
+
+The drawn problems and most tests are those of the other backends.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_row_statistics
+from pallas_ce.backends.triton.configs import Config
+from tests.pallas_ce import oracle, test_contract
+from tests.pallas_ce.checks import assert_near_oracle, call, library_results, relative_error
+from tests.pallas_ce.problems import Problem, make, problems
+from tests.triton import interpreted
+
+MODES = ["recompute", "in_forward"]
+both_modes = pytest.mark.parametrize("backward", MODES)
+
+
+@pytest.fixture(params=[interpreted.SMALL, interpreted.FLATTENED], ids=["pointers", "descriptors"], autouse=True)
+def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpreted.install(patch, request.param)
+        jax.clear_caches()
+        yield request.param
+
+
+@both_modes
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(p=problems())
+def test_loss_and_gradients_match_the_oracle(p: Problem, backward: Any) -> None:
+    assert_near_oracle(p, library_results(p, "triton", backward))
+
+
+def test_statistics_and_any_cotangents_match_the_oracle() -> None:
+    """K labels, temperatures of every kind, masked rows and a given u among them."""
+    test_contract.test_statistics_and_any_cotangents_match_the_oracle(implementation="triton")
+
+
+@both_modes
+def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> None:
+    test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle(implementation="triton", backward=backward)
+
+
+@both_modes
+def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None:
+    test_contract.test_a_row_loss_on_every_statistic_and_its_row_inputs("triton", backward, False)
+
+
+@both_modes
+@pytest.mark.parametrize("axis", [0, 1])
+def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) -> None:
+    """Rows and columns of several blocks, of which the last starts early, and most rows ignored."""
+    p = make(4, 90, 24, 200, vocab_axis=axis)
+    p.arrays["bias"] = np.random.default_rng(0).normal(size=200).astype(np.float32)
+    p.labels[20:70] = -100
+    assert_near_oracle(p, library_results(p, "triton", backward, scratch_bytes=40_000))
+
+
+@both_modes
+def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -> None:
+    p = make(5, 33, 40, 100)
+    p.arrays = {name: x.astype(np.float16) for name, x in p.arrays.items()}
+    loss, gradients = library_results(p, "triton", backward)
+    want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
+    assert abs(float(loss) - want) <= 1e-5 * abs(want)
+    for name, gradient in gradients.items():
+        # dlogits and the result are rounded, each by at most half a unit in the last place.
+        assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
+
+
+def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
+    """The lowest of equal logits is the argmax, also across tiles; a row of -inf only has lse -inf and gradient 0."""
+    p = make(6, 5, 8, 70)
+    p.arrays["weight"][[3, 40, 66]] = 100 * p.arrays["hidden"][0]
+    p.arrays["bias"] = np.where(np.arange(70) < 2, -np.inf, 0.0).astype(np.float32)
+    found = call(linear_row_statistics, p, p.arrays, statistics=("argmax", "lse"), implementation="triton")
+    assert found.argmax[0] == 3
+
+    def total(hidden: Any) -> Any:
+        bias = jnp.full(70, -jnp.inf)
+        options = {"bias": bias, "implementation": "triton", "statistics": ("lse", "entropy")}
+        found = linear_row_statistics(hidden, p.arrays["weight"], **options)
+        return jnp.sum(found.entropy), found.lse
+
+    (_, lse), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(p.arrays["hidden"]))
+    assert np.all(np.isneginf(lse))
+    assert np.all(gradient == 0)
+
+
+@both_modes
+def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tiles(
+    tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = make(7, 50, 16, 130)
+    found = []
+    for programs in (1, 5):
+        interpreted.install(monkeypatch, tiles, programs)
+        jax.clear_caches()
+        found.append(jax.tree.map(np.asarray, library_results(p, "triton", backward)))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, found)))

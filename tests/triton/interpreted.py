@@ -1,0 +1,59 @@
+"""The kernel by Triton's interpreter, as the lowering of JAX's operation for the CPU; for processes of their own.
+
+Whether a kernel is interpreted is decided when it is imported, by TRITON_INTERPRET=1. Triton 3.6's interpreter needs
+help: it makes Python's numbers of arrays `[1]`, which NumPy refuses from 2.4 on, and it multiplies bfloat16 as if
+it were integers, so that operands here have 16 bits as float16 only.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.interpreters import mlir
+from triton.runtime import interpreter
+
+from pallas_ce.backends import device
+from pallas_ce.backends.triton import binding, configs, kernel
+from pallas_ce.backends.triton.configs import Config, Entry
+
+SMALL = Config(16, 32, 16)
+FLATTENED = SMALL._replace(descriptors=True)
+
+
+def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> None:
+    """Has calls with implementation="triton" interpreted, with these tiles."""
+    patched = interpreter._patch_lang_tensor
+
+    def with_numbers(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
+    patch.setattr(binding, "capability", lambda: 90)
+    patch.setattr(device, "interpreted", lambda: True)
+    entry = Entry(*[config] * 4, pointers=config._replace(descriptors=False))
+    patch.setattr(configs, "NARROW", {90: entry})
+    patch.setattr(configs, "WIDE", entry)
+    patch.setattr(configs, "multiprocessors", lambda: programs)
+    mlir.register_lowering(binding._call_p, mlir.lower_fun(_called_back, multiple_results=True), platform="cpu")
+
+
+def _called_back(*operands: Any, kernel: binding.Kernel, results: Any) -> Any:
+    def run(*operands: Any) -> Any:
+        return _run(kernel, results, [np.asarray(x) for x in operands])
+
+    return jax.pure_callback(run, list(results), *operands)
+
+
+def _run(call: binding.Kernel, results: Any, operands: list[np.ndarray]) -> list[np.ndarray]:
+    """What a launch leaves; what it does not write is made to stand out."""
+    inputs = [torch.from_numpy(np.array(x)) for x in operands]
+    outputs = [torch.from_numpy(np.full(x.shape, 77, x.dtype)) for x in results]
+    names = [name for name, _ in call.inputs + call.outputs]
+    given = dict(zip(names, inputs + outputs, strict=False)) | dict(call.constants)
+    function = getattr(kernel, call.function)
+    with np.errstate(all="ignore"):  # what is not selected may be inf·0
+        function[(call.programs,)](**{name: given.get(name) for name in function.arg_names})
+    return [x.numpy() for x in outputs]

@@ -1,0 +1,146 @@
+"""The kernel compiled for every architecture of the table, without a GPU: no spilled register, and it fits."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.backends.triton import binding, configs, launch
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.table import PRIMITIVES
+from tests import compile_for_h200 as h200
+
+pytest.importorskip("triton")
+
+# The instruction that multiplies 16-bit operands, and KiB of shared memory that a program can have.
+MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
+SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
+LEAST_SHARED_KIB = 99
+
+LOSS = frozenset({"lse", "target_logit"})
+EVERY = frozenset(PRIMITIVES)
+NUMBERS: dict[str, Any] = {
+    "forward": (LOSS, False), "stash": (LOSS, True), "dlogits": None,
+    "every statistic": (EVERY, False), "every statistic and logits": (EVERY, True), "every term": None,
+}  # fmt: skip
+CASES = [
+    *((use, axis, jnp.bfloat16, 8192) for use in NUMBERS for axis in (0, 1)),
+    *((use, 0, jnp.float16, 8190) for use in NUMBERS),
+    *((use, 0, jnp.float32, 8190) for use in NUMBERS),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled anew, and the user's cache is left alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    binding.compiled.cache_clear()
+    yield
+    binding.compiled.cache_clear()
+
+
+def kernel_of(use: str, axis: int, dtype: Any, columns: int) -> binding.Kernel:
+    """The kernel that a call of this kind launches at 1000 × `columns`, H 4096."""
+    rows, size, wide = 1000, 4096, use.startswith("every")
+    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), 30.0 if wide else None)
+    vector = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    by_column = jax.ShapeDtypeStruct((columns,), jnp.float32) if wide else None
+    scale = jax.ShapeDtypeStruct((), jnp.float32) if wide else None
+    weight = jax.ShapeDtypeStruct((columns, size) if axis == 0 else (size, columns), dtype)
+    head = Head(weight, by_column, scale, by_column, spec)
+    batch = Batch(
+        jax.ShapeDtypeStruct((rows, size), dtype), jax.ShapeDtypeStruct((rows,), jnp.int32), vector if wide else None
+    )
+    coefficients = Coefficients(prob=vector, target=vector)
+    if wide:
+        coefficients = Coefficients(*[vector] * len(Coefficients._fields))
+
+    def run(head: Head, batch: Batch, coefficients: Coefficients, lse: Any) -> Any:
+        if (given := NUMBERS[use]) is None:
+            argmax = jnp.zeros(rows, jnp.int32) if wide else None
+            return launch.dlogits(head, batch, Gradient(coefficients, lse, argmax), None)
+        return launch.statistics(head, batch, given[0], stored=given[1])
+
+    calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
+    (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
+    return kernel
+
+
+def spilled(built: binding.Compiled, capability: int, folder: Path) -> int:
+    """Bytes that Triton's assembler stores or loads because registers ran out."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    source = folder / "kernel.ptx"
+    source.write_text(built.ptx)
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(source)]
+    said = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert found
+    return sum(map(int, found))
+
+
+@pytest.mark.nightly(keep=8)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{np.dtype(case[2]).name}-{case[3]}")
+@pytest.mark.parametrize("capability", list(configs.NARROW))
+def test_no_entry_of_the_table_spills_or_is_too_large(
+    capability: int, case: tuple[str, int, Any, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: capability)
+    kernel = kernel_of(*case)
+    built = binding.compiled(kernel)
+    assert spilled(built, capability, tmp_path) == 0
+    assert built.shared_bytes <= 1024 * SHARED_KIB.get(capability, LEAST_SHARED_KIB)
+    assert built.warps == kernel.warps
+    wide = case[2] == jnp.float32
+    assert ("fma.rn.f32" if wide else MULTIPLIES[capability // 10]) in built.ptx
+    assert "tf32" not in built.ptx
+    assert ("cp.async.bulk.tensor" in built.ptx) == kernel.scratch
+    assert (built.scratch_bytes > 0) == kernel.scratch
+    # Its parameters: arrays, scratch, and the profiler's buffer, in this order; see `binding`.
+    header = built.ptx[built.ptx.index(".entry") : built.ptx.index("{", built.ptx.index(".entry"))]
+    assert header.count(".param") == len(kernel.inputs) + len(kernel.outputs) + 2
+    names = [name for name, _ in kernel.inputs + kernel.outputs]
+    assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -> None:
+    """Down to machine code, by JAX's assembler; scratch is a result of the launch, so nothing is allocated in it."""
+    mesh, (n, v, h) = h200.h200_mesh(), (8192, 131072, 4096)
+    shapes = [((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32)]
+
+    def loss(*arrays: Any) -> Any:
+        return linear_cross_entropy(*arrays, backward=backward, implementation="triton")
+
+    program, _ = h200.compile_for_h200(jax.value_and_grad(loss, (0, 1)), *(h200.shaped(mesh, *x) for x in shapes))
+    text = program.as_text()
+    launches = [line for line in text.splitlines() if '"triton_kernel_call_ffi"' in line]
+    assert launches
+    assert all(f"u8[{132 * binding.SCRATCH_BYTES}]" in line for line in launches)
+    assert not re.search(rf"\[{n},{v}\]", text)
+    # Accumulators and scratch: 4 bytes for each entry of both gradients, and the default budget.
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * (n + v) * h + 1.1 * 2**29
+
+
+def test_a_split_call_compiles_for_two_h200s_and_gathers_no_weight() -> None:
+    mesh = h200.h200_mesh(2)
+    split = jax.sharding.PartitionSpec("gpu")
+    hidden = h200.shaped(mesh, (2048, 512), jnp.bfloat16)
+    weight = h200.shaped(mesh, (32768, 512), jnp.bfloat16, split)
+
+    def total(hidden: Any, weight: Any) -> Any:
+        return jnp.sum(linear_row_statistics(hidden, weight, statistics=("lse",), implementation="triton").lse)
+
+    program, _ = h200.compile_for_h200(jax.grad(total, (0, 1)), hidden, weight)
+    text = program.as_text()
+    assert "triton_kernel_call_ffi" in text
+    assert not re.search(r"all-gather.*\[32768,512\]", text)

@@ -1,0 +1,61 @@
+"""The contract on a GPU, with implementation="triton": `make test-gpu EXTRA=cuda13 ARGS="tests -k triton"`.
+
+The tiles are those of the GPU's own architecture, and once more those of Ampere, whose code newer GPUs run too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+from pallas_ce.backends.triton import binding, configs
+from tests.pallas_ce.checks import assert_near_oracle, library_results
+from tests.pallas_ce.problems import Problem, make, problems
+from tests.pallas_ce.test_on_gpu import assert_as_accurate_as_rounded_dlogits, drawn, narrow
+
+pytestmark = pytest.mark.gpu
+
+both_modes = pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+
+
+@pytest.fixture(params=["own", "ampere"], autouse=True)
+def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "ampere":
+            patch.setattr(binding, "capability", lambda: 80)
+        jax.clear_caches()
+        yield
+
+
+@pytest.mark.parametrize("seed", range(1000))
+def test_a_drawn_problem(seed: int) -> None:
+    p, backward = drawn(seed)
+    assert_as_accurate_as_rounded_dlogits(p, backward, "triton")
+
+
+@both_modes
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(p=problems())
+def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
+    assert_near_oracle(p, library_results(p, "triton", backward))
+
+
+@both_modes
+@pytest.mark.parametrize("axis", [0, 1])
+def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any, axis: int) -> None:
+    """From the second call on XLA replays a CUDA graph, which may hold no allocation."""
+    p = narrow(make(1, 3000, 256, 20000, vocab_axis=axis))
+    assert_as_accurate_as_rounded_dlogits(p, backward, "triton")
+    run = jax.jit(lambda: library_results(p, "triton", backward, scratch_bytes=2**24))
+    first, *others = (jax.tree.map(np.asarray, run()) for _ in range(5))
+    for other in others:
+        assert all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(other)))
+
+
+def test_the_table_has_this_gpu() -> None:
+    capability = binding.capability()
+    assert capability is not None
+    assert configs.served(capability)

@@ -1,0 +1,93 @@
+"""What implementation="triton" does not serve, and what it tells."""
+
+import importlib.util
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_distillation, linear_row_statistics
+from pallas_ce import linear_top_k as top_k
+from pallas_ce.backends import device
+from pallas_ce.backends.triton import BACKEND, binding, launch
+from pallas_ce.dispatch import select
+from pallas_ce.head import HeadSpec
+from pallas_ce.statistics.table import FIELDS, Coefficients
+
+HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((6, 8)), jnp.zeros(4, int)
+NAMED: Any = {"implementation": "triton"}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is taken to have an H200, with which nothing can be run."""
+    monkeypatch.setattr(device, "local_cuda", lambda: "NVIDIA H200")
+
+
+def test_it_is_chosen_by_name_only() -> None:
+    assert all("triton" not in names for names in select.DEFAULTS.values())
+
+
+def test_a_process_without_a_gpu_is_told() -> None:
+    with pytest.raises(ValueError, match="compiled for a CUDA device, and this process knows of none; use 'xla'"):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
+
+
+def test_an_architecture_without_tiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: 75)
+    with pytest.raises(ValueError, match=r"tiles for compute capability 8\.0, 8\.6, .* device is of 7\.5; use 'xla'"):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape("it needs the package triton: pip install 'triton>=3.6,<3.8'")):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **NAMED)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_float64_and_many_labels_are_refused() -> None:
+    with jax.enable_x64(True), pytest.raises(ValueError, match="not float64; use 'xla'"):
+        linear_cross_entropy(jnp.ones((4, 8), jnp.float64), WEIGHT, LABELS, dtype=jnp.float64, **NAMED)
+    with pytest.raises(ValueError, match="at most 8 labels for each row, not K=9; use 'xla'"):
+        linear_row_statistics(HIDDEN, WEIGHT, jnp.zeros((4, 9), int), **NAMED)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_has_no_kernel_of_its_own_is_not_done_by_another_under_its_name() -> None:
+    with pytest.raises(ValueError, match="'triton' has no top-k: use 'xla'"):
+        jax.eval_shape(lambda *arrays: top_k(*arrays, k=2, **NAMED), HIDDEN, WEIGHT)
+    with pytest.raises(ValueError, match="'triton' does not serve distillation yet"):
+        linear_distillation(HIDDEN, WEIGHT, HIDDEN, WEIGHT, **NAMED)
+    with pytest.raises(ValueError, match="'triton' does not serve materialized logits"):
+        cross_entropy(HIDDEN, LABELS, **NAMED)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_explain_tells_the_tiles_and_that_they_have_not_been_run(backward: Any) -> None:
+    shapes = (jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16))
+    told = str(explain(*shapes, backward=backward, **NAMED))
+    assert "head_kernel: tiles of 128 x " in told
+    assert "has not been run on a GPU yet" in told
+
+
+def test_the_kernel_has_every_field_and_term_of_the_table() -> None:
+    """A new one is refused until it is translated."""
+    assert launch._FIELDS | {"target_logit"} == set(FIELDS)
+    assert set(Coefficients._fields) == launch._TRANSLATED
+
+
+@pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])
+@pytest.mark.parametrize("vocabulary", [7, 1000, 50257])
+def test_a_plan_stays_within_its_budget(vocabulary: int, mode: Any) -> None:
+    spec = HeadSpec(768, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None)
+    least = BACKEND.minimum_scratch(spec, mode)
+    for budget in (least, 3 * least, max(least, 2**29)):
+        for tokens in (1, 100, 9000):
+            plan = BACKEND.plan(spec, tokens, mode, budget)
+            assert 1 <= plan.rows <= tokens
+            assert 1 <= plan.columns <= vocabulary
+            assert plan.scratch_bytes <= budget
