@@ -16,6 +16,8 @@ from pallas_ce.dispatch import select
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.table import FIELDS, Coefficients
 
+pytest.importorskip("triton", reason="needs the triton extra")
+
 HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((6, 8)), jnp.zeros(4, int)
 NAMED: Any = {"implementation": "triton"}
 
@@ -75,9 +77,15 @@ def test_explain_tells_the_tiles_and_that_they_have_not_been_run(backward: Any) 
 
 
 def test_the_kernel_has_every_field_and_term_of_the_table() -> None:
-    """A new one is refused until it is translated."""
-    assert launch._FIELDS | {"target_logit"} == set(FIELDS)
-    assert set(Coefficients._fields) == launch._TRANSLATED
+    coefficients = {launch._RENAMED.get(name, name) for name in Coefficients._fields}
+    assert {*FIELDS} | coefficients <= {*binding._function("head_kernel").arg_names}
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [({"news": LABELS}, {}), ({}, {"news": LABELS})])
+def test_a_field_or_term_that_the_kernel_does_not_translate_is_refused(inputs: Any, outputs: Any) -> None:
+    launched = {"programs": 1, "warps": 4, "stages": 2, "scratch": False}
+    with pytest.raises(NotImplementedError, match=r"nothing for \['news'\] in its kernel: use 'xla'"):
+        binding.call("head_kernel", inputs, outputs, {}, **launched)
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])

@@ -148,9 +148,12 @@ def call(
 ) -> dict[str, jax.Array]:
     """The kernel's outputs by name; parameters that are not given are None in the kernel.
 
-    The launcher goes by the order of the kernel's parameters, of which outputs are behind inputs.
+    The launcher goes by the order of the kernel's parameters, of which outputs are behind inputs. What the kernel does
+    not translate, a new field or term of the statistics' table, is no parameter of it and is refused.
     """
     order = _function(function).arg_names
+    if missing := sorted((inputs.keys() | outputs.keys()) - set(order)):
+        raise NotImplementedError(f"implementation='triton' has nothing for {missing} in its kernel: use 'xla'")
     inputs = {name: inputs[name] for name in order if name in inputs}
     outputs = {name: outputs[name] for name in order if name in outputs}
     kernel = Kernel(

@@ -15,13 +15,6 @@ from pallas_ce.statistics.table import FIELDS
 
 # What the kernel calls the coefficients whose names are statistics', too.
 _RENAMED = {"target": "target_coefficient", "argmax": "argmax_coefficient"}
-_TRANSLATED = frozenset(
-    ("prob", "prob_log_prob", "prob_sq", "prob_deviation_sq", "entropy", "target", "argmax", "logit_weights")
-)
-
-_FIELDS = frozenset(
-    ("max", "sum_exp", "sum_exp_shifted", "sum_exp_sq", "sum_exp_deviation_sq", "weighted_sum", "argmax")
-)
 _PLAIN = frozenset({"lse", "target_logit"})
 
 
@@ -42,8 +35,6 @@ def statistics(
     rows, columns = _shape(head, batch)
     blocks = -(-columns // config.columns)
     fields = [field for field in fields_of(names) if field != "target_logit"]
-    if missing := sorted(set(fields) - _FIELDS):
-        raise NotImplementedError(f"implementation='triton' does not compute {missing} of a Partial: use 'xla'")
     kinds = {field: jnp.int32 if field == "argmax" else jnp.float32 for field in fields}
     outputs = {field: jax.ShapeDtypeStruct((blocks, rows), kind) for field, kind in kinds.items()}
     inputs = {}
@@ -66,8 +57,6 @@ def statistics(
 def dlogits(head: Head, batch: Batch, gradient: Gradient, first: jax.Array | None) -> jax.Array:
     """`[n, V]` in the compute dtype; 0 in columns before `first []`."""
     coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
-    if missing := sorted(set(coefficients) - _TRANSLATED):
-        raise NotImplementedError(f"implementation='triton' has no term for {missing} in dlogits: use 'xla'")
     inputs = {_RENAMED.get(name, name): c.astype(jnp.float32) for name, c in coefficients.items()}
     if gradient.lse is not None and "prob" in coefficients:
         inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
