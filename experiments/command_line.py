@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ def positive(word: str) -> int:
     return int(word)
 
 
-def command(name: str, words: Sequence[str]) -> str:
-    """How a result is made again: the module with the words given, but where to write."""
-    kept = list(words)
+def command(name: str, words: Sequence[str] | None) -> str:
+    """How a result is made again: the module with the words given (None: the process's), but where to write."""
+    kept = list(sys.argv[1:] if words is None else words)
     if "--out" in kept:
         del kept[kept.index("--out") : kept.index("--out") + 2]
     return " ".join([f"python -m experiments.{name}", *(word for word in kept if not word.startswith("--out="))])

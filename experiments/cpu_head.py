@@ -4,7 +4,6 @@ Forward and backward at N 2048, H 512, V 32768 in float32. Prints ratios to the 
 writes them, with the machine and versions, to `experiments/results/cpu_head.json`.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +48,6 @@ def measure(tokens: int, width: int, vocabulary: int, repeats: int) -> dict[str,
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
-    words = sys.argv[1:] if words is None else words
     parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)

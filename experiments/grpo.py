@@ -9,7 +9,6 @@ Writes rewards, and the temporary memory of an update and of sampling, with the 
 file. `--plot-only` just draws.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,7 +258,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(words: list[str] | None = None) -> None:
     """Trains, measures, writes and draws."""
     parser = parser_of(__doc__)
     parser.add_argument("--iterations", type=positive, default=Config.iterations)
@@ -267,7 +266,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocabularies", type=positive, nargs="+", default=VOCABULARIES, help="for the memory")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--plot-only", action="store_true", help="draw what --out holds")
-    words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     if not options.plot_only:
         config = Config(iterations=options.iterations)

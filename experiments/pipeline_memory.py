@@ -16,7 +16,6 @@ from the stage before, and their gradients are made, but nothing is sent. Peaks 
 frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -193,7 +192,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", default=None, help="of the fused loss")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; by default on a GPU if there is one")
     parser.add_argument("--out", type=Path, help=f"by default {RESULTS.name}, for the default case on a GPU alone")
-    words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
     device = options.device or ("cuda" if torch.cuda.is_available() else None)
     shape = {name: getattr(options, name) for name in ("tokens", "width", "vocabulary", "in_flight")}
