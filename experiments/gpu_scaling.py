@@ -33,7 +33,7 @@ from experiments.bench import programs
 from experiments.bench.programs import Program, Shape, bare, both, ours
 from experiments.bench.results import FOLDER, describe
 from experiments.bench.scaling import file_name
-from experiments.bench.timing import in_turn
+from experiments.bench.timing import in_turn, of_series
 from experiments.command_line import parser_of, positive, write_record
 
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
@@ -124,18 +124,10 @@ def measure(gpus: int, shape: Shape, rounds: int, iterations: int, implementatio
             jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
             # One after the other: XLA chooses among cuBLAS's products by timing them.
             compiled[name, loss_name] = jitted.lower(*data[name]).compile()
-    losses: dict[tuple[str, str], float] = {}
-
-    def milliseconds(key: tuple[str, str]) -> float:
-        start = time.perf_counter()
-        for _ in range(iterations):
-            result = compiled[key](*data[key[0]])
-        jax.block_until_ready(result)
-        taken = 1e3 * (time.perf_counter() - start) / iterations
-        losses[key] = float(jnp.mean(result[0]))
-        return taken
-
-    timed = in_turn({key: functools.partial(milliseconds, key) for key in compiled}, rounds)
+    runs = {key: functools.partial(program, *data[key[0]]) for key, program in compiled.items()}
+    losses = {key: float(jnp.mean(run()[0])) for key, run in runs.items()}
+    clock = functools.partial(of_series, wait=jax.block_until_ready, launches=iterations)
+    timed = in_turn(runs, clock, rounds)
     records = []
     for name in LAYOUTS:
         found = {key: losses[name, key] for key in losses_of}

@@ -20,8 +20,6 @@ the vocabulary, which `--plot FILE.json` draws again.
 import argparse
 import functools
 import itertools
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from matplotlib.figure import Figure
 
 from experiments.bench import torch_timing
 from experiments.bench.results import describe
-from experiments.bench.timing import in_turn
+from experiments.bench.timing import in_turn, of_series
 from experiments.command_line import command, parser_of, positive, read_record, save_figure, write_record
 from torch_bridge.selective import selective_log_softmax
 
@@ -97,15 +95,6 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
     return max(itertools.accumulate(sizes, initial=0))
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Wall time of `run`, all of its work done."""
-    torch_timing.synchronize()
-    start = time.perf_counter()
-    run()
-    torch_timing.synchronize()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def measure(
     dtype: str, vocabulary: int, tokens: int, batch: int, device: str, repeats: int, compiled: bool
 ) -> list[dict[str, Any]]:
@@ -131,7 +120,7 @@ def measure(
                 found[name]["out_of_memory"] = True
                 torch.cuda.empty_cache()
         fitting = {name: run for name, run in runs.items() if "peak_bytes" in found[name]}
-        timed = in_turn({name: functools.partial(milliseconds, run) for name, run in fitting.items()}, repeats)
+        timed = in_turn(fitting, functools.partial(of_series, wait=torch_timing.synchronize, launches=1), repeats)
         for name, row in found.items():
             if name in timed:
                 row["seconds"] = 1e-3 * timed[name]["ms"]
@@ -182,7 +171,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints, writes and draws."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     large = device == "cuda"
@@ -196,7 +185,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile too")
     parser.add_argument("--out", type=Path, default=RESULTS / f"selective_log_softmax_{device}.json")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw these results again and measure nothing")
-    words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words)
     if options.plot is not None:
         plot(read_record(parser, options.plot), options.plot.with_suffix(".png"))

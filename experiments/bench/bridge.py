@@ -165,8 +165,7 @@ def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
     for run in runs.values():
         synchronize(run())
     # Pools grow in the first round.
-    timed = {name: functools.partial(timing.per_launch, run, synchronize) for name, run in runs.items()}
-    found = timing.in_turn(timed, rounds)
+    found = timing.in_turn(runs, functools.partial(timing.per_launch, wait=synchronize), rounds)
     return {"n": n, "v": v, "h": h, "results": found, "ratio": found["bridge"]["ms"] / found["native"]["ms"]}
 
 

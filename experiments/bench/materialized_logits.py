@@ -71,8 +71,7 @@ def measure(shape: Shape, contenders: dict[str, Program], rounds: int, clock: Cl
     ready = {n: _InPlace(program, logits) if n.startswith(_DONATED) else program for n, program in compiled.items()}
     for program in ready.values():
         jax.block_until_ready(program(logits, labels))
-    timed = {name: functools.partial(clock, program, (logits, labels)) for name, program in ready.items()}
-    found = in_turn(timed, rounds)
+    found = in_turn(ready, lambda program: clock(program, (logits, labels)), rounds)
     copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * found[name]["ms"]) for name in COPIES)
     for name, result in found.items():
         result["temporary_mib"] = temporary_mib(compiled[name])

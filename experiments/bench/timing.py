@@ -9,7 +9,6 @@ first round, not counted, warms a GPU that has rested.
 
 import collections
 import concurrent.futures
-import functools
 import itertools
 import math
 import statistics
@@ -40,22 +39,23 @@ _LOGITS_OF_A_COMPILATION = 6
 Clock = Callable[[Any, tuple[Any, ...]], float]
 
 
+def of_series(run: Callable[[], Any], wait: Callable[[Any], Any], launches: int) -> float:
+    """Milliseconds of one `run()` of so many in a row, after which `wait(the last result)` waits for the device."""
+    start = time.perf_counter()
+    for _ in range(launches):
+        last = run()
+    wait(last)
+    return 1e3 * (time.perf_counter() - start) / launches
+
+
 def per_launch(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Milliseconds of one `run()` among many, after which `wait(its result)` waits for the device."""
-
-    def series(launches: int) -> float:
-        start = time.perf_counter()
-        for _ in range(launches):
-            last = run()
-        wait(last)
-        return 1e3 * (time.perf_counter() - start)
-
-    once = series(1)
+    """Milliseconds of one `run()` among as many in a row as a round takes."""
+    once = of_series(run, wait, 1)
     if once >= _BURST_MILLISECONDS:
         return once
     # The shorter of two, unless the host was held up in both.
-    launches = min(_MOST_LAUNCHES, math.ceil(_BURST_MILLISECONDS / min(once, series(1))))
-    return series(launches) / launches
+    launches = min(_MOST_LAUNCHES, math.ceil(_BURST_MILLISECONDS / min(once, of_series(run, wait, 1))))
+    return of_series(run, wait, launches)
 
 
 def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
@@ -98,7 +98,9 @@ def _compiled_at_once(logits_bytes: int) -> int | None:
     return None if bound is None else max(1, bound // (_LOGITS_OF_A_COMPILATION * logits_bytes))
 
 
-def in_turn[Name](runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, dict[str, Any]]:
+def in_turn[Name, Run](
+    runs: Mapping[Name, Run], milliseconds: Callable[[Run], float], rounds: int
+) -> dict[Name, dict[str, Any]]:
     """Times each program so often: of each its median `ms` and all `samples`.
 
     Rounds go through all programs, in either direction in turn, so that each meets the clocks that the others meet. Two
@@ -106,14 +108,15 @@ def in_turn[Name](runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict
     be slowed by its own heat, by up to 7 % on an H200. A first round, not counted, warms up.
 
     Args:
-        runs: by name, what runs a program and returns how long a launch took.
+        runs: by name, what is timed.
+        milliseconds: runs it, and returns how long a launch took.
         rounds: how often.
     """
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     order = collections.deque(runs)
     for number in range(rounds + 1):
         for name in order:
-            samples[name].append(runs[name]())
+            samples[name].append(milliseconds(runs[name]))
         order.reverse()
         order.rotate(number % 2)
     return {name: {"ms": statistics.median(taken[1:]), "samples": taken[1:]} for name, taken in samples.items()}
@@ -140,7 +143,7 @@ def compiled_in_turn(
         ready: dict[str, Any] = dict(zip(programs, compiled, strict=True))
     for name, program in ready.items():  # a first launch of each sets up what later ones find
         jax.block_until_ready(program(*arguments[name]))
-    found = in_turn({name: functools.partial(clock, ready[name], arguments[name]) for name in ready}, rounds)
+    found = in_turn({name: (ready[name], arguments[name]) for name in ready}, lambda run: clock(*run), rounds)
     for name, program in ready.items():
         found[name]["temporary_mib"] = temporary_mib(program)
     return found

@@ -50,9 +50,7 @@ def measure(shape: tuple[int, int, int], device: str, rounds: int) -> dict[str, 
     runs: dict[str, Callable[[], Any]] = {COPY: copied}
     runs |= {name: functools.partial(differentiated, loss) for name, loss in contenders().items()}
     peaks = {name: peak_bytes(run) / 2**20 for name, run in runs.items() if name != COPY and device == "cuda"}
-
-    timed = {name: functools.partial(timing.per_launch, run, synchronize) for name, run in runs.items()}
-    found = timing.in_turn(timed, rounds)
+    found = timing.in_turn(runs, functools.partial(timing.per_launch, wait=synchronize), rounds)
     for name, result in found.items():
         if name in peaks:
             result["peak_mib"] = peaks[name]

@@ -106,7 +106,7 @@ def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
         "for_hidden": lambda: logits @ free,
         "for_weight": lambda: logits.T @ bare,
     }
-    found = timing.in_turn({name: functools.partial(device_ms, run) for name, run in runs.items()}, rounds)
+    found = timing.in_turn(runs, device_ms, rounds)
     timing.with_ratios(found)
     for name, run in runs.items():
         found[name]["peak_mib"] = peak_bytes(run) / 2**20
