@@ -7,9 +7,9 @@ writes them, with the machine and versions, to `experiments/results/cpu_head.jso
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
+import jax.numpy as jnp
 
-from experiments.bench.programs import Program, both, of_logits, ours
+from experiments.bench.programs import Program, both, inputs, of_logits, ours
 from experiments.bench.results import describe
 from experiments.bench.timing import back_to_back, compiled_in_turn
 from experiments.command_line import command, parser_of, positive, write_record
@@ -28,12 +28,9 @@ def contenders() -> dict[str, Program]:
 
 def measure(tokens: int, width: int, vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
     """Median seconds and temporary MiB of each contender's loss and gradients, and their ratios to the canonical's."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (tokens, width))
-    weight = jax.random.normal(keys[1], (vocabulary, width)) / width**0.5
-    labels = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
     programs = {name: both(loss) for name, loss in contenders().items()}
-    found = compiled_in_turn(programs, dict.fromkeys(programs, (hidden, weight, labels)), repeats, back_to_back)
+    data = inputs(tokens, vocabulary, width, jnp.float32)
+    found = compiled_in_turn(programs, dict.fromkeys(programs, data), repeats, back_to_back)
     base = found["canonical"]
     return {
         name: {

@@ -71,9 +71,9 @@ def ignoring(loss: Program, share: float) -> Program:
     return run
 
 
-def inputs(n: int, v: int, h: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def inputs(n: int, v: int, h: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normal hidden states and weight, for logits of standard deviation 1, and random labels."""
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (n, h), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (v, h), jnp.bfloat16) * jnp.asarray(h**-0.5, jnp.bfloat16)
+    hidden = jax.random.normal(keys[0], (n, h), dtype)
+    weight = jax.random.normal(keys[1], (v, h), dtype) * jnp.asarray(h**-0.5, dtype)
     return hidden, weight, jax.random.randint(keys[2], (n,), 0, v)
