@@ -12,9 +12,10 @@ to go on:
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from experiments.bench.command import dry, parsed
 from experiments.bench.peers import torch_missing
+from experiments.bench.programs import Shape
 from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 from experiments.command_line import parser_of, positive
@@ -24,22 +25,20 @@ _DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
 _MEMORY_SHAPES = ((8192, 131072, 4096),)
 _GIVEN_SHAPES = ((8192, 131072, 0), (16384, 32768, 0))
 _MODES = ("in_forward", "recompute")
-_DRY_DIVISOR = 64
 
 
-def points(implementation: str, device: str, divisor: int, rounds: int, calls: int) -> dict[str, Callable[[], Record]]:
-    """All points, cheap ones first; `divisor` is of every size."""
+def points(implementation: str, device: str, rounds: int, calls: int) -> dict[str, Callable[[], Record]]:
+    """All points, cheap ones first; on a CPU the sizes are those of a dry run."""
     from experiments.bench import bridge, torch_materialized
 
-    def sizes(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        n, v, h = (max(16, size // divisor) for size in shape)
-        return n, v, h
+    def sizes(shape: Shape) -> Shape:
+        return dry(shape) if device == "cpu" else shape
 
     found: dict[str, Callable[[], Record]] = {
         f"given {shape[0]}x{shape[1]}": functools.partial(torch_materialized.measure, sizes(shape), device, rounds)
         for shape in _GIVEN_SHAPES
     }
-    kinds: list[tuple[str, tuple[tuple[int, int, int], ...], Callable[..., dict[str, Any]]]] = [
+    kinds: list[tuple[str, tuple[Shape, ...], Callable[..., Record]]] = [
         ("host", _HOST_SHAPES, functools.partial(bridge.host_time, calls=calls)),
         ("device", _DEVICE_SHAPES, functools.partial(bridge.device_time, rounds=rounds)),
         ("memory", _MEMORY_SHAPES, bridge.memory),
@@ -74,10 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--implementation", default=None, help='of the loss; "mosaic_gpu" if not given')
     add_options(parser, "times that each device time is taken")
     parser.add_argument("--calls", type=positive, default=100, help="calls whose host time is taken")
-    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA on the CPU, to see that it works")
-    options = parser.parse_args(words)
-    if options.dry_run and options.out is None:
-        parser.error("--dry-run needs --out: its results are not those of a GPU")
+    options = parsed(parser, words)
     if reason := torch_missing(not options.dry_run, "; --dry-run shows on a CPU that the command works"):
         print(reason, file=sys.stderr)
         return 2
@@ -86,9 +82,8 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch_bridge  # before JAX starts, which leaves the device's memory to both  # noqa: F401
 
     implementation = options.implementation or ("xla" if options.dry_run else "mosaic_gpu")
-    device, divisor = ("cpu", _DRY_DIVISOR) if options.dry_run else ("cuda", 1)
     facts = {"torch": torch.__version__, "implementation": implementation}
-    made = points(implementation, device, divisor, options.rounds, options.calls)
+    made = points(implementation, "cpu" if options.dry_run else "cuda", options.rounds, options.calls)
     return run(
         [ResultFile("torch_gpu", "python -m experiments.torch_gpu", made)],
         describe() | facts | {"rounds": options.rounds, "calls": options.calls},

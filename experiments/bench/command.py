@@ -1,5 +1,6 @@
 """The command line of GPU benchmarks that have sections, each with a result file of its own."""
 
+import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,15 @@ def dry(shape: Shape) -> Shape:
     return n, v, h
 
 
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """The options, `--dry-run` among them, whose results must not stand among the published ones."""
+    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the commands work")
+    options = parser.parse_args(words)
+    if options.dry_run and options.out is None:
+        parser.error("--dry-run needs --out: its results are not those of the published sizes")
+    return options
+
+
 def run_sections(
     name: str,
     doc: str | None,
@@ -57,12 +67,9 @@ def run_sections(
     parser.add_argument("sections", nargs="*", default=list(sections), metavar="SECTION", help=", ".join(sections))
     add_options(parser)
     parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
-    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the commands work")
-    options = parser.parse_args(words)
+    options = parsed(parser, words)
     if unknown := [section for section in options.sections if section not in sections]:
         parser.error(f"there is no section {unknown[0]!r}; choose from {', '.join(sections)}")
-    if options.dry_run and options.out is None:
-        parser.error("--dry-run needs --out: its results are not those of the published sizes")
 
     def measured(point: Point) -> Record:
         implementation: Implementation = "xla" if options.dry_run else "mosaic_gpu"
