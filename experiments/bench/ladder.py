@@ -5,11 +5,12 @@ holds nothing that was not measured.
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from experiments.bench.results import ResultError
-from experiments.bench.summary import FORWARD, IN_FORWARD, RECOMPUTE, geometric_mean, ratios
+from experiments.bench.summary import FORWARD, IN_FORWARD, RECOMPUTE, ratios
 from experiments.command_line import write_record
 
 FILE = "ladder.json"
@@ -28,7 +29,7 @@ def step_from(grid: dict[str, Any], what: str) -> Step:
     points, machine = grid["points"], grid["machine"]
     if not points:
         raise ResultError("the grid's result file holds no points: run `python -m experiments.gpu_head grid` first")
-    means = {program: round(geometric_mean(ratios(points, program).values()), 4) for program in _PROGRAMS}
+    means = {program: round(statistics.geometric_mean(ratios(points, program).values()), 4) for program in _PROGRAMS}
     return {"what": what, "date": machine["date"], "device": machine["device"], "points": len(points), **means}
 
 

@@ -14,11 +14,6 @@ RECOMPUTE = "recompute"
 CANONICAL = "canonical"
 
 
-def geometric_mean(numbers: Iterable[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(statistics.fmean(map(math.log, numbers)))
-
-
 def ratios(points: Points, program: str) -> dict[str, float]:
     """The program's ratio at each point that has it."""
     return {name: p["results"][program]["ratio"] for name, p in points.items() if program in p["results"]}
@@ -83,11 +78,12 @@ def targets(sections: Sections) -> list[Target]:
     """Every figure that is asked for."""
     grid, heads, compiled, torch = (sections.get(name, {}) for name in ("grid", "heads", "compile", "torch_gpu"))
     forward, in_forward, recompute = (ratios(grid, name).values() for name in (FORWARD, IN_FORWARD, RECOMPUTE))
-    wide = {name: point for name, point in heads.items() if point["h"] >= 2048}
+    wide = ratios({name: point for name, point in heads.items() if point["h"] >= 2048}, IN_FORWARD).values()
     compilations = [r for p in compiled.values() for name, r in p["results"].items() if CANONICAL not in name]
+    tuned, untuned = ([r[f"{kind}_seconds"] for r in compilations] for kind in ("compile", "untuned"))
 
     def mean(numbers: Collection[float]) -> float | None:
-        return geometric_mean(numbers) if numbers else None
+        return statistics.geometric_mean(numbers) if numbers else None
 
     def worst(numbers: Iterable[float]) -> float | None:
         return max(numbers, default=None)
@@ -115,11 +111,7 @@ def targets(sections: Sections) -> list[Target]:
         Target("forward / bare product, worst point", 1.03, worst(forward)),
         Target("in_forward / three products, geometric mean", 1.02, mean(in_forward)),
         Target("in_forward / three products, worst point", 1.06, worst(in_forward)),
-        Target(
-            "in_forward / three products, worst published head of H ≥ 2048",
-            1.08,
-            worst(ratios(wide, IN_FORWARD).values()),
-        ),
+        Target("in_forward / three products, worst published head of H ≥ 2048", 1.08, worst(wide)),
         Target("recompute / three products, geometric mean", 1.38, mean(recompute)),
         Target("recompute / three products, worst point", 1.45, worst(recompute)),
         Target("forward, temporary MiB, worst point", 16, memory(FORWARD)),
@@ -136,12 +128,8 @@ def targets(sections: Sections) -> list[Target]:
             quotient("forward log_prob and entropy", "forward log_prob"),
         ),
         Target("chosen windows / best of the sweep", 1.02, _windows(sections.get("windows", {}))),
-        Target("seconds to compile a call, worst", 3.0, worst(r["compile_seconds"] for r in compilations)),
-        Target(
-            "the same, without XLA's autotuning of its own products",
-            3.0,
-            worst(r["untuned_seconds"] for r in compilations),
-        ),
+        Target("seconds to compile a call, worst", 3.0, worst(tuned)),
+        Target("the same, without XLA's autotuning of its own products", 3.0, worst(untuned)),
         Target("log-probability and entropy, forward / bare product", 1.03, at("log_probs", FORWARD, "ratio")),
         Target("log-probability and entropy, with gradients / three products", 1.40, at("log_probs", "both", "ratio")),
         Target("the same, MiB beside dH", 192, at("log_probs", "both", "beside_accumulator_mib")),
@@ -157,7 +145,7 @@ def targets(sections: Sections) -> list[Target]:
             Target(
                 f"PyTorch, host us of {call} beyond JAX's, worst",
                 bound,
-                worst(point["overhead_us"][call] for point in of_torch("host")),
+                worst(p["overhead_us"][call] for p in of_torch("host")),
             )
             for call, bound in HOST_US.items()
         ),
@@ -165,12 +153,12 @@ def targets(sections: Sections) -> list[Target]:
         Target(
             "PyTorch, memory by the driver's count / JAX's, worst",
             MEMORY_RATIO,
-            worst(point["ratio"] for point in of_torch("memory")),
+            worst(p["ratio"] for p in of_torch("memory")),
         ),
         Target(
             "PyTorch, loss and gradient in the logits' memory, share of a copy's rate, worst",
             GIVEN_SHARE,
-            min((point["results"]["in place"]["share"] for point in of_torch("given")), default=None),
+            min((p["results"]["in place"]["share"] for p in of_torch("given")), default=None),
             at_least=True,
         ),
     ]

@@ -1,9 +1,10 @@
 """Figures in the README are those of the result files."""
 
 import json
+import statistics
 from pathlib import Path
 
-from experiments.bench.summary import CANONICAL, IN_FORWARD, geometric_mean, ratios, wins
+from experiments.bench.summary import CANONICAL, IN_FORWARD, ratios, wins
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def test_the_readme_quotes_the_measured_ratios() -> None:
 def test_the_readme_quotes_the_grid_of_the_gpu() -> None:
     points = json.loads((ROOT / "experiments/results/gpu_head_grid.json").read_text())["points"]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    ours, stored = (geometric_mean(list(ratios(points, name).values())) for name in (IN_FORWARD, CANONICAL))
+    ours, stored = (statistics.geometric_mean(ratios(points, name).values()) for name in (IN_FORWARD, CANONICAL))
     assert f"takes {ours:.2f} times the three bare products (stored logits: {stored:.2f})" in readme
     assert max(p["results"]["forward"]["temporary_mib"] for p in points.values()) <= 13
     assert "at most 13 MiB for the loss alone" in readme
