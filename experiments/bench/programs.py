@@ -18,26 +18,22 @@ BARE = "bare"
 THREE = (BARE, "for_hidden", "for_weight")
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.bfloat16)
-
-
 def bare(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     """The logits' product alone, written as bfloat16."""
     del labels
-    return _dot(hidden, weight, (1, 1))
+    return jnp.einsum("nh,vh->nv", hidden, weight)
 
 
 def for_hidden(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
     """The product of hidden's gradient, from any `[N, V]` in place of dlogits."""
     del hidden
-    return _dot(logits, weight, (1, 0))
+    return jnp.einsum("nv,vh->nh", logits, weight)
 
 
 def for_weight(hidden: jax.Array, weight: jax.Array, logits: jax.Array) -> jax.Array:
     """The product of the weight's gradient."""
     del weight
-    return _dot(logits, hidden, (0, 0))
+    return jnp.einsum("nv,nh->vh", logits, hidden)
 
 
 def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
