@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.lm.config import OPTIONS, TrainConfig, check, default_config, merge, read_toml, refuse_changes, type_of
+from experiments.lm.config import OPTIONS, TrainConfig, check, default_config, merge, read_toml, refuse_changes
 from experiments.lm.errors import RunError, Stopped, UsageError
 from experiments.lm.run.processes import by_first, joined, read_group
 
@@ -48,11 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         text = f"{field.metadata['help']} {f'({", ".join(defaults)})' if defaults else ''}".rstrip()
         flag = "--" + name.replace("_", "-")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if type_of(name) is bool:
+        kind = type(field.default)
+        if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            metavar = "|".join(field.metadata.get("choices", [type_of(name).__name__.upper()]))
-            parser.add_argument(flag, type=type_of(name), metavar=metavar, **options)
+            metavar = "|".join(field.metadata.get("choices", [kind.__name__.upper()]))
+            parser.add_argument(flag, type=kind, metavar=metavar, **options)
     return parser
 
 

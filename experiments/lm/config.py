@@ -119,11 +119,6 @@ FREE_ON_RESUME = frozenset({"data", "out", "cache_dir", "validate_every", "check
 OPTIONS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 
-def type_of(name: str) -> type[Value]:
-    """The Python type of an option."""
-    return type(OPTIONS[name].default)  # type: ignore[return-value]
-
-
 def default_config(backend: str) -> TrainConfig:
     """The defaults for a JAX backend: a small model for `"cpu"`, a larger one for anything faster."""
     larger = {name: f.metadata["accelerator"] for name, f in OPTIONS.items() if "accelerator" in f.metadata}
@@ -173,7 +168,7 @@ def merge(base: TrainConfig, values: Mapping[str, Any], source: str) -> TrainCon
 
 
 def _typed(name: str, value: Any, source: str) -> Any:
-    wanted = type_of(name)
+    wanted = type(OPTIONS[name].default)
     # bool is an int in Python, and TOML writes 1 where 1.0 is meant: only the second is a slip to forgive.
     if wanted is float and type(value) is int:
         return float(value)
