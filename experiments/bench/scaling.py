@@ -34,21 +34,17 @@ _COLUMNS = ("ms", "efficiency", "to_tensor", "to_canonical", "inputs_mib", "temp
 
 def markdown(documents: list[dict[str, Any]]) -> str:
     """Targets, and all that was measured."""
-    records = _records(documents)
+    records = [record for document in documents for record in document["records"]]
     facts = ("device", "python", "jax", "date", "n", "v", "h")
     made = [f"`{d['command']}`: {', '.join(f'{name} {d[name]}' for name in facts)}." for d in documents]
     targets = targets_table(_targets(records), ".3f")
     parts = ["# The head on several GPUs", *made, "## Targets", targets, "## Times and memory of one GPU"]
     rows = [
-        [record["layout"], f"{record['gpus']}", name, *(_number(result.get(column)) for column in _COLUMNS)]
+        [record["layout"], f"{record['gpus']}", loss, *(f"{found[k]:.4g}" if k in found else "" for k in _COLUMNS)]
         for record in records
-        for name, result in record["results"].items()
+        for loss, found in record["results"].items()
     ]
     return "\n\n".join([*parts, table(["layout", "GPUs", "loss", *_COLUMNS], rows)]) + "\n"
-
-
-def _records(documents: list[dict[str, Any]]) -> list[Record]:
-    return [record for document in documents for record in document["records"]]
 
 
 def _targets(records: list[Record]) -> list[Target]:
@@ -66,15 +62,11 @@ def _targets(records: list[Record]) -> list[Target]:
     ]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
 def plot(documents: list[dict[str, Any]], path: Path) -> Path:
     """Efficiency by the number of GPUs, a panel a layout."""
     from matplotlib.figure import Figure
 
-    every = _records(documents)
+    every = [record for document in documents for record in document["records"]]
     layouts = list(dict.fromkeys(record["layout"] for record in every if record["layout"] != "one"))
     figure = Figure(figsize=(4 * len(layouts), 4), layout="constrained")
     for axes, layout in zip(figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0], layouts, strict=True):
