@@ -6,15 +6,18 @@ import pytest
 from experiments.lm import config as configs
 from experiments.lm.config import TrainConfig, check, default_config, merge, read_toml, refuse_changes, to_toml
 from experiments.lm.errors import UsageError
+from pallas_ce import LossConfig
 
 SHIPPED = sorted((Path(configs.__file__).parents[1] / "configs").glob("*.toml"))
 
 
 def test_a_stored_configuration_reads_back_as_it_was_except_for_its_folder(tmp_path: Path) -> None:
-    config = TrainConfig(data='a "quoted" path\\with ü', steps=7, learning_rate=1e-3, tie_embeddings=True, out="x")
+    changes = {"steps": 7, "learning_rate": 2e-3, "tie_embeddings": True, "optimizer": "muon", "z_loss_weight": 1e-4}
+    config = TrainConfig(data='a "quoted" path\\with ü', loss_fn="cross_entropy", out="x", **changes)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert merge(TrainConfig(), read_toml(path), "test") == dataclasses.replace(config, out="")
+    assert LossConfig.from_toml(path) == LossConfig("cross_entropy", 0, 1e-4)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from experiments.lm import config as configs
-from experiments.lm.config import OPTIONS, TrainConfig, check, merge, read_toml, to_toml
+from experiments.lm.config import OPTIONS, TrainConfig, check, merge
 from experiments.lm.errors import UsageError
 from experiments.lm.model.objective import fused, objective
 from experiments.lm.model.transformer import LanguageModel
@@ -65,13 +65,6 @@ def test_the_choices_of_the_command_are_the_losses_that_the_library_has_register
     assert set(OPTIONS["loss_fn"].metadata["choices"]) <= set(loss_names())
     section = {name for name, option in OPTIONS.items() if "section" in option.metadata}
     assert section == set(LossConfig.__dataclass_fields__)
-
-
-def test_a_stored_configuration_keeps_its_section(tmp_path: Path) -> None:
-    config = TrainConfig(loss_fn="cross_entropy", z_loss_weight=1e-4, optimizer="muon")
-    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    assert merge(TrainConfig(), read_toml(tmp_path / "config.toml"), "test") == config
-    assert LossConfig.from_toml(tmp_path / "config.toml") == LossConfig("cross_entropy", 0, 1e-4)
 
 
 @pytest.mark.parametrize("changes", [{"loss_fn": "cross_entropy"}, {"z_loss_weight": 0.1}, {"label_smoothing": 0.1}])
