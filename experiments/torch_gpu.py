@@ -10,6 +10,7 @@ to go on:
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,11 +21,7 @@ from experiments.bench.results import Record, ResultFile, add_options, describe,
 from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
 from experiments.command_line import parser_of, positive
 
-_HOST_SHAPES = ((256, 256, 64), (4096, 32768, 4096))
-_DEVICE_SHAPES = ((4096, 32768, 4096), (8192, 131072, 4096))
-_MEMORY_SHAPES = ((8192, 131072, 4096),)
-_GIVEN_SHAPES = ((8192, 131072, 0), (16384, 32768, 0))
-_MODES = ("in_forward", "recompute")
+_TINY, _SMALL, _USUAL = (256, 256, 64), (4096, 32768, 4096), (8192, 131072, 4096)
 
 
 def points(implementation: str, device: str, rounds: int, calls: int) -> dict[str, Callable[[], Record]]:
@@ -35,20 +32,19 @@ def points(implementation: str, device: str, rounds: int, calls: int) -> dict[st
         return dry(shape) if device == "cpu" else shape
 
     found: dict[str, Callable[[], Record]] = {
-        f"given {shape[0]}x{shape[1]}": functools.partial(torch_materialized.measure, sizes(shape), device, rounds)
-        for shape in _GIVEN_SHAPES
+        f"given {n}x{v}": functools.partial(torch_materialized.measure, sizes((n, v, 0)), device, rounds)
+        for n, v in ((8192, 131072), (16384, 32768))
     }
     kinds: list[tuple[str, tuple[Shape, ...], Callable[..., Record]]] = [
-        ("host", _HOST_SHAPES, functools.partial(bridge.host_time, calls=calls)),
-        ("device", _DEVICE_SHAPES, functools.partial(bridge.device_time, rounds=rounds)),
-        ("memory", _MEMORY_SHAPES, bridge.memory),
+        ("host", (_TINY, _SMALL), functools.partial(bridge.host_time, calls=calls)),
+        ("device", (_SMALL, _USUAL), functools.partial(bridge.device_time, rounds=rounds)),
+        ("memory", (_USUAL,), bridge.memory),
     ]
     for kind, shapes, measure in kinds:
-        for shape in shapes:
-            for mode in _MODES:
-                setting = bridge.Setting(implementation, mode, device)
-                name = f"{kind} {'x'.join(map(str, shape))} {mode}"
-                found[name] = functools.partial(measure, sizes(shape), setting=setting)
+        for shape, mode in itertools.product(shapes, ("in_forward", "recompute")):
+            setting = bridge.Setting(implementation, mode, device)
+            name = f"{kind} {'x'.join(map(str, shape))} {mode}"
+            found[name] = functools.partial(measure, sizes(shape), setting=setting)
     return found
 
 

@@ -30,10 +30,8 @@ HEADS = {
     "GPT-2": (8192, 50257, 768),
 }
 OPTIONS_SHAPE = (16384, 131072, 4096)
-_COMPILE_SHAPE = (8192, 131072, 4096)
 _MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
 _SHARES = (0.0, 0.001, 0.05, 0.3)
-_WINDOWS_SHAPE = (1024, 262144, 4096)
 WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
 _NAMES = frozenset({"lse"})
@@ -122,10 +120,10 @@ def _measure_compilation(shape: Shape, programs: dict[str, Program], *_: Any) ->
 
 
 SECTIONS: Sections = {
-    "compile": {"compile": Point(_COMPILE_SHAPE, standard, _measure_compilation)},
+    "compile": {"compile": Point((8192, 131072, 4096), standard, _measure_compilation)},
     "grid": {f"{n}x{v}": Point((n, v, h), standard) for n, v, h in GRID},
     "heads": {model: Point(shape, standard) for model, shape in HEADS.items()},
     "options": {"options": Point(OPTIONS_SHAPE, variants)},
-    "windows": {"windows": Point(_WINDOWS_SHAPE, window_sweep, _measure_windows)},
+    "windows": {"windows": Point((1024, 262144, 4096), window_sweep, _measure_windows)},
     "masked": {f"{n}x{v}x{h}": Point((n, v, h), masked) for n, v, h in _MASKED_SHAPES},
 }

@@ -8,8 +8,6 @@ from experiments.bench.report import table, targets_table
 from experiments.bench.summary import Target
 from experiments.command_line import save_figure, write_atomically
 
-Record = dict[str, Any]
-
 
 def file_name(gpus: int | str) -> str:
     """The result file of that number of GPUs."""
@@ -47,7 +45,7 @@ def markdown(documents: list[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, table(["layout", "GPUs", "loss", *_COLUMNS], rows)]) + "\n"
 
 
-def _targets(records: list[Record]) -> list[Target]:
+def _targets(records: list[dict[str, Any]]) -> list[Target]:
     return [
         Target(
             f"{layout} on {record['gpus']}, {mode}: {figure}",

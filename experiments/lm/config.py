@@ -15,8 +15,6 @@ from typing import Any
 
 from experiments.lm.errors import UsageError
 
-Value = str | int | float | bool
-
 # How each kind of limit is worded and tested.
 _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "least": ("at least", operator.ge),
@@ -26,7 +24,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 
 
-def _option(default: Value, text: str, **facts: Any) -> Any:
+def _option(default: str | int | float | bool, text: str, **facts: Any) -> Any:
     """A field.
 
     Args:
