@@ -1,4 +1,4 @@
-"""The command line of GPU benchmarks that have sections, each with a result file of its own."""
+"""The command lines of GPU benchmarks: dry runs, and sections that each have a result file of their own."""
 
 import argparse
 import functools
