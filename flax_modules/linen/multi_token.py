@@ -71,7 +71,7 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
                 use_bias=False,
                 dtype=first.dtype,
                 param_dtype=self.param_dtype,
-                precision=first.precision,
+                precision=heads.precision,
                 kernel_init=self.projection_init,
             )
             for _ in range(1, heads.count if heads.projects else 1)

@@ -89,16 +89,16 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         if self.project_hidden and self.num_tokens > 1:
             if rngs is None:
                 raise ValueError("rngs=None, but there are hidden projections to initialise: pass rngs=nnx.Rngs(seed)")
-            first = heads.of(0)
+            features, dtype = heads.of(0).features, heads.of(0).dtype
             for _ in range(1, self.num_tokens):
                 self.projections.append(
                     nnx.Linear(
-                        first.features,
-                        first.features,
+                        features,
+                        features,
                         use_bias=False,
-                        dtype=first.dtype,
+                        dtype=dtype,
                         param_dtype=param_dtype,
-                        precision=first.precision,
+                        precision=heads.precision,
                         kernel_init=projection_init,
                         kernel_metadata=projection_metadata,
                         rngs=rngs,
