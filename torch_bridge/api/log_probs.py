@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from pallas_ce import LogProbs, integration
+from pallas_ce.integration import PrecisionLike
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
 
@@ -23,6 +24,7 @@ def linear_log_probs(
     logit_scale: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
+    precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
 ) -> Any:
@@ -52,6 +54,7 @@ def linear_log_probs(
         vocab_size: V.
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
+        precision: how float32 operands are multiplied; None: as PyTorch's settings say.
         implementation: "xla", "mosaic_gpu" (`[...]` targets and a number as temperature), "triton", "reference"
             or None.
         scratch_bytes: bound on the memory of tiles.
@@ -89,6 +92,7 @@ def linear_log_probs(
         "ignore_index": integration.read_ignore_index(ignore_index),
         "logit_softcap": logit_softcap,
         "vocab_size": vocab_size,
+        "precision": checks.precision(precision, input.device),
         "implementation": implementation,
         "scratch_bytes": scratch_bytes,
         "fixed_temperature": number,
