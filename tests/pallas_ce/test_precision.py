@@ -1,6 +1,7 @@
 """`precision`: what every product of a head multiplies with, in the programs of all functions; and float32 heads."""
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 
+import pallas_ce
 from pallas_ce import Task, linear_log_probs, multi_task_cross_entropy
 from pallas_ce.api.inputs import read_head
 from tests.pallas_ce.checks import assert_close, with_gradients
@@ -68,6 +70,15 @@ def test_jaxs_configuration_decides_where_nothing_is_said(name: str) -> None:
             assert_all(products(FUNCTIONS[name], **asked), "tensorfloat32")
             assert_all(products(FUNCTIONS[name], jnp.bfloat16), "default")
     assert_all(products(FUNCTIONS[name]), "highest")
+
+
+@pytest.mark.parametrize("name", pallas_ce.__all__)
+def test_whoever_chooses_a_compute_dtype_chooses_a_precision(name: str) -> None:
+    public = getattr(pallas_ce, name)
+    if inspect.isfunction(public):
+        names = inspect.signature(public).parameters.keys()
+        for prefix in ("", "teacher_"):
+            assert (f"{prefix}dtype" in names) == (f"{prefix}precision" in names)
 
 
 def test_heads_of_several_tasks_have_one_precision_and_may_have_their_own() -> None:

@@ -95,6 +95,18 @@ def test_a_compiled_function_follows_the_settings():
     assert compiled(torch.ones(())) == 3
 
 
+def test_a_float32_head_of_bfloat16_tensors():
+    hidden, weight, target = (x.detach().bfloat16() if x.is_floating_point() else x for x in head())
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    want = torch.log_softmax(wide[0] @ wide[1].T, -1).gather(1, target[:, None])[:, 0]
+    got = linear_log_probs(hidden.float(), weight, target)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    gradients, exact = (torch.autograd.grad(x.cos().sum(), of) for x, of in ((got, (hidden, weight)), (want, wide)))
+    assert {x.dtype for x in gradients} == {torch.bfloat16}
+    torch.testing.assert_close(gradients, tuple(x.bfloat16() for x in exact), rtol=8e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(("wrong", "error"), [("fast", ValueError), (2, TypeError)])
 def test_a_mistake_is_named(wrong, error):
     with pytest.raises(error, match=f"precision={wrong!r} is "):

@@ -39,7 +39,8 @@ def linear_log_probs(
     formulas.
 
     Args:
-        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
+        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here. `input.float()` with a
+            bfloat16 weight is the float32 head of reinforcement learning: the weight is cast tile by tile.
         linear_weight: `[V', H]`.
         target: `[...]`, integers, or `[..., K]` for the log-probabilities of K given tokens of each row; a token may be
             given several times. Targets outside `[0, vocab_size)` count as ignored.
