@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.integration import Backward, Implementation, Reduction, read_head
+from pallas_ce.integration import Backward, Implementation, PrecisionLike, Reduction, read_head
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 
@@ -57,6 +57,8 @@ class HeadOptions:
         backward: "auto", "recompute" or "in_forward"; which of `pallas_ce`'s two ways computes the gradient.
         implementation: which backend of `pallas_ce` runs; None chooses from the platform.
         scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
+        precision: how float32 operands are multiplied, as in `pallas_ce.linear_cross_entropy`; None for full float32,
+            unless `jax.default_matmul_precision` says otherwise.
     """
 
     features: int
@@ -77,6 +79,7 @@ class HeadOptions:
     backward: Backward = "auto"
     implementation: Implementation | None = None
     scratch_bytes: int | None = None
+    precision: PrecisionLike | None = None
 
     def _columns(self, embed_shape: tuple[int, ...] | None) -> int:
         """The number of vocabulary entries the weight holds, padding included; checks an embedding's shape."""
@@ -117,6 +120,7 @@ class HeadCalls(HeadOptions):
             "logit_softcap": self.logit_softcap,
             "logit_scale": self.logit_scale if logit_scale is None else logit_scale,
             "dtype": self.dtype,
+            "precision": self.precision,
         }
 
     def __call__(

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls
 from pallas_ce import Metrics
-from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array
+from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array, precision_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,12 @@ class Heads:
     given: Sequence[HeadCalls]
     count: int
     projects: bool
+
+    @property
+    def precision(self) -> str | None:
+        """What projections multiply with: as the first head does."""
+        asked = self.of(0).precision
+        return None if asked is None else precision_name(asked)
 
     def of(self, i: int) -> HeadCalls:
         """The head of the token `i + 1` ahead."""

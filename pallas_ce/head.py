@@ -64,6 +64,8 @@ class HeadSpec:
         dtype: compute dtype, that of the operands of every product.
         softcap: the cap c of `c·tanh(x/c)`, or None.
         whole_vocab_size: the V of `mean_logit`, where the weight is part of a larger one; None: `vocab_size`.
+        precision: how every product multiplies its operands. Only those of float32 can be multiplied at several levels;
+            DEFAULT is what the platform is quickest at.
     """
 
     hidden_size: int
@@ -73,6 +75,7 @@ class HeadSpec:
     dtype: np.dtype
     softcap: float | None
     whole_vocab_size: int | None = None
+    precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset = jax.lax.Precision.DEFAULT
 
     @property
     def uniform_weight(self) -> float:
@@ -88,11 +91,6 @@ class HeadSpec:
     def accumulator(self) -> np.dtype:
         """The dtype of products, statistics and losses: float32, or float64 for float64."""
         return accumulator_of(self.dtype)
-
-    @property
-    def precision(self) -> jax.lax.Precision | None:
-        """float32 operands keep float32 accuracy on devices whose default is TF32 or bfloat16 passes."""
-        return jax.lax.Precision.HIGHEST if self.dtype == np.float32 else None
 
 
 class Batch(NamedTuple):

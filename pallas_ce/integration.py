@@ -12,7 +12,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`,
   `counted_labels`, `NO_TARGET`.
-- The types of options: `Backward`, `Implementation`, `Reduction`.
+- The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
+  what a precision may be.
 """
 
 from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
@@ -25,6 +26,8 @@ from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import temperature as check_temperature
 from pallas_ce.api.inputs import read_head
+from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.precision import name as precision_name
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.head import LogitsSpec, NeedsGrad
@@ -48,6 +51,7 @@ __all__ = [
     "MaterializedRows",
     "MaterializedSettings",
     "NeedsGrad",
+    "PrecisionLike",
     "Reduction",
     "canonical_labels",
     "check_normalizer",
@@ -63,6 +67,7 @@ __all__ = [
     "materialized_refusal",
     "materialized_row_gradient",
     "materialized_row_statistics",
+    "precision_name",
     "read_head",
     "read_ignore_index",
     "read_logits_spec",

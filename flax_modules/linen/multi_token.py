@@ -27,7 +27,7 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
         num_tokens: number k of tokens predicted; only with one head.
         project_hidden: whether to own the `P_i [H, H]` (default: only with one head). Without them and with one head,
             call with a sequence of k hidden states, made by blocks of your own.
-        param_dtype: dtype of the `P_i`. They compute in the `dtype` of the head.
+        param_dtype: dtype of the `P_i`. They compute in the `dtype` and `precision` of the head.
         projection_init: initializer of the `P_i`; zeros, so that training starts from plain next-token prediction.
         head_weights: weights of the losses, one number or k (default: 1/k each, so the loss is a mean; the paper's sum
             is `head_weights=1.0`).
@@ -71,6 +71,7 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
                 use_bias=False,
                 dtype=first.dtype,
                 param_dtype=self.param_dtype,
+                precision=heads.precision,
                 kernel_init=self.projection_init,
             )
             for _ in range(1, heads.count if heads.projects else 1)

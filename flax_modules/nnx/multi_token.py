@@ -42,7 +42,7 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
         head: one `LossHead`, or a sequence of them.
         num_tokens: number k of tokens predicted; only with one head.
         project_hidden: whether to own the `P_i` (default: only with one head).
-        param_dtype: dtype of the `P_i`. They compute in the `dtype` of the head.
+        param_dtype: dtype of the `P_i`. They compute in the `dtype` and `precision` of the head.
         projection_init: initializer of the `P_i`.
         projection_metadata: metadata of their `nnx.Param`.
         head_weights: weights of the losses, one number or k (default: 1/k each, so the loss is a mean; the paper's sum
@@ -98,6 +98,7 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
                         use_bias=False,
                         dtype=dtype,
                         param_dtype=param_dtype,
+                        precision=heads.precision,
                         kernel_init=projection_init,
                         kernel_metadata=projection_metadata,
                         rngs=rngs,

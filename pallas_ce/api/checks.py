@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.api.precision import resolve
 from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.row import STATISTICS, needs_labels
@@ -57,6 +58,7 @@ def head_spec(
     vocab_axis: int,
     vocab_size: int | None,
     dtype: Any | None,
+    precision: Any | None,
     logit_softcap: float | None,
     parts: tuple[int, int] = (1, 1),
 ) -> HeadSpec:
@@ -86,9 +88,9 @@ def head_spec(
     if bias is not None and bias.shape != (held,):
         raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
     vocab_size = rows if vocab_size is None else count("vocab_size", vocab_size, rows, f"the weight's {rows} entries")
-    return HeadSpec(
-        width, rows, vocab_size, int(vocab_axis), _compute_dtype(hidden, weight, dtype), _cap(logit_softcap)
-    )
+    chosen = _compute_dtype(hidden, weight, dtype)
+    how = resolve(precision, chosen)
+    return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how)
 
 
 def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> LogitsSpec:

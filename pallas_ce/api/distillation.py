@@ -9,6 +9,7 @@ from jax import lax
 from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.options import Options, read_options, split
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
@@ -42,11 +43,13 @@ def linear_distillation(
     logit_softcap: float | None = None,
     logit_scale: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
     teacher_logit_softcap: float | None = None,
     teacher_logit_scale: ArrayLike = 1.0,
     teacher_dtype: DTypeLike | None = None,
+    teacher_precision: PrecisionLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
     scratch_bytes: int | None = None,
 ) -> jax.Array:
@@ -88,11 +91,13 @@ def linear_distillation(
         logit_softcap: the cap of the student's logits.
         logit_scale: their scale, differentiable.
         dtype: compute dtype of the student's products.
+        precision: how float32 operands of the student's products are multiplied; see `linear_cross_entropy`.
         teacher_bias: the teacher's `[V'']`.
         teacher_vocab_axis: by default the student's.
         teacher_logit_softcap: the cap of the teacher's logits.
         teacher_logit_scale: their scale.
         teacher_dtype: compute dtype of the teacher's products; by default its inputs' common one.
+        teacher_precision: how float32 operands of the teacher's products are multiplied.
         implementation: "xla" or None (any platform), or "reference" (materialised logits, any derivative).
         scratch_bytes: bound on scratch memory; 512 MiB by default, never more than both heads' logits would take (but
             at least 1 MiB).

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch.settings import decide
@@ -96,6 +97,7 @@ def explain(
     temperature: ArrayLike | jax.ShapeDtypeStruct = 1.0,
     reduction: Reduction = "mean",
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
@@ -120,6 +122,7 @@ def explain(
         temperature: as in `linear_row_statistics`; an array only by its shape and dtype, as above.
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
         dtype: compute dtype.
+        precision: how operands are multiplied; one that the kernels do not know keeps them out.
         backward: "auto", "recompute" or "in_forward".
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
@@ -148,7 +151,7 @@ def explain(
     arrays = (hidden, weight)
     hidden, weight = _described("hidden", hidden), _described("weight", weight)
     bias = None if bias is None else _described("bias", bias)
-    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap)
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap)
     leading = hidden.shape[:-1]
     if labels is not None:
         labels = _described("labels", labels)

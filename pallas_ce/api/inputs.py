@@ -105,6 +105,7 @@ def read_head(
     row_mask: Any | None = None,
     ignore_index: int | None = None,
     dtype: Any | None = None,
+    precision: Any | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -124,7 +125,7 @@ def read_head(
     bias = None if bias is None else arguments.array("bias", bias)
     mesh_axes = arguments.mesh_axes(mesh_axes)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
-    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, logit_softcap, parts)
+    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
     leading = hidden.shape[:-1]
     logit_scale = arguments.scalar("logit_scale", logit_scale)
     logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)

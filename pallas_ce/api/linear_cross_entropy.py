@@ -8,6 +8,7 @@ import jax
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.options import Options, call_metrics, read_options, split
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     normalizer: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
@@ -74,6 +76,11 @@ def linear_cross_entropy(
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
         dtype: compute dtype of the products' operands; by default hidden's and weight's common one.
+        precision: how float32 operands are multiplied, as in `jax.lax.dot_general`: a name ("tensorfloat32",
+            "BF16_BF16_F32_X3", ...), a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`, for the products of
+            forward and backward alike. None: what `jax.default_matmul_precision` says where that is set, else full
+            float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
+            an error where the platform does not have the algorithm.
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
             "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,

@@ -11,6 +11,7 @@ from jax.extend import core as jex
 from pallas_ce.api.checks import ArrayLike, DTypeLike, array
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.options import Options, read_options, split
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
@@ -45,6 +46,7 @@ def linear_loss(
     logit_scale: ArrayLike = 1.0,
     temperature: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -82,6 +84,7 @@ def linear_loss(
         logit_scale: their scale.
         temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
         dtype: compute dtype.
+        precision: how float32 operands are multiplied.
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.

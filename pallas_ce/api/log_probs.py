@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
@@ -52,6 +53,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -83,7 +85,10 @@ def linear_log_probs(
         vocab_size: V; entries of the weight from there on are padding. Default V'.
         ignore_index: this label is ignored: log-probability and gradient exactly 0. The work of rows whose labels are
             all ignored is skipped, and what they hold does not matter.
-        dtype: compute dtype of the products' operands; by default the inputs' common one.
+        dtype: compute dtype of the products' operands; by default the inputs' common one. With `jnp.float32`, the
+            float32 head of reinforcement learning, bfloat16 inputs are cast tile by tile, and the gradient products
+            take dlogits that are not rounded to bfloat16; sums and log-probabilities are float32 in any case.
+        precision: how float32 operands are multiplied; see `linear_cross_entropy`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
             `[...]` labels and a number as temperature), "triton" (at most 8 labels a row; see
             `linear_row_statistics`), or None: the Hopper kernels in programs for a Hopper GPU where they can, else
@@ -115,6 +120,12 @@ def linear_log_probs(
         ...     return jnp.sum(found.log_probs + 0.01 * found.entropy)
         >>> jax.grad(objective)(hidden).shape
         (2, 3)
+        >>> narrow = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)  # a float32 head of bfloat16 tensors
+        >>> def policy_gradient(hidden, weight):
+        ...     return linear_log_probs(hidden, weight, jnp.array([1, 2]), dtype=jnp.float32).sum()
+        >>> value, gradients = jax.value_and_grad(policy_gradient, (0, 1))(*narrow)
+        >>> value.dtype.name, [gradient.dtype.name for gradient in gradients]
+        ('float32', ['bfloat16', 'bfloat16'])
 
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.

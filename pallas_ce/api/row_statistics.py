@@ -5,6 +5,7 @@ from typing import Any
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, check_statistics
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NeedsGrad
@@ -30,6 +31,7 @@ def linear_row_statistics(
     logit_scale: ArrayLike = 1.0,
     temperature: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
@@ -57,6 +59,11 @@ def linear_row_statistics(
             logits; a constant, it gets no gradient. A number is folded into cap and scale and costs nothing.
         dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
             accumulate in float32 (float64 for float64).
+        precision: how float32 operands are multiplied, as in `jax.lax.dot_general`: a name ("tensorfloat32",
+            "BF16_BF16_F32_X3", ...), a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`, for the products of
+            forward and backward alike. None: what `jax.default_matmul_precision` says where that is set, else full
+            float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
+            an error where the platform does not have the algorithm.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
             bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on, which is compiled for them but has
             not run on one yet; float32 too), or None: the Hopper kernels in programs for a Hopper GPU where they can

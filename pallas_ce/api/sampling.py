@@ -9,6 +9,7 @@ from jax import lax
 from pallas_ce.api.checks import ArrayLike, DTypeLike, count
 from pallas_ce.api.checks import key as check_key
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head
@@ -46,6 +47,7 @@ def linear_sample(
     logit_softcap: float | None = None,
     logit_scale: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     scratch_bytes: int | None = None,
 ) -> Samples:
     r"""Samples each row of `softmax(logits / temperature)`, without storing logits.
@@ -74,6 +76,7 @@ def linear_sample(
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
         dtype: compute dtype.
+        precision: how float32 operands are multiplied.
         scratch_bytes: bound on scratch memory.
 
     Returns:

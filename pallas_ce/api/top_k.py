@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, count
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
@@ -48,6 +49,7 @@ def linear_top_k(
     logit_softcap: float | None = None,
     logit_scale: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
 ) -> TopK:
@@ -73,6 +75,7 @@ def linear_top_k(
         logit_softcap: the cap of the logits.
         logit_scale: their scale.
         dtype: compute dtype.
+        precision: how float32 operands are multiplied.
         implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
             many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
             "xla".

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.statistics.cross_entropy import Metrics
 
 
@@ -46,7 +47,11 @@ class MultiTaskLoss(NamedTuple):
 
 
 def multi_task_cross_entropy(
-    hidden: ArrayLike, tasks: Mapping[str, Task], *, dtype: DTypeLike | None = None
+    hidden: ArrayLike,
+    tasks: Mapping[str, Task],
+    *,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
 ) -> MultiTaskLoss:
     r"""`Σ_k task_weight_k · cross_entropy_k` of several heads with vocabularies of their own over one hidden state.
 
@@ -58,6 +63,7 @@ def multi_task_cross_entropy(
         hidden: `[..., H]`, any floating dtype.
         tasks: by name.
         dtype: compute dtype of all heads; by default, of each head, the common one of `hidden` and its weight.
+        precision: how float32 operands of all heads are multiplied.
 
     Returns:
         MultiTaskLoss: total, and losses and metrics by name. Differentiate `total`, or any sum of `losses`.
@@ -100,7 +106,7 @@ def multi_task_cross_entropy(
             if task.options.get("reduction", "mean") == "none":
                 raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
             compute = dtype or jnp.promote_types(hidden.dtype, arguments.array("weight", task.weight).dtype)
-            options = {"dtype": compute, **task.options}
+            options = {"dtype": compute, "precision": precision, **task.options}
             weights[name] = arguments.scalar("task_weight", task.task_weight)
             losses[name], metrics[name] = linear_cross_entropy(
                 wide, task.weight, task.labels, **options, return_metrics=True

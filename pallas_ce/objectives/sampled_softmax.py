@@ -9,6 +9,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.options import Options, read_options, split
+from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.objectives import class_samplers
@@ -37,6 +38,7 @@ def sampled_softmax_cross_entropy(
     vocab_size: int | None = None,
     logit_scale: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
     scratch_bytes: int | None = None,
 ) -> jax.Array:
@@ -74,6 +76,7 @@ def sampled_softmax_cross_entropy(
         vocab_size: V, where the weight is padded.
         logit_scale: the logits' scale; not 0 where a correction is subtracted.
         dtype: compute dtype.
+        precision: how float32 operands are multiplied.
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
 
@@ -163,6 +166,7 @@ def _sampled_softmax(
         vocab_axis=axis,
         logit_scale=1.0 if scale is None else scale,
         dtype=spec.dtype,
+        precision=spec.precision,
         implementation=call.implementation,
         scratch_bytes=call.scratch_bytes,
     )

@@ -102,6 +102,26 @@ def test_bfloat16_compute_keeps_float32_parameters_loss_and_gradients(make, hidd
     assert np.mean(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
 
 
+def test_every_product_has_the_precision_of_the_head(framework, hidden, labels):
+    head = of(framework, "LossHead", FEATURES, VOCAB, precision="tensorfloat32")
+    several = of(framework, "MultiTokenLossHead", head, num_tokens=2)
+    for module, method, given in (
+        (head, "__call__", (hidden, labels)),
+        (head, "logits", (hidden,)),
+        (head, "row_statistics", (hidden, labels)),
+        (several, "__call__", (hidden, labels)),
+    ):
+        params, apply = initialised(module, hidden, labels)
+
+        def total(params, *given, apply=apply, method=method):
+            return sum(jnp.sum(x) for x in jax.tree.leaves(apply(params, *given, method=method)))
+
+        text = jax.jit(jax.grad(total)).lower(params, *given).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert products
+        assert all("precision = [HIGH, HIGH]" in line for line in products)
+
+
 def test_without_dtype_inputs_and_parameters_are_promoted(make, hidden, labels):
     narrow = hidden.astype(jnp.bfloat16)
     params, apply = make(**FAST)

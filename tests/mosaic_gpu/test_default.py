@@ -275,6 +275,7 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
     ("reason", "options"),
     [
         ("the compute dtype is float32", {"dtype": jnp.float32}),
+        ("precision=TF32_TF32_F32 asks for another algorithm", {"precision": "TF32_TF32_F32"}),
         ("scratch_bytes=200000 is less than the", {"scratch_bytes": 200_000, "backward": "in_forward"}),
         ("K=2", {"reduction": "none", "labels": jax.ShapeDtypeStruct((4096, 2), jnp.int32)}),
         (
@@ -291,6 +292,12 @@ def test_explain_says_what_keeps_the_kernels_out(hopper: None, reason: str, opti
     assert reason in told.implementation_reason
     with pytest.raises(ValueError, match=f"{reason}|scratch_bytes=200000 cannot hold one row of this head"):
         explain(hidden, weight, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32", None])
+def test_a_precision_that_bfloat16_products_have_anyway_keeps_no_kernel_out(hopper: None, precision: Any) -> None:
+    with jax.default_matmul_precision("TF32_TF32_F32"):
+        assert explain(*structs()[:2], precision=precision).implementation == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(("rows", "vocab_size", "served"), [(V, V, True), (V, V - 3, True), (V + 8, V, False)])

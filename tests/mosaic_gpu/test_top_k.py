@@ -134,6 +134,8 @@ def test_what_it_cannot_serve_is_named() -> None:
     hidden, weight = jnp.ones((2, 16)), jnp.ones((64, 16))
     with pytest.raises(ValueError, match=r"implementation='mosaic_gpu' cannot serve this call: .*float32"):
         linear_top_k(hidden, weight, 3, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"precision=F32_F32_F32 asks for another algorithm; implementation='xla'"):
+        linear_top_k(hidden, weight, 3, dtype=jnp.bfloat16, precision="F32_F32_F32", implementation="mosaic_gpu")
     with pytest.raises(ValueError, match=r"implementation='reference' has no top-k: use 'xla'"):
         linear_top_k(hidden, weight, 3, implementation="reference")
     narrow = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (hidden, weight)]

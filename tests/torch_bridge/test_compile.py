@@ -124,13 +124,13 @@ def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     target = (torch.stack([target] * 3, 1) if "several" in name else target).int()
     if name in MODES:
         operator, others = torch.ops.pallas_ce.linear_cross_entropy, [None] * 7
-        options = [differentiated, "float32", "mean", -100, None, None, name, None, None, True]
+        options = [differentiated, "float32", "mean", -100, None, None, name, "highest", None, None, True]
     elif name == "row_statistics":
         operator, others = torch.ops.pallas_ce.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
-        options = [differentiated, "float32", "lse,entropy,max_logit,argmax", None, None, None, None, 1.0]
+        options = [differentiated, "float32", "lse,entropy,max_logit,argmax", None, None, "highest", None, None, 1.0]
     else:
         operator, others = torch.ops.pallas_ce.linear_log_probs, [None, None, temperature]
-        options = [differentiated, "float32", True, True, True, -100, None, None, None, None, 1.0]
+        options = [differentiated, "float32", True, True, True, -100, None, None, "highest", None, None, 1.0]
     torch.library.opcheck(operator.default, (*tensors, target, *others, *options))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pallas_ce import integration
+from pallas_ce.integration import PrecisionLike
 from torch_bridge.dlpack import exchange
 
 _DTYPES = {
@@ -48,6 +49,22 @@ def head(
         "linear_bias": bias,
         "logit_scale": scalar("logit_scale", logit_scale, 1.0, computed),
     }
+
+
+def precision(value: PrecisionLike | None, device: torch.device) -> str:
+    """How float32 operands are multiplied: as asked for, or as PyTorch's own products on that device."""
+    if value is None:
+        return "tensorfloat32" if device.type == "cuda" and _tf32_on_cuda() else "highest"
+    return value if isinstance(value, str) else integration.precision_name(value)
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace the getter, but compiles anew when the setting changes.
+def _tf32_on_cuda() -> bool:
+    """Whether PyTorch multiplies float32 matrices in TF32 on CUDA devices, whichever of its interfaces has said so.
+
+    The older ones, `allow_tf32` and `get_float32_matmul_precision`, raise when they are read after this one was set.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def floating(name: str, tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pallas_ce import Metrics, RowStatistics, integration
-from pallas_ce.integration import Backward, Reduction
+from pallas_ce.integration import Backward, PrecisionLike, Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
 
@@ -29,6 +29,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     normalizer: float | Tensor | None = None,
     backward: Backward = "auto",
+    precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
     return_metrics: bool = False,
@@ -60,6 +61,10 @@ def linear_cross_entropy(
             "recompute" keeps O(N) numbers and computes logits twice, with four: take it where many forwards wait for
             their backward, or under activation checkpointing. "auto" takes in_forward for scalar losses where its
             scratch fits.
+        precision: how float32 operands are multiplied: a name, such as "highest", "tensorfloat32" or
+            "BF16_BF16_F32_X3", or what else `pallas_ce.linear_cross_entropy` takes. None: as PyTorch's own products, in
+            full float32, or in TF32 on CUDA devices where `torch.backends.cuda.matmul.fp32_precision` is "tf32", which
+            `torch.set_float32_matmul_precision("high")` makes it, too.
         implementation: "xla", "mosaic_gpu", "triton", "reference", or None to choose; see `pallas_ce`.
         scratch_bytes: bound on scratch memory.
         return_metrics: return `(loss, Metrics)`.
@@ -106,6 +111,7 @@ def linear_cross_entropy(
             "logit_softcap": logit_softcap,
             "vocab_size": vocab_size,
             "backward": backward,
+            "precision": checks.precision(precision, input.device),
             "implementation": implementation,
             "scratch_bytes": scratch_bytes,
             "return_metrics": return_metrics,
@@ -128,6 +134,7 @@ def linear_row_statistics(
     temperature: float | Tensor = 1.0,
     logit_weights: Tensor | None = None,
     vocab_size: int | None = None,
+    precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
 ) -> RowStatistics:
@@ -149,6 +156,7 @@ def linear_row_statistics(
         temperature: what divides the logits; see `linear_log_probs`.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant.
         vocab_size: V.
+        precision: how float32 operands are multiplied; None: as PyTorch's settings say.
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on the memory of tiles.
 
@@ -200,6 +208,7 @@ def linear_row_statistics(
             "logit_softcap": logit_softcap,
             "vocab_size": vocab_size,
             "fixed_temperature": number,
+            "precision": checks.precision(precision, input.device),
             "implementation": implementation,
             "scratch_bytes": scratch_bytes,
         },

@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from pallas_ce import LogProbs, integration
+from pallas_ce.integration import PrecisionLike
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
 
@@ -23,6 +24,7 @@ def linear_log_probs(
     logit_scale: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
+    precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
 ) -> Any:
@@ -37,7 +39,8 @@ def linear_log_probs(
     formulas.
 
     Args:
-        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
+        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here. `input.float()` with a
+            bfloat16 weight is the float32 head of reinforcement learning: the weight is cast tile by tile.
         linear_weight: `[V', H]`.
         target: `[...]`, integers, or `[..., K]` for the log-probabilities of K given tokens of each row; a token may be
             given several times. Targets outside `[0, vocab_size)` count as ignored.
@@ -52,6 +55,7 @@ def linear_log_probs(
         vocab_size: V.
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
+        precision: how float32 operands are multiplied; None: as PyTorch's settings say.
         implementation: "xla", "mosaic_gpu" (`[...]` targets and a number as temperature), "triton", "reference"
             or None.
         scratch_bytes: bound on the memory of tiles.
@@ -89,6 +93,7 @@ def linear_log_probs(
         "ignore_index": integration.read_ignore_index(ignore_index),
         "logit_softcap": logit_softcap,
         "vocab_size": vocab_size,
+        "precision": checks.precision(precision, input.device),
         "implementation": implementation,
         "scratch_bytes": scratch_bytes,
         "fixed_temperature": number,

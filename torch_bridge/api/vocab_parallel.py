@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pallas_ce import integration
-from pallas_ce.integration import Reduction
+from pallas_ce.integration import PrecisionLike, Reduction
 from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_row_statistics
 from torch_bridge.autograd import first_order
@@ -41,6 +41,7 @@ def vocab_parallel_cross_entropy(
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
     normalizer: float | Tensor | None = None,
+    precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
 ) -> Tensor:
@@ -65,6 +66,7 @@ def vocab_parallel_cross_entropy(
         logit_softcap: c > 0, or None.
         logit_scale: a number.
         normalizer: for the mean; by default the sum of the token weights that count.
+        precision: as in `linear_cross_entropy`.
         implementation: as in `linear_cross_entropy`.
         scratch_bytes: as in `linear_cross_entropy`.
 
@@ -109,6 +111,7 @@ def vocab_parallel_cross_entropy(
         linear_bias=linear_bias,
         logit_softcap=logit_softcap,
         logit_scale=logit_scale,
+        precision=precision,
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )

@@ -33,7 +33,7 @@ _KNOWN: dict[str, set[str]] = {
     "qwen3": set(),
 }
 
-_OPTIONS = {"label_smoothing", "z_loss", "backward", "implementation", "scratch_bytes"}
+_OPTIONS = {"label_smoothing", "z_loss", "backward", "precision", "implementation", "scratch_bytes"}
 
 # Arguments of the model's forward that are for its head and loss, and not for its backbone.
 _FOR_THE_HEAD = {
@@ -69,7 +69,8 @@ def patch_causal_lm(model: Any, **options: Any) -> Any:
             Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap; Gemma 3 for text only, which is
             Gemma3ForCausalLM), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
             compare; so are those whose configuration states a soft cap or scale that they do not use.
-        options: `label_smoothing`, `z_loss`, `backward`, `implementation`, `scratch_bytes` of `linear_cross_entropy`.
+        options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes` of
+            `linear_cross_entropy`.
 
     Returns:
         The model itself, patched.

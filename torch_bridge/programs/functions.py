@@ -25,6 +25,7 @@ class LossOptions(NamedTuple):
     logit_softcap: float | None
     vocab_size: int | None
     backward: str
+    precision: str
     implementation: str | None
     scratch_bytes: int | None
     return_metrics: bool
@@ -38,6 +39,7 @@ class StatisticsOptions(NamedTuple):
     statistics: str
     logit_softcap: float | None
     vocab_size: int | None
+    precision: str
     implementation: str | None
     scratch_bytes: int | None
     fixed_temperature: float
@@ -54,6 +56,7 @@ class LogProbsOptions(NamedTuple):
     ignore_index: int | None
     logit_softcap: float | None
     vocab_size: int | None
+    precision: str
     implementation: str | None
     scratch_bytes: int | None
     fixed_temperature: float
@@ -134,6 +137,7 @@ def _chosen_mode(
         vocab_axis=options.vocab_axis,
         vocab_size=options.vocab_size,
         dtype=options.dtype,
+        precision=options.precision,
         implementation=options.implementation,  # type: ignore[arg-type]
         scratch_bytes=options.scratch_bytes,
     ).backward

@@ -73,6 +73,11 @@ class MosaicGpuBackend(Backend):
                 f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
                 "implementation='xla' keeps that accuracy (or pass dtype=jnp.bfloat16)"
             )
+        if spec.precision != jax.lax.Precision.DEFAULT:
+            return (
+                f"its kernels multiply {spec.dtype.name} operands as they are, and precision={spec.precision} asks for "
+                "another algorithm; implementation='xla' has it (or leave precision=None)"
+            )
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
         if padded_share and operands.covered(spec) != spec.vocab_size:

@@ -23,7 +23,7 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
         _operand(hidden, spec),
         _operand(weight, spec),
         axes=(1, 1 - spec.vocab_axis),
-        precision=jax.lax.Precision.HIGHEST,
+        precision=_precision(spec),
     )
     return head.cap(z, bias, inverse_temperature)
 
@@ -83,6 +83,12 @@ def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
     log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
     terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
     return jnp.where(infinite, jnp.inf, terms.sum(axis=1))
+
+
+def _precision(spec: HeadSpec) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset:
+    """The head's, of operands as wide as the logits: where narrower ones have the default, theirs is exact."""
+    exact = spec.dtype != spec.accumulator and spec.precision == jax.lax.Precision.DEFAULT
+    return jax.lax.Precision.HIGHEST if exact else spec.precision
 
 
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:

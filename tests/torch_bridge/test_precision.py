@@ -1,0 +1,113 @@
+"""`precision` of the bridge's functions: what is asked for reaches the programs, and else PyTorch's own settings do."""
+
+import functools
+
+import jax
+import pytest
+import torch
+
+from tests.torch_bridge.problems import head
+from torch_bridge import (
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+    vocab_parallel_cross_entropy,
+)
+from torch_bridge.api import checks
+
+CUDA = torch.device("cuda")
+FUNCTIONS = {
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_log_probs": linear_log_probs,
+    "linear_row_statistics": linear_row_statistics,
+    "vocab_parallel_cross_entropy": functools.partial(vocab_parallel_cross_entropy, vocab_start=0, vocab_size=50),
+    "module": lambda hidden, weight, target, **options: LinearCrossEntropyLoss(8, 50, **options)(hidden, target),
+}
+# JAX refuses it where it lowers a product for a CPU.
+ELSEWHERE = "TF32_TF32_F32"
+refused = pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU")
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    """PyTorch's settings as they were, whichever interface a test has used."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
+def test_products_have_the_precision_asked_for(name, precision):
+    with refused:
+        FUNCTIONS[name](*head(), precision=precision)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
+    given = []
+    monkeypatch.setattr(checks, "precision", lambda *arguments: given.append(arguments) or ELSEWHERE)
+    with refused:
+        FUNCTIONS[name](*head())
+    assert given == [(None, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("precision", ["highest", "tensorfloat32", jax.lax.Precision.DEFAULT])
+def test_a_cpu_has_one_accuracy(precision):
+    assert linear_cross_entropy(*head(), precision=precision) == linear_cross_entropy(*head())
+
+
+@pytest.mark.parametrize(
+    ("choose", "on_cuda"),
+    [
+        (lambda: None, "highest"),
+        (lambda: torch.set_float32_matmul_precision("high"), "tensorfloat32"),
+        (lambda: torch.set_float32_matmul_precision("medium"), "tensorfloat32"),
+        (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), "tensorfloat32"),
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tensorfloat32"),
+        (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tensorfloat32"),
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "highest"),
+    ],
+)
+def test_pytorchs_settings_are_those_of_cuda_devices(choose, on_cuda):
+    choose()
+    assert checks.precision(None, CUDA) == on_cuda
+    assert checks.precision(None, torch.device("cpu")) == "highest"
+    assert checks.precision("high", CUDA) == checks.precision(jax.lax.Precision.HIGH, CUDA) == "high"
+
+
+def test_settings_of_both_interfaces_can_be_read():
+    """PyTorch itself raises where `allow_tf32` is read after this."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with pytest.raises(RuntimeError):
+        _ = torch.backends.cuda.matmul.allow_tf32
+    assert checks.precision(None, CUDA) == "highest"
+
+
+def test_a_compiled_function_follows_the_settings():
+    compiled = torch.compile(
+        lambda x: x * (2 if checks.precision(None, CUDA) == "highest" else 3), fullgraph=True, backend="eager"
+    )
+    assert compiled(torch.ones(())) == 2
+    torch.set_float32_matmul_precision("high")
+    assert compiled(torch.ones(())) == 3
+
+
+def test_a_float32_head_of_bfloat16_tensors():
+    hidden, weight, target = (x.detach().bfloat16() if x.is_floating_point() else x for x in head())
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    want = torch.log_softmax(wide[0] @ wide[1].T, -1).gather(1, target[:, None])[:, 0]
+    got = linear_log_probs(hidden.float(), weight, target)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    gradients, exact = (torch.autograd.grad(x.cos().sum(), of) for x, of in ((got, (hidden, weight)), (want, wide)))
+    assert {x.dtype for x in gradients} == {torch.bfloat16}
+    torch.testing.assert_close(gradients, tuple(x.bfloat16() for x in exact), rtol=8e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("wrong", "error"), [("fast", ValueError), (2, TypeError)])
+def test_a_mistake_is_named(wrong, error):
+    with pytest.raises(error, match=f"precision={wrong!r} is "):
+        linear_cross_entropy(*head(), precision=wrong)
