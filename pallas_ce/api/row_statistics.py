@@ -58,9 +58,9 @@ def linear_row_statistics(
         dtype: compute dtype of the products' operands; by default the inputs' common one. Products and statistics
             accumulate in float32 (float64 for float64).
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
-            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on, which is compiled for them but has
-            not run on one yet; float32 too), or None: the Hopper kernels in programs for a Hopper GPU where they can
-            serve the call, else "xla"; `explain` tells which and why.
+            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on; float32 too), or None: in programs
+            for a GPU the kernels that are for it, where they can serve the call, else "xla"; `explain` tells which and
+            why, and whether they have run on such a GPU.
         scratch_bytes: bound on the memory of tiles; by default 4 KiB for each vocabulary entry but at least 512 MiB and
             at most 1 GiB, and never more than the logits would take (but at least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not

@@ -7,6 +7,7 @@ mesh tells, a process without a CUDA device is taken to lower for none.
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,8 +63,18 @@ def local_cuda() -> str | None:
         return None
 
 
-# For programs that are compiled for a GPU which is not there to be asked.
-_MODELS = {"9.0": ("H100", "H200", "H800", "H20", "GH200")}
+# Compute capabilities, and names of GPUs that have them, in which an x stands for any digit. By their names are known
+# those that a program is compiled for and that are not there to be asked.
+MODELS: dict[str, tuple[str, ...]] = {
+    "8.0": ("A100", "A800", "A30"),
+    "8.6": ("A10", "A10G", "A16", "A2", "A40", "RTX Axxxx", "GeForce RTX 30xx"),
+    "8.9": ("L4", "L20", "L40", "L40S", "RTX xxxx Ada", "RTX xxxx SFF Ada", "GeForce RTX 40xx"),
+    "9.0": ("H100", "H200", "H800", "H20", "GH200"),
+    "10.0": ("B200", "GB200"),
+    "10.3": ("B300", "GB300"),
+    "12.0": ("GeForce RTX 50xx", "RTX PRO xxxx Blackwell"),
+    "12.1": ("GB10",),
+}
 
 
 def compute_capability(kind: str) -> str | None:
@@ -75,4 +86,10 @@ def compute_capability(kind: str) -> str | None:
     for device in local:
         if device.device_kind == kind:
             return str(device.compute_capability)
-    return next((capability for capability, names in _MODELS.items() if any(name in kind for name in names)), None)
+    return next((capability for capability, names in MODELS.items() if any(_names(name, kind) for name in names)), None)
+
+
+def _names(name: str, kind: str) -> bool:
+    """Whether a model's full name has this one in it, in words of its own: A10 does not name an A100."""
+    digits = name.replace("x", r"\d")
+    return re.search(rf"\b{digits}\b", kind) is not None
