@@ -1,5 +1,6 @@
 """What a backend imports beside JAX: whether it is installed, in a version that works with JAX's own parts."""
 
+import functools
 import importlib.util
 import re
 from importlib import metadata
@@ -35,6 +36,7 @@ def refusal(backend: str) -> str | None:
     return f"it does not work with {needed.package} {found}: pip install '{needed}'"
 
 
+@functools.cache
 def _version(package: str) -> str:
     """As installed; "" for a build that does not tell."""
     try:

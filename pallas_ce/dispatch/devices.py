@@ -49,8 +49,10 @@ def status(implementation: str, capability: str, dtype: str = "bfloat16") -> Sta
 
 def note(implementation: str, kind: str | None) -> str | None:
     """What a user of a device of this model is to know of the implementation; None where it was run on such."""
-    capability = None if kind is None else targets.compute_capability(kind)
-    if capability is None or implementation not in RESULTS or status(implementation, capability) != "compiled":
+    if kind is None or None not in RESULTS.get(implementation, {}).values():
+        return None
+    capability = targets.compute_capability(kind)
+    if capability is None or status(implementation, capability) != "compiled":
         return None
     return f"compiled, but never run on a GPU of compute capability {capability}: `{COMMAND}` checks it there"
 

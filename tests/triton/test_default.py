@@ -7,7 +7,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
-from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_log_probs, linear_top_k
 from pallas_ce.backends import device as targets
+from pallas_ce.backends import packages
 from pallas_ce.dispatch import select
 
 pytest.importorskip("triton", reason="needs the triton extra")
@@ -145,7 +146,7 @@ def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         yield "it needs the package triton: pip install 'triton>=3.6,<3.8'"
     else:
-        monkeypatch.setattr(metadata, "version", lambda name: request.param)
+        monkeypatch.setattr(packages, "_version", lambda name: request.param)
         yield f"it does not work with triton {request.param}: pip install 'triton>=3.6,<3.8'"
 
 
@@ -168,6 +169,70 @@ def test_a_call_that_it_would_not_serve_anyway_is_no_reason_to_install_it() -> N
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.0+git1234", ""])
 def test_versions_that_work_or_do_not_tell_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(packages, "_version", lambda name: version)
     with ambient("NVIDIA H200"):
         assert explain(*structs(), implementation="triton").implementation == "triton"
+
+
+@NEVER_RUN
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore_index": None},
+        {"return_metrics": True},
+        {"scratch_bytes": 2**20},
+        {"vocab_axis": 1},
+        {"vocab_size": V - 3},
+        {"logit_softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4},
+        {"token_weights": jnp.ones(N), "class_weights": jnp.ones(V), "normalizer": 7.0},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_both_backends_return_the_same_types(options: dict[str, Any], backward: str) -> None:
+    """JAX raises where they do not; programs for the CPU and the GPU come from one trace."""
+
+    def function(hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any) -> Any:
+        weight = weight.T if options.get("vocab_axis") else weight
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, logit_scale=scale, backward=backward, **options)
+
+    hidden, weight, labels = structs()
+    of_head = (jax.ShapeDtypeStruct((V,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
+    differentiated = jax.value_and_grad(function, (0, 1, 2, 3), has_aux="return_metrics" in options)
+    assert "platform_index" in str(jax.make_jaxpr(differentiated)(hidden, weight, *of_head, labels))
+
+
+@NEVER_RUN
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("backward", ["auto", "in_forward", "recompute"])
+@pytest.mark.parametrize("scratch_bytes", [1_000, 20_000, 60_000, 200_000, 2**20, 2**23])
+def test_none_is_refused_only_what_xla_is_refused(scratch_bytes: int, backward: Any) -> None:
+    options: dict[str, Any] = {"scratch_bytes": scratch_bytes, "backward": backward}
+    shapes = [((512, 64), jnp.bfloat16), ((16384, 64), jnp.bfloat16), ((512,), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    try:
+        explain(*arguments[:2], implementation="xla", **options)
+    except ValueError:
+        with pytest.raises(ValueError, match="cannot hold one row of this head"):
+            explain(*arguments[:2], **options)
+    else:
+        told = explain(*arguments[:2], **options)
+        program = str(jax.make_jaxpr(loss(**options))(*arguments))
+        assert ("platform_index" in program) == (told.implementation == "triton")
+
+
+@pytest.mark.parametrize("capability", ["7.5", "11.0"])
+def test_an_architecture_that_nothing_is_for_is_xlas_and_named_where_triton_is_asked_for(
+    capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(compute_capability=capability, device_kind="NVIDIA Test")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    monkeypatch.setattr(targets, "local_cuda", lambda: gpu.device_kind)
+    told = explain(*structs())
+    assert (told.implementation, told.implementation_reason) == (
+        "xla",
+        "no kernels of this library are for NVIDIA Test",
+    )
+    with pytest.raises(ValueError, match=rf"its table has tiles for .*, and this device is of {capability}; use 'xla'"):
+        explain(*structs(), implementation="triton")
