@@ -13,6 +13,7 @@ from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
 from pallas_ce.dispatch import devices
+from pallas_ce.parallel.target import known_device
 
 # What None chooses from, by the compute capability of the CUDA device lowered for: the first that serves the call.
 DEFAULTS: dict[str, tuple[str, ...]] = {
@@ -97,7 +98,7 @@ def select(implementation: str | None, refusal: Callable[[str], str | None], arr
         return _default(refused, arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    with targets.known(arrays) as device:
+    with known_device(arrays) as device:
         reason = None if implementation == "reference" else refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
         kind = _kind(device)
@@ -109,7 +110,7 @@ def select(implementation: str | None, refusal: Callable[[str], str | None], arr
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
-    with targets.known(arrays) as device:
+    with known_device(arrays) as device:
         kind = _kind(device)
         if kind is None:
             return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")

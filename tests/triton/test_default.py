@@ -19,6 +19,7 @@ from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_log_p
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
 from pallas_ce.dispatch import select
+from tests import compile_for_h200 as h200
 
 pytest.importorskip("triton", reason="needs the triton extra")
 
@@ -236,3 +237,11 @@ def test_an_architecture_that_nothing_is_for_is_xlas_and_named_where_triton_is_a
     )
     with pytest.raises(ValueError, match=rf"its table has tiles for .*, and this device is of {capability}; use 'xla'"):
         explain(*structs(), implementation="triton")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_mesh_of_gpus_that_are_not_there_tells_what_the_kernel_is_compiled_for(gpus: int) -> None:
+    mesh = h200.h200_mesh(gpus)
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in structs()]
+    compiled = jax.jit(loss(implementation="triton")).lower(*arguments).compile()
+    assert '"triton_kernel_call_ffi"' in compiled.as_text()
