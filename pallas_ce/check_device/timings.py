@@ -1,5 +1,6 @@
 """How long the loss takes, alone and with both gradients, beside stored logits and the bare products."""
 
+import concurrent.futures
 import functools
 import statistics
 import time
@@ -14,6 +15,9 @@ from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 _ROUNDS = 5
 _LAUNCHES = 8
 
+# XLA compiles so many programs at once, and times candidates for its products on arrays as large as the logits.
+_AT_ONCE = 2
+
 
 def measure(dtype: str, implementations: Sequence[str], shape: tuple[int, int, int]) -> dict[str, Any]:
     """Times programs of a dtype at N, H, V on JAX's default device.
@@ -26,17 +30,25 @@ def measure(dtype: str, implementations: Sequence[str], shape: tuple[int, int, i
     keys = jax.random.split(jax.random.key(0), 4)
     hidden, weight = jax.random.normal(keys[0], (n, h), dtype), jax.random.normal(keys[1], (v, h), dtype) / h**0.5
     labels, dlogits = jax.random.randint(keys[2], (n,), 0, v), jax.random.normal(keys[3], (n, v), dtype)
-    programs = {
-        "nh,vh->nv": _compiled(functools.partial(_product, "nh,vh->nv"), hidden, weight),
-        "nv,vh->nh": _compiled(functools.partial(_product, "nv,vh->nh"), dlogits, weight),
-        "nv,nh->vh": _compiled(functools.partial(_product, "nv,nh->vh"), dlogits, hidden),
+    programs: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
+        "nh,vh->nv": (functools.partial(_product, "nh,vh->nv"), (hidden, weight)),
+        "nv,vh->nh": (functools.partial(_product, "nv,vh->nh"), (dlogits, weight)),
+        "nv,nh->vh": (functools.partial(_product, "nv,nh->vh"), (dlogits, hidden)),
     }
-    products = list(programs)
-    losses = {"stored logits": _stored_logits} | {name: _streamed(name) for name in implementations}
-    for name, loss in losses.items():
-        programs[f"{name}, forward"] = _compiled(loss, hidden, weight, labels)
-        programs[f"{name}, forward+backward"] = _compiled(jax.value_and_grad(loss, (0, 1)), hidden, weight, labels)
-    samples = _in_turn(programs)
+    products, given = list(programs), (hidden, weight, labels)
+    losses: list[tuple[str, Callable[..., Any]]] = [("stored logits", _stored_logits)]
+    losses += [(name, _streamed(name)) for name in implementations]
+    for name, loss in losses:
+        programs[f"{name}, forward"] = (loss, given)
+        programs[f"{name}, forward+backward"] = (jax.value_and_grad(loss, (0, 1)), given)
+    lowered = [jax.jit(program).lower(*arguments) for program, arguments in programs.values()]
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        compiled = pool.map(lambda program: program.compile(), lowered)
+        runs = {
+            name: functools.partial(run, *arguments)
+            for run, (name, (_, arguments)) in zip(compiled, programs.items(), strict=True)
+        }
+    samples = _in_turn(runs)
     ms = {name: statistics.median(taken) for name, taken in samples.items()}
     floors = {"forward": ms[products[0]], "forward+backward": sum(ms[name] for name in products)}
     results = {
@@ -60,11 +72,6 @@ def _stored_logits(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> j
 
 def _streamed(implementation: Any) -> Callable[..., Any]:
     return lambda *arrays: linear_cross_entropy(*arrays, implementation=implementation)
-
-
-def _compiled(program: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
-    compiled = jax.jit(program).lower(*arguments).compile()
-    return lambda: compiled(*arguments)
 
 
 def _in_turn(programs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:

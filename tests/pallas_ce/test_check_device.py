@@ -125,7 +125,7 @@ def test_no_room_for_the_timings_is_recorded(tmp_path: Path, monkeypatch: pytest
     def full(*arguments: Any) -> Any:
         raise MemoryError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(timings, "_compiled", full)
+    monkeypatch.setattr(timings, "_in_turn", full)
     status, found = run(tmp_path / "found.json")
     assert status == 0
     assert found["timings"][0] == {"dtype": "bfloat16", "message": "MemoryError: RESOURCE_EXHAUSTED"}
