@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ def _streamed(implementation: Any) -> Callable[..., Any]:
     return lambda *arrays: linear_cross_entropy(*arrays, implementation=implementation)
 
 
-def _in_turn(programs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+def _in_turn(programs: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Milliseconds of a launch of each program in each round, the first of which warms up and does not count.
 
     A GPU's clocks drift by several per cent within seconds. So each round goes through all programs, and begins with
