@@ -95,10 +95,11 @@ def _save(path: Path, found: dict[str, Any]) -> None:
 
 
 def _of_check(check: dict[str, Any]) -> str:
-    ratio = max((x["error"] / x["bound"] for x in check.get("errors", {}).values()), default=float("nan"))
+    worst = max((x["error"] / x["bound"] for x in check.get("errors", {}).values()), default=None)
+    ratio = "-" if worst is None else f"{worst:.2f}"
     told = "" if check["status"] == "pass" else f": FAILED {check.get('message', '').partition('\n')[0]}"
     start = f"{check['implementation']:15} {check['dtype']:9} {check['backward']:11}"
-    return f"{start} {ratio:<12.2f} {check['case']}{told}"
+    return f"{start} {ratio:12} {check['case']}{told}"
 
 
 def _of_timing(timing: dict[str, Any]) -> str:

@@ -85,8 +85,10 @@ def test_a_check_that_raises_is_recorded_and_the_others_go_on(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("factor", [1.0001, np.nan])
-def test_a_wrong_gradient_or_nan_fails(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("factor", "message"), [(1.0001, None), (np.nan, "loss or gradients are not finite")])
+def test_a_wrong_gradient_or_nan_fails(
+    factor: float, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = checks.linear_loss
     scaled = jax.custom_jvp(lambda x: x)
     scaled.defjvp(lambda primals, tangents: (primals[0], factor * tangents[0]))
@@ -94,6 +96,8 @@ def test_a_wrong_gradient_or_nan_fails(factor: float, tmp_path: Path, monkeypatc
     status, found = run(tmp_path / "found.json")
     assert status == 1
     assert [check["status"] for check in found["checks"]] == ["pass", "pass", "fail", "fail"]
+    assert found["checks"][-1].get("message") == (message and f"RuntimeError: {message}")
+    assert "NaN" not in (tmp_path / "found.json").read_text()
 
 
 @pytest.mark.usefixtures("quick")
