@@ -13,12 +13,12 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api import inputs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.precision import PrecisionLike
-from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch.settings import decide
 from pallas_ce.head import HeadSpec, NeedsGrad
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
+from pallas_ce.parallel.target import known_device
 from pallas_ce.statistics.cross_entropy import Reduction
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
@@ -30,7 +30,7 @@ class Explanation:
 
     Attributes:
         implementation: the backend's name.
-        implementation_reason: why that one.
+        implementation_reason: why that one, and whether it was never run on such a device.
         backward: the backward mode, or None without differentiation or for "reference".
         backward_reason: why that one.
         gemms: matrix products of `2·N·H·V` operations in forward and backward together.
@@ -208,7 +208,7 @@ def explain(
         sum_bytes = how.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards())
     scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
     describe = how.backend.describe or (lambda *_: Description())
-    with targets.known(arrays):
+    with known_device(arrays):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
         options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]

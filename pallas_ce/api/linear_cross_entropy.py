@@ -84,9 +84,9 @@ def linear_cross_entropy(
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
             "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
-            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on, which is compiled for them but has
-            not run on one yet; float32 too), or None: the Hopper kernels in programs for a Hopper GPU where they can
-            serve the call, else "xla"; `explain` tells which and why.
+            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on; float32 too), or None: in programs
+            for a GPU the kernels that are for it, where they can serve the call, else "xla"; `explain` tells which and
+            why, and whether they have run on such a GPU.
         scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
             most 1 GiB, and never more than float32 logits would take (but at least 1 MiB). What lies where the weight's
             gradient will, once it is made, does not count.

@@ -65,9 +65,9 @@ def linear_row_statistics(
             float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
             an error where the platform does not have the algorithm.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
-            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on, which is compiled for them but has
-            not run on one yet; float32 too), or None: the Hopper kernels in programs for a Hopper GPU where they can
-            serve the call, else "xla"; `explain` tells which and why.
+            bfloat16 and float16), "triton" (a kernel for NVIDIA GPUs from Ampere on; float32 too), or None: in programs
+            for a GPU the kernels that are for it, where they can serve the call, else "xla"; `explain` tells which and
+            why, and whether they have run on such a GPU.
         scratch_bytes: bound on the memory of tiles; by default 4 KiB for each vocabulary entry but at least 512 MiB and
             at most 1 GiB, and never more than the logits would take (but at least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not

@@ -114,12 +114,21 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
     """Those of the implementations that may serve the call; see `entry.at_lowering`."""
     spec, scratch_bytes = call.spec, call.scratch_bytes
 
+    def none(name: str) -> bool:
+        return name == "reference" or (select.load(name).top_k is None and select.load(name).capabilities.cuda_only)
+
+    def refused(name: str) -> str | None:
+        # By default another serves; whoever asks by name is told below.
+        if call.implementation is None and none(name):
+            return "it has no top-k"
+        return select.load(name).refusal(spec)
+
     def finder(name: str) -> TopKFinder:
-        own = None if name == "reference" else select.load(name).top_k
-        if name == "reference" or (own is None and select.load(name).capabilities.cuda_only):
+        if none(name):
             raise ValueError(
                 f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits"
             )
+        own = select.load(name).top_k
         if own is not None:
             return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
@@ -127,7 +136,7 @@ def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
 
     name, _, default = select.select(
         call.implementation,
-        lambda name: select.load(name).refusal(spec),
+        refused,
         (call.hidden, call.weight),
         checked=bool(varying(call)),
     )

@@ -1,43 +1,11 @@
-"""The device that a call is traced for, as far as the trace tells.
+"""The device that a call is traced for, as far as the process tells: `parallel.target` has what the arrays tell."""
 
-A program is lowered after it was traced, for the device its arrays lie on; the process's default backend says nothing
-of it. But a mesh knows its devices, those that are only compiled for included, and arrays know their mesh. Where no
-mesh tells, a process without a CUDA device is taken to lower for none.
-"""
-
-import contextlib
 import functools
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import jax
 from jax._src import config  # JAX has no public way to ask whether kernels are traced for Pallas' interpreter
-from jax.sharding import AbstractDevice, AbstractMesh
-
-
-@contextlib.contextmanager
-def known(arrays: Any) -> Iterator[AbstractDevice | None]:
-    """The device that `arrays`, a pytree, are known to lie on; None where only lowering will tell.
-
-    Inside, JAX's ambient mesh names it too, which is where rules and tables that depend on the device look.
-    """
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        yield device
-        return
-    device = next(filter(None, map(_device, jax.tree.leaves(arrays))), None)
-    if device is None:
-        yield None
-        return
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-        yield device
-
-
-def _device(array: Any) -> AbstractDevice | None:
-    """That of the mesh of an array, tracer or struct."""
-    # A tracer has the sharding of its type only.
-    place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
-    mesh = getattr(place, "mesh", None)
-    return None if mesh is None else mesh.abstract_mesh.abstract_device
 
 
 def on_cpu(arrays: Any) -> bool:
@@ -62,8 +30,18 @@ def local_cuda() -> str | None:
         return None
 
 
-# For programs that are compiled for a GPU which is not there to be asked.
-_MODELS = {"9.0": ("H100", "H200", "H800", "H20", "GH200")}
+# Compute capabilities, and names of GPUs that have them, in which an x stands for any digit. By their names are known
+# those that a program is compiled for and that are not there to be asked.
+MODELS: dict[str, tuple[str, ...]] = {
+    "8.0": ("A100", "A800", "A30"),
+    "8.6": ("A10", "A10G", "A16", "A2", "A40", "RTX Axxxx", "GeForce RTX 30xx"),
+    "8.9": ("L4", "L20", "L40", "L40S", "RTX xxxx Ada", "RTX xxxx SFF Ada", "GeForce RTX 40xx"),
+    "9.0": ("H100", "H200", "H800", "H20", "GH200"),
+    "10.0": ("B200", "GB200"),
+    "10.3": ("B300", "GB300"),
+    "12.0": ("GeForce RTX 50xx", "RTX PRO xxxx Blackwell"),
+    "12.1": ("GB10",),
+}
 
 
 def compute_capability(kind: str) -> str | None:
@@ -75,4 +53,10 @@ def compute_capability(kind: str) -> str | None:
     for device in local:
         if device.device_kind == kind:
             return str(device.compute_capability)
-    return next((capability for capability, names in _MODELS.items() if any(name in kind for name in names)), None)
+    return next((capability for capability, names in MODELS.items() if any(_names(name, kind) for name in names)), None)
+
+
+def _names(name: str, kind: str) -> bool:
+    """Whether a model's full name has this one in it, in words of its own: A10 does not name an A100."""
+    digits = name.replace("x", r"\d")
+    return re.search(rf"\b{digits}\b", kind) is not None

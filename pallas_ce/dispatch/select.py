@@ -1,17 +1,38 @@
 """Which backend carries out a call: the one asked for, or the fastest for the device that is lowered for."""
 
 import importlib
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from jax.sharding import AbstractDevice
+
 from pallas_ce.backends import device as targets
+from pallas_ce.backends import packages
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
+from pallas_ce.dispatch import devices
+from pallas_ce.parallel.target import known_device
 
 # What None chooses from, by the compute capability of the CUDA device lowered for: the first that serves the call.
-DEFAULTS: dict[str, tuple[str, ...]] = {"9.0": ("mosaic_gpu",)}
+DEFAULTS: dict[str, tuple[str, ...]] = {
+    "8.0": ("triton",),
+    "8.6": ("triton",),
+    "8.9": ("triton",),
+    "9.0": ("mosaic_gpu",),
+    "10.0": ("triton",),
+    "10.3": ("triton",),
+    "12.0": ("triton",),
+    "12.1": ("triton",),
+}
 
 # What serves every other device, and every call that those refuse.
 _EVERYWHERE = "xla"
+
+# The warnings that this process has given, and whose frames lie between them and the user's call.
+_TOLD: set[str] = set()
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(jax.__file__).parent))
 
 
 def load(name: str) -> Backend:
@@ -71,35 +92,56 @@ def select(implementation: str | None, refusal: Callable[[str], str | None], arr
                 "it cannot be traced inside a shard_map with check_vma=True; pass check_vma=False and, with mesh_axes, "
                 "MeshAxes(grad='inside' or 'outside'), or call under jit alone"
             )
-        return refusal(name)
+        return refusal(name) or packages.refusal(name)
 
     if implementation is None:
         return _default(refused, arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
-    with targets.known(arrays) as device:
+    with known_device(arrays) as device:
         reason = None if implementation == "reference" else refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
+        kind = _kind(device)
     if implementation != "reference" and load(implementation).capabilities.cuda_only and elsewhere:
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return Chosen(implementation, "asked for by name")
+    return Chosen(implementation, _with_note("asked for by name", devices.note(implementation, kind)))
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
-    with targets.known(arrays) as device:
-        kind = targets.local_cuda() if device is None else device.device_kind
+    with known_device(arrays) as device:
+        kind = _kind(device)
         if kind is None:
             return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
         refusals: dict[str, str] = {}
         for name in DEFAULTS.get(targets.compute_capability(kind) or "", ()):
             if reason := refusal(name):
                 refusals[name] = reason
-            elif device is not None:
-                return Chosen(name, f"the call is for {kind}", Default(_EVERYWHERE, certain=True))
-            else:
+                if reason == packages.refusal(name):
+                    _warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
+                continue
+            if note := devices.note(name, kind):
+                _warn_once(f"implementation={name!r} is {note}")
+            reason = f"the call is for {kind}"
+            if device is None:
                 reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
-                return Chosen(name, reason, Default(_EVERYWHERE, certain=False))
+            return Chosen(name, _with_note(reason, note), Default(_EVERYWHERE, certain=device is not None))
     told = "; ".join(f"{name} cannot serve this call: {reason}" for name, reason in refusals.items())
     return Chosen(_EVERYWHERE, told or f"no kernels of this library are for {kind}")
+
+
+def _kind(device: AbstractDevice | None) -> str | None:
+    """The model of what is lowered for, so far as it is known; None for a process without a CUDA device."""
+    return targets.local_cuda() if device is None else str(device.device_kind)
+
+
+def _with_note(reason: str, note: str | None) -> str:
+    return f"{reason}; {note}" if note else reason
+
+
+def _warn_once(message: str) -> None:
+    """Warns where this library was called, unless this process was told the same before."""
+    if message not in _TOLD:
+        _TOLD.add(message)
+        warnings.warn(message, skip_file_prefixes=_LIBRARIES)

@@ -112,6 +112,9 @@ def decide(
     def refused(name: str) -> str | None:
         if several and name == "mosaic_gpu":
             return "its kernels read one index for each row, and index holds several; use 'xla'"
+        backend = select.load(name)
+        if backend.materialized is None and backend.capabilities.cuda_only:
+            return "it has no kernels for materialized logits"
         # How many rows a device works on, under vmap and on a mesh, is known only there.
         return refusal(name, spec)
 

@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.partitioning import Names, row_names, split, weight_names
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
+from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
 # `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions; those of
@@ -188,7 +189,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
         def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
             return operation(shards, *jax.tree.unflatten(structure, leaves))
 
-        whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
+        with known_device(leaves):  # where nothing is split, what is traced here is what runs
+            whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
         out_structure, consts, count = jax.tree.structure(results), whole.consts, len(leaves)
         if whole.effects:  # printing, say, which custom_partitioning cannot lower
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))

@@ -12,7 +12,6 @@ from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_disti
 from pallas_ce import linear_top_k as top_k
 from pallas_ce.backends import device
 from pallas_ce.backends.triton import BACKEND, binding, launch
-from pallas_ce.dispatch import select
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.table import FIELDS, Coefficients
 
@@ -26,10 +25,6 @@ NAMED: Any = {"implementation": "triton"}
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is taken to have an H200, with which nothing can be run."""
     monkeypatch.setattr(device, "local_cuda", lambda: "NVIDIA H200")
-
-
-def test_it_is_chosen_by_name_only() -> None:
-    assert all("triton" not in names for names in select.DEFAULTS.values())
 
 
 def test_a_process_without_a_gpu_is_told() -> None:

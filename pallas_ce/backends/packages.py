@@ -1,0 +1,49 @@
+"""What a backend imports beside JAX: whether it is installed, in a version that works with JAX's own parts."""
+
+import functools
+import importlib.util
+import re
+from importlib import metadata
+from typing import NamedTuple
+
+
+class _Range(NamedTuple):
+    """Versions of a package that work, from the first on and before the last."""
+
+    package: str
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.package}>={_words(self.first)},<{_words(self.last)}"
+
+
+# By backend. From 3.8 on Triton emits a PTX version that the assembler in JAX's CUDA plugins does not read.
+_NEEDED = {"triton": _Range("triton", (3, 6), (3, 8))}
+
+
+def refusal(backend: str) -> str | None:
+    """Why the backend called so cannot be used with what is installed, as the end of a sentence; None where it can."""
+    needed = _NEEDED.get(backend)
+    if needed is None:
+        return None
+    if importlib.util.find_spec(needed.package) is None:
+        return f"it needs the package {needed.package}: pip install '{needed}'"
+    found = _version(needed.package)
+    version = re.match(r"(\d+)\.(\d+)", found)
+    if version is None or needed.first <= (int(version[1]), int(version[2])) < needed.last:
+        return None
+    return f"it does not work with {needed.package} {found}: pip install '{needed}'"
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """As installed; "" for a build that does not tell."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _words(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
