@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -26,11 +27,13 @@ MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.s
 SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
 LEAST_SHARED_KIB = 99
 
+EXACT = jax.lax.Precision.HIGHEST
+
 LOSS = frozenset({"lse", "target_logit"})
 EVERY = frozenset(PRIMITIVES)
 NUMBERS: dict[str, Any] = {
-    "forward": (LOSS, False), "stash": (LOSS, True), "dlogits": None,
-    "every statistic": (EVERY, False), "every statistic and logits": (EVERY, True), "every term": None,
+    "forward": LOSS, "stash": LOSS, "dlogits": None,
+    "every statistic": EVERY, "every statistic and exponentials": EVERY, "every term": None,
 }  # fmt: skip
 CASES = [
     *((use, axis, jnp.bfloat16, 8192) for use in NUMBERS for axis in (0, 1)),
@@ -51,7 +54,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def kernel_of(use: str, axis: int, dtype: Any, columns: int) -> binding.Kernel:
     """The kernel that a call of this kind launches at 1000 × `columns`, H 4096."""
     rows, size, wide = 1000, 4096, use.startswith("every")
-    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), 30.0 if wide else None)
+    cap, precision = 30.0 if wide else None, EXACT if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), cap, precision=precision)
     vector = jax.ShapeDtypeStruct((rows,), jnp.float32)
     by_column = jax.ShapeDtypeStruct((columns,), jnp.float32) if wide else None
     scale = jax.ShapeDtypeStruct((), jnp.float32) if wide else None
@@ -60,15 +64,16 @@ def kernel_of(use: str, axis: int, dtype: Any, columns: int) -> binding.Kernel:
     batch = Batch(
         jax.ShapeDtypeStruct((rows, size), dtype), jax.ShapeDtypeStruct((rows,), jnp.int32), vector if wide else None
     )
-    coefficients = Coefficients(prob=vector, target=vector)
+    coefficients = Coefficients(prob=vector)
     if wide:
-        coefficients = Coefficients(*[vector] * len(Coefficients._fields))
+        coefficients = entries.without(Coefficients(*[vector] * len(Coefficients._fields)))
 
-    def run(head: Head, batch: Batch, coefficients: Coefficients, lse: Any) -> Any:
-        if (given := NUMBERS[use]) is None:
-            argmax = jnp.zeros(rows, jnp.int32) if wide else None
-            return launch.dlogits(head, batch, Gradient(coefficients, lse, argmax), None)
-        return launch.statistics(head, batch, given[0], stored=given[1])
+    def run(head: Head, batch: Batch, coefficients: Coefficients, vector: Any) -> Any:
+        if (names := NUMBERS[use]) is None:
+            return launch.dlogits(head, batch, Gradient(coefficients, vector))
+        if use in ("forward", "every statistic"):
+            return launch.statistics(head, batch, names)
+        return launch.exponentials(head, batch, vector, names)
 
     calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
     (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]

@@ -7,6 +7,7 @@ only, through PyTorch: tensor descriptors with 128×256 tiles.
 from typing import Literal, NamedTuple
 
 import jax
+from jax.lax import DotAlgorithmPreset, Precision
 
 from pallas_ce.head import HeadSpec
 
@@ -81,6 +82,16 @@ _EXACT = Config(64, 64, 32, stages=2)
 _EXACT_MANY = Config(64, 32, 32, warps=4, stages=2)
 WIDE = Entry(_EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY)
 
+# JAX's names for it; what a GPU is quickest at is TF32.
+_PRECISIONS = {
+    Precision.DEFAULT: "tf32",
+    Precision.HIGH: "tf32",
+    Precision.HIGHEST: "ieee",
+    DotAlgorithmPreset.TF32_TF32_F32: "tf32",
+    DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
+    DotAlgorithmPreset.F32_F32_F32: "ieee",
+}
+
 # What tensor descriptors read: rows that are multiples of this long.
 _ROW_BYTES = 16
 
@@ -88,18 +99,27 @@ _ROW_BYTES = 16
 _PROGRAMS = 132
 
 
+def precision(spec: HeadSpec) -> str | None:
+    """How the kernel multiplies, in Triton's words; None where it cannot as the head wants it."""
+    return _PRECISIONS.get(spec.precision) if spec.dtype.itemsize > 2 or spec.precision == Precision.DEFAULT else None
+
+
 def served(capability: int) -> bool:
     """Whether the table has the architecture."""
     return capability in NARROW
 
 
-def config_for(spec: HeadSpec, capability: int | None, use: Use) -> Config:
-    """The tiles for a head. Where the device is not known yet, the program is traced again for it: then any do."""
+def config_for(spec: HeadSpec, capability: int | None, use: Use, step: int = 0) -> Config:
+    """The tiles for a head, of which parts begin at multiples of `step` columns, if there are several.
+
+    Where the device is not known yet, the program is traced again for it: then any do.
+    """
     entry = WIDE if spec.dtype.itemsize > 2 else NARROW.get(capability or 80, _AMPERE)
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
-    aligned = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in (spec.hidden_size, length))
+    aligned = (spec.hidden_size, length, step * spec.vocab_axis)
     found: Config = getattr(entry, use)
-    return found if aligned or not found.descriptors else entry.pointers
+    readable = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in aligned)
+    return found if readable or not found.descriptors else entry.pointers
 
 
 def multiprocessors() -> int:
