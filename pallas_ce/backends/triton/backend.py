@@ -84,8 +84,7 @@ class TritonBackend(Backend):
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
         """The kernel and its tiles, of plain cross entropy."""
-        use: Use = "many" if options else _USES[mode]
-        config = configs.config_for(spec, binding.capability(), use)
+        config = configs.config_for(spec, binding.capability(), _USES[mode], options)
         source = "a table of what compiles, which has not been run on a GPU yet"
         return Description((Launch("head_kernel", config.rows, config.columns, 1, 1, source),))
 
@@ -161,6 +160,6 @@ def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, seve
     if mode == "recompute":
         beside = (narrow + wide * (1 + several)) * columns * size + (narrow + wide) * several * rows * size
         return narrow * rows * columns + beside
-    blocks = -(-v // configs.config_for(spec, binding.capability(), "many").columns)
+    blocks = -(-v // configs.narrowest(spec, binding.capability()))
     total = narrow * rows * size + _PARTIAL_FIELDS * wide * blocks * rows
     return total if mode is None else total + narrow * rows * v + (narrow + wide) * rows * size

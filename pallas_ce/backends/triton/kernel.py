@@ -19,9 +19,9 @@ Logits are `z = softcap(scale·(hidden·weight + bias)) / T`. `c·tanh(x/c)` is 
 Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
 float32 has 0, so that 0·(-inf) does not arise.
 
-COLUMNS columns are worked on, those from `bounds[3]` on. Only those from `bounds[0]` to below `bounds[1]` count, and
-rows up to `bounds[2]`: behind it nothing is computed, because fewer tiles are visited. Offsets of rows and columns in
-memory are 64 bits wide. Loads beyond an array give 0.
+COLUMNS columns are worked on, those from `bounds[3]` on. Only those below `bounds[1]` count, of dlogits those from
+`bounds[0]` on, and rows up to `bounds[2]`: behind it nothing is computed, because fewer tiles are visited. Offsets of
+rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
 
 Tiles are handed out in bands of row blocks, so that those worked on at one time share rows and columns in the cache.
 With tensor descriptors a program works on many tiles, and the loop over tiles and windows is flattened to one: loads of
@@ -61,6 +61,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     scale,  # [1]
     inverse_temperature,  # [ROWS]
     u,  # [VOCABULARY]
+    before,  # where `stored` is, if there is something that is kept where no tile is worked on; not read
     reference,  # [ROWS]
     lse,  # [ROWS], inf for a row of -inf only
     prob,  # [ROWS], and so the next five
@@ -162,7 +163,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
             z = _capped(z, CAP)
         if inverse_temperature is not None:
             z *= _by_row(inverse_temperature, rows, ROWS)
-        counts = (columns >= first) & (columns < last)
+        counts = columns < last
         if u is not None:
             weights = tl.load(u + columns, mask=has_column, other=0.0)[None, :]
 
@@ -191,7 +192,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
                     ratio /= _by_row(inverse_temperature, rows, ROWS)
                 dz *= 1.0 - ratio * ratio
             if MASKED:
-                dz = tl.where(counts[None, :], dz, 0.0)
+                dz = tl.where((counts & (columns >= first))[None, :], dz, 0.0)
             z = dz
         else:
             if MASKED:

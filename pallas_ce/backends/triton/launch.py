@@ -1,5 +1,6 @@
 """From a head and a block of rows to a launch of the kernel, and from its outputs to what backends return."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ from pallas_ce.statistics.row import Partial, add, fields_for, from_reference, m
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.tiles import Tile
 
-# What numbers take of registers, where options and other numbers take 1: tiles for plain cross entropy have room for 1.
-_REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 2, "logit_weights": 2}
+# What numbers take of registers, where options and other numbers take 1, and a mask.
+_REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
+_OF_MASK = 2
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
 _STEP = 16
@@ -37,13 +39,22 @@ def exponentials(head: Head, batch: Batch, reference: jax.Array, names: frozense
     fields = fields_for(names, own_maximum=False)
     config = _config(head, batch, "stash", fields)
     outputs = _partials(head, batch, config, fields)
-    outputs["stored"] = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
+    outputs[binding.STORED] = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
     found = _run(head, batch, config, _u(head, names) | {"reference": reference}, outputs)
-    stored = found.pop("stored")
+    stored = found.pop(binding.STORED)
     return from_reference(_joined(found, add), reference), stored
 
 
-def dlogits(head: Head, batch: Batch, gradient: Gradient, tile: Tile | None = None, first: Any = None) -> jax.Array:
+def dlogits(
+    head: Head,
+    batch: Batch,
+    gradient: Gradient,
+    tile: Tile | None = None,
+    first: Any = None,
+    *,
+    into: jax.Array | None = None,
+    rows: jax.Array | None = None,
+) -> jax.Array:
     """dlogits without single entries, in the compute dtype: `[n, V]`, or of a tile's columns.
 
     Args:
@@ -52,25 +63,38 @@ def dlogits(head: Head, batch: Batch, gradient: Gradient, tile: Tile | None = No
         gradient: theirs, without coefficients of single entries.
         tile: which columns; None: all.
         first: columns of the tile before this one have 0; None: none has.
+        into: what is kept in rows that are not worked on, and whose memory the result takes; None: nothing.
+        rows: `[]`, about how many are worked on; None: all.
     """
     coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
     inputs = dict(coefficients)
     if gradient.coefficients.need_probabilities:
         assert gradient.lse is not None
         inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
+    if into is not None:
+        inputs[binding.BEFORE] = into
     if "logit_weights" in coefficients and head.logit_weights is not None:
         inputs["u"] = head.logit_weights
     columns = head.spec.vocab_size if tile is None else tile.size
-    outputs = {"stored": jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
-    config = _config(head, batch, "dlogits", tuple(coefficients), _step(head, tile))
-    return _run(head, batch, config, inputs, outputs, tile=tile, first=first, gradient=True)["stored"]
+    outputs = {binding.STORED: jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
+    config = _config(head, batch, "dlogits", tuple(coefficients), tile, masked=first is not None)
+    return _run(head, batch, config, inputs, outputs, rows, tile=tile, first=first, gradient=True)[binding.STORED]
 
 
-def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], step: int = 0) -> Config:
-    """The tiles for a pass that makes these numbers, for parts of the vocabulary that begin at multiples of `step`."""
+def _config(
+    head: Head, batch: Batch, use: Use, numbers: Sequence[str], tile: Tile | None = None, *, masked: bool = False
+) -> Config:
+    """The tiles for a pass that makes these numbers."""
     options = (head.bias, head.spec.softcap, batch.inverse_temperature)
     taken = sum(_REGISTERS.get(number, 1) for number in numbers) + sum(option is not None for option in options)
-    return configs.config_for(head.spec, binding.capability(), use if taken <= 1 else "many", step)
+    find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, tile))
+    masked = masked or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
+    return find(taken + _OF_MASK * masked)
+
+
+def _ragged(head: Head, config: Config) -> bool:
+    """Whether the last tile reaches beyond the vocabulary."""
+    return head.spec.vocab_size % config.columns != 0
 
 
 def _step(head: Head, tile: Tile | None) -> int:
@@ -131,10 +155,10 @@ def _run(
         **inputs,
     }
     arrays = {name: x for name, x in given.items() if x is not None}
-    for name in arrays.keys() - {"hidden", "weight", "bounds"}:
+    for name in arrays.keys() - {"hidden", "weight", "bounds", binding.BEFORE}:
         arrays[name] = apart(arrays[name].astype(jnp.float32))
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
-    ragged = bool(columns % config.columns) and not gradient
+    ragged = not gradient and _ragged(head, config)
     constants: dict[str, Any] = {
         "ROWS": rows,
         "COLUMNS": columns,

@@ -7,7 +7,6 @@ from pallas_ce.backends.exponentials import Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch
 from pallas_ce.statistics.row import Partial
-from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
@@ -27,8 +26,8 @@ class Products(Multiplying):
     """See `Multiplying`."""
 
     def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
-        """One launch, if need be."""
-        return device_cond(bad_rows > 0, lambda: launch.dlogits(self.head, self.batch, gradient), lambda: operand)
+        """One launch, which may have nothing to do."""
+        return launch.dlogits(self.head, self.batch, gradient, into=operand, rows=bad_rows)
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         """One product."""
