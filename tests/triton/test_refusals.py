@@ -72,7 +72,7 @@ def test_what_has_no_kernel_of_its_own_is_not_done_by_another_under_its_name() -
 def test_explain_tells_the_tiles_and_that_they_have_not_been_run(backward: Any) -> None:
     shapes = (jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16))
     told = str(explain(*shapes, backward=backward, **NAMED))
-    assert "head_kernel: tiles of 128 x " in told
+    assert re.search("head_kernel: tiles of .* x ", told)
     assert "has not been run on a GPU yet" in told
 
 
