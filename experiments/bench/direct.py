@@ -23,6 +23,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilo
 from pallas_ce.backends.mosaic_gpu.kernels.stash_kernel import StashEpilogue
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.statistics.row import fields_for
 
 _NAMES = frozenset({"lse"})
 _SAMPLE = 64
@@ -40,7 +41,7 @@ def loss(hidden: Any, weight: Any, labels: Any) -> Any:
 
 def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
     """Each window's maximum and sum of exponentials `[windows, padded rows]`; one kernel and nothing else."""
-    fields = partials.fields_for(_NAMES, own_maximum=True)
+    fields = fields_for(_NAMES, own_maximum=True)
     given = _operands("forward", hidden, weight, fields)
     epilogue = StatisticsEpilogue(given.logits, fields, given.product.config.width)
     return _kernel("pallas_ce_forward", given, epilogue, (), partials.outputs(fields, given.slots, given.padded_rows))()
@@ -48,7 +49,7 @@ def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...
 
 def stash_kernel(hidden: jax.Array, weight: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
     """Each window's sum of exponentials from `reference [N]`, and the exponentials; one kernel and nothing else."""
-    fields = partials.fields_for(_NAMES, own_maximum=False)
+    fields = fields_for(_NAMES, own_maximum=False)
     given = _operands("stash", hidden, weight, fields)
     shape = operands.stored_shape(hidden.shape[0], weight.shape[0])
     epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, given.product.config.width)

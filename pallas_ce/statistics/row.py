@@ -56,6 +56,22 @@ def fields_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field in needed)
 
 
+def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
+    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`.
+
+    Args:
+        names: primitive statistics.
+        own_maximum: whether sums of exponentials are measured from the maximum; else from a reference given by row.
+    """
+    needed = set(fields_of(names)) - {"target_logit"}
+    if not own_maximum:
+        needed.add("sum_exp")
+        # Where sums of exponentials stand beside it, the maximum is only what they are measured from.
+        if not any("max" in (fields := PRIMITIVES[name].fields) and "sum_exp" not in fields for name in names):
+            needed.discard("max")
+    return tuple(field for field in FIELDS if field in needed)
+
+
 def partial_of_tile(
     logits: jax.Array,
     columns: jax.Array,
@@ -107,6 +123,17 @@ def add(a: Partial, b: Partial) -> Partial:
         if x is not None and y is not None:
             joined[field] = x + y if rule.added is None else rule.added(a, b)
     return Partial(**joined)
+
+
+def from_reference(partial: Partial, reference: jax.Array) -> Partial:
+    """A `Partial` as `statistics` knows it, from one measured from `reference [rows]`.
+
+    Nothing in the rules for `Partial` needs `max` to be the maximum; so the reference takes its place, unless the
+    maximum itself was asked for. Then the sums are moved to it, as `merge` would.
+    """
+    if partial.max is None:
+        return partial._replace(max=reference)
+    return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))
 
 
 def gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:

@@ -25,6 +25,13 @@ def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: 
     return update if buffer.shape == update.shape else lax.dynamic_update_slice_in_dim(buffer, update, start, axis)
 
 
+def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
+    """`x` padded at the end of each axis to `sizes`."""
+    if x.shape == sizes:
+        return x
+    return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
+
+
 def shrink(
     rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
 ) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, partials, stash_kernel
+from pallas_ce.backends import entries
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, partials, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, default_tiles
 from pallas_ce.backends.mosaic_gpu.tuning import measure
 from pallas_ce.head import Batch, Head, HeadSpec

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.backends import reference
+from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, forward_kernel, operands, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef

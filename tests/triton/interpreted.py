@@ -33,7 +33,7 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
     patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
     patch.setattr(binding, "capability", lambda: 90)
     patch.setattr(device, "interpreted", lambda: True)
-    entry = Entry(*[config] * 4, pointers=config._replace(descriptors=False))
+    entry = Entry(0, *[config] * 5, pointers=config._replace(descriptors=False))
     patch.setattr(configs, "NARROW", {90: entry})
     patch.setattr(configs, "WIDE", entry)
     patch.setattr(configs, "multiprocessors", lambda: programs)
@@ -52,6 +52,8 @@ def _run(call: binding.Kernel, results: Any, operands: list[np.ndarray]) -> list
     inputs = [torch.from_numpy(np.array(x)) for x in operands]
     outputs = [torch.from_numpy(np.full(x.shape, 77, x.dtype)) for x in results]
     names = [name for name, _ in call.inputs + call.outputs]
+    if binding.BEFORE in names:
+        outputs[names.index(binding.STORED) - len(inputs)] = inputs[names.index(binding.BEFORE)]
     given = dict(zip(names, inputs + outputs, strict=False)) | dict(call.constants)
     function = getattr(kernel, call.function)
     with np.errstate(all="ignore"):  # what is not selected may be inf·0

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics
+from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -26,16 +27,24 @@ MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.s
 SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
 LEAST_SHARED_KIB = 99
 
-LOSS = frozenset({"lse", "target_logit"})
-EVERY = frozenset(PRIMITIVES)
-NUMBERS: dict[str, Any] = {
-    "forward": (LOSS, False), "stash": (LOSS, True), "dlogits": None,
-    "every statistic": (EVERY, False), "every statistic and logits": (EVERY, True), "every term": None,
-}  # fmt: skip
+LOSS, EVERY = frozenset({"lse", "target_logit"}), frozenset(PRIMITIVES)
+PASSES = ("forward", "stash", "dlogits")
+# What a head and its rows have, and what of a pass is asked for, beside those of plain cross entropy.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "capped": ("softcap",),
+    "entropy": ("entropy", "prob_log_prob"),
+    "some": ("bias", "softcap", "inverse_temperature", "entropy", "prob_log_prob"),
+    "every": ("bias", "scale", "softcap", "inverse_temperature", "u", *PRIMITIVES, *Coefficients._fields),
+}
+
+FULL, TF32 = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
+THREE = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 CASES = [
-    *((use, axis, jnp.bfloat16, 8192) for use in NUMBERS for axis in (0, 1)),
-    *((use, 0, jnp.float16, 8190) for use in NUMBERS),
-    *((use, 0, jnp.float32, 8190) for use in NUMBERS),
+    *((use, options, axis, jnp.bfloat16, 8192, None) for use in PASSES for options in OPTIONS for axis in (0, 1)),
+    *((use, options, 0, jnp.float16, 8190, None) for use in PASSES for options in ("plain", "every")),
+    *((use, o, 0, jnp.float32, 8190, p) for use in PASSES for o in ("plain", "every") for p in (FULL, TF32, THREE)),
+    *((use, "plain", 1, jnp.float32, 8192, TF32) for use in PASSES),
 ]
 
 
@@ -48,27 +57,30 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     binding.compiled.cache_clear()
 
 
-def kernel_of(use: str, axis: int, dtype: Any, columns: int) -> binding.Kernel:
+def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, precision: Any) -> binding.Kernel:
     """The kernel that a call of this kind launches at 1000 × `columns`, H 4096."""
-    rows, size, wide = 1000, 4096, use.startswith("every")
-    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), 30.0 if wide else None)
-    vector = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    by_column = jax.ShapeDtypeStruct((columns,), jnp.float32) if wide else None
-    scale = jax.ShapeDtypeStruct((), jnp.float32) if wide else None
-    weight = jax.ShapeDtypeStruct((columns, size) if axis == 0 else (size, columns), dtype)
-    head = Head(weight, by_column, scale, by_column, spec)
-    batch = Batch(
-        jax.ShapeDtypeStruct((rows, size), dtype), jax.ShapeDtypeStruct((rows,), jnp.int32), vector if wide else None
-    )
-    coefficients = Coefficients(prob=vector, target=vector)
-    if wide:
-        coefficients = Coefficients(*[vector] * len(Coefficients._fields))
+    rows, size, given = 1000, 4096, OPTIONS[options]
 
-    def run(head: Head, batch: Batch, coefficients: Coefficients, lse: Any) -> Any:
-        if (given := NUMBERS[use]) is None:
-            argmax = jnp.zeros(rows, jnp.int32) if wide else None
-            return launch.dlogits(head, batch, Gradient(coefficients, lse, argmax), None)
-        return launch.statistics(head, batch, given[0], stored=given[1])
+    def array(name: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32) if name in given else None
+
+    cap = 30.0 if "softcap" in given else None
+    how = jax.lax.Precision.DEFAULT if precision is None else precision
+    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), cap, precision=how)
+    weight = jax.ShapeDtypeStruct((columns, size) if axis == 0 else (size, columns), dtype)
+    head = Head(weight, array("bias", columns), array("scale"), array("u", columns), spec)
+    batch = Batch(jax.ShapeDtypeStruct((rows, size), dtype), None, array("inverse_temperature", rows))
+    names = LOSS | EVERY.intersection(given)
+    vector = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    coefficients = Coefficients(**{name: vector for name in Coefficients._fields if name in ("prob", *given)})
+
+    def run(head: Head, batch: Batch, coefficients: Coefficients, vector: Any) -> Any:
+        match use:
+            case "forward":
+                return launch.statistics(head, batch, names)
+            case "stash":
+                return launch.exponentials(head, batch, vector, names)
+        return launch.dlogits(head, batch, Gradient(entries.without(coefficients), vector))
 
     calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
     (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
@@ -89,10 +101,12 @@ def spilled(built: binding.Compiled, capability: int, folder: Path) -> int:
 
 
 @pytest.mark.nightly(keep=8)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{np.dtype(case[2]).name}-{case[3]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, case[:3])) + f"-{np.dtype(case[3]).name}-{case[5]}"
+)
 @pytest.mark.parametrize("capability", list(configs.NARROW))
 def test_no_entry_of_the_table_spills_or_is_too_large(
-    capability: int, case: tuple[str, int, Any, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int, case: tuple[str, str, int, Any, int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding, "capability", lambda: capability)
     kernel = kernel_of(*case)
@@ -100,9 +114,9 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert spilled(built, capability, tmp_path) == 0
     assert built.shared_bytes <= 1024 * SHARED_KIB.get(capability, LEAST_SHARED_KIB)
     assert built.warps == kernel.warps
-    wide = case[2] == jnp.float32
-    assert ("fma.rn.f32" if wide else MULTIPLIES[capability // 10]) in built.ptx
-    assert "tf32" not in built.ptx
+    precision = case[5]
+    assert ("fma.rn.f32" if precision is FULL else MULTIPLIES[capability // 10]) in built.ptx
+    assert ("tf32" in built.ptx) == (precision in (TF32, THREE))
     assert ("cp.async.bulk.tensor" in built.ptx) == kernel.scratch
     assert (built.scratch_bytes > 0) == kernel.scratch
     # Its parameters: arrays, scratch, and the profiler's buffer, in this order; see `binding`.

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import entries
+from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.mosaic_gpu import products, recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import (
-    entries,
     forward_kernel,
     materialized_kernel,
     operands,
     partials,
     product_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.products import Stash
 from pallas_ce.backends.mosaic_gpu.schedule import plans
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
     PARTIALS_BYTES,
@@ -61,8 +61,6 @@ class MosaicGpuBackend(Backend):
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """All but bfloat16 and float16 operands, whose accuracy is the reason to ask for wider ones."""
-        if rows.targets is not None:
-            return f"its kernels read one label for each row, and labels hold K={rows.targets}; use 'xla'"
         if rows.row_temperature:
             return (
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
@@ -138,7 +136,8 @@ class MosaicGpuBackend(Backend):
         rows = batch.hidden.shape[0]
         config = self._config("stash", head, rows, partials.vectors(names))
         fallback = self._config("forward", head, rows, partials.vectors(names), rare=True)
-        return products.make(head, batch, names, config, fallback, block)
+        skipped = products.skipped_from(head.spec, block)
+        return products.Kernels(head, batch, skipped, config, fallback).make(names)
 
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: HeadSums, plan: Plan, block: RowBlock
@@ -148,7 +147,8 @@ class MosaicGpuBackend(Backend):
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
         configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=True)
-        return products.products(head, batch, gradient, stash, sums, block, configs)
+        skipped = products.skipped_from(head.spec, block)
+        return products.Products(head, batch, skipped, configs).products(gradient, stash, sums, block.number != 0)
 
     def _gradient_configs(
         self, head: Head, batch: Batch, gradient: Gradient, hidden: Config, plan: Plan, *, rare: bool = False

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.backends import entries
+from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.mosaic_gpu.gemm import walk
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, entries, operands, product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
 from pallas_ce.backends.protocol import Gradient, Plan
@@ -39,14 +41,8 @@ def step(
     configs: GradientConfigs,
 ) -> TileStep:
     """See `Backend.recompute`."""
-    coefficients, exact = gradient.coefficients, []
-    for columns, given in ((batch.labels, coefficients.target), (gradient.argmax, coefficients.argmax)):
-        if given is not None:
-            assert columns is not None
-            logits = entries.logits(head, batch.hidden, columns)
-            values = entries.gradients(head, columns, logits, batch.labels, gradient)
-            exact.append((columns, values))
-    gradient = gradient._replace(coefficients=entries.without(coefficients))
+    exact = entries.exact(head, batch, gradient)
+    gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
     work = _InPlace if in_place(head.spec, plan.rows, plan.columns) else _BySlices
     return work(head, batch.hidden, gradient, exact, plan, block, configs)
 
@@ -58,17 +54,10 @@ class _Work:
     head: Head
     hidden: jax.Array
     gradient: Gradient
-    exact: list[tuple[jax.Array, jax.Array]]
+    exact: Entries
     plan: Plan
     block: RowBlock
     configs: GradientConfigs
-
-    def put_entries(self, stored: jax.Array, start: jax.Array, first: jax.Array, count: jax.Array | int) -> jax.Array:
-        """`stored`, whose columns begin at `start`, with the exact entries among `count` columns from `first` on."""
-        for columns, values in self.exact:
-            inside = (columns >= first) & (columns < first + count)
-            stored = entries.put(stored, jnp.where(inside, columns - start, -1), values)
-        return stored
 
     def dlogits(self, head: Head, **part: Any) -> jax.Array:
         """Those that the kernel makes, of a part of the head or a slice of it."""
@@ -90,7 +79,8 @@ class _InPlace(_Work):
         first = jnp.int32(index) * width
         count = jnp.minimum(width, spec.vocab_size - first)
         part = None if width == spec.vocab_size else Part(width, first, count)
-        stored = self.put_entries(self.dlogits(head, part=part, valid_rows=valid_rows), first, first, count)
+        stored = self.dlogits(head, part=part, valid_rows=valid_rows)
+        stored = entries.put_among(stored, self.exact, first, first, count)
         if hidden_sum is not None:
             alone = self.plan.rows >= hidden_sum.shape[0]
             to_row = None if alone else jnp.int32(self.block.number) * self.plan.rows
@@ -127,7 +117,7 @@ class _BySlices(_Work):
         weight = tile.take(operands.apart(head.weight), spec.vocab_axis)
         own = None if tile.valid is None else jnp.int32(index) * columns - tile.start
         stored = self.dlogits(self._slice(tile, weight), first=own)
-        stored = self.put_entries(stored, tile.start, jnp.int32(index) * columns, columns)
+        stored = entries.put_among(stored, self.exact, tile.start, jnp.int32(index) * columns, columns)
         stored = stored[: self.hidden.shape[0], :columns]
         for_weight = for_bias = None
         if hidden_sum is not None:

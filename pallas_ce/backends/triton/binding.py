@@ -33,6 +33,9 @@ _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": 
 _ALIGNMENT = 16
 _SCRATCH_ALIGNMENT = 128
 
+# An input of the first name is the memory in which the output of the second is written.
+BEFORE, STORED = "before", "stored"
+
 # Of a kernel that makes two descriptors, which is what its programs have room for.
 SCRATCH_BYTES = 2 * 128
 
@@ -190,7 +193,9 @@ def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.Shape
         built.name, built.warps, 1, built.shared_bytes, built.ptx, "", kernel.capability
     )  # fmt: skip
     launch = gpu_triton.TritonKernelCall(code, kernel.programs, 1, 1, parameters)
-    rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi")
+    names = [[name for name, _ in some] for some in (kernel.inputs, kernel.outputs)]
+    aliases = {names[0].index(BEFORE): names[1].index(STORED)} if BEFORE in names[0] else {}
+    rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=aliases)
     return rule(ctx, *operands, opaque=zlib.compress(launch.to_proto(kernel.function, b"")))
 
 

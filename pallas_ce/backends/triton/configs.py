@@ -1,12 +1,13 @@
 """Tiles for each architecture: a table, read when a call is traced. Nothing is measured.
 
-Each entry compiles without spilled registers, which tests check. Which of several is fastest was measured on an H200
-only, through PyTorch: tensor descriptors with 128×256 tiles.
+Each entry compiles without spilled registers, which tests check. Which of several is fastest was measured on Hopper,
+of Ampere's too, whose code runs there.
 """
 
 from typing import Literal, NamedTuple
 
 import jax
+from jax.lax import DotAlgorithmPreset, Precision
 
 from pallas_ce.head import HeadSpec
 
@@ -33,36 +34,47 @@ class Config(NamedTuple):
     group: int = 8
 
 
-Use = Literal["forward", "stash", "dlogits", "many"]
+Use = Literal["forward", "stash", "dlogits"]
+
+# What `some` has room for.
+_SOME = 6
 
 
 class Entry(NamedTuple):
-    """What an architecture takes.
+    """What an architecture takes; registers are what limits tiles.
 
     Attributes:
-        forward: for the statistics of the plain cross entropy.
-        stash: for those and the logits.
-        dlogits: for the plain cross entropy's.
-        many: for every other call, which keeps more numbers in registers.
+        room: how many registers' worth of options and statistics, as `launch` counts them, the next three have room
+            for beside those of plain cross entropy.
+        forward: for statistics.
+        stash: for those and the exponentials.
+        dlogits: for dlogits.
+        some: for any of them with a little more.
+        many: for every other call.
         pointers: where tensor descriptors cannot read the arrays.
     """
 
+    room: int
     forward: Config
     stash: Config
     dlogits: Config
+    some: Config
     many: Config
     pointers: Config
 
 
-_POINTERS = Config(128, 128, 64)
-_LARGE = Config(128, 256, 64, descriptors=True)
-_SQUARE = Config(128, 128, 64, stages=4, descriptors=True)
-_SMALL = Config(128, 64, 64, stages=4, descriptors=True)
 _SMALL_POINTERS = Config(128, 64, 64)
+_SMALL = Config(128, 64, 64, stages=4, descriptors=True)
+_SQUARE_POINTERS = Config(128, 128, 64)
+_SQUARE = Config(128, 128, 64, stages=4, descriptors=True)
+_WIDE_POINTERS = Config(128, 256, 64)
+_WIDE = Config(128, 256, 64, descriptors=True, group=16)
+_TALL = Config(256, 128, 64, descriptors=True)
 
-_AMPERE = Entry(_POINTERS, _POINTERS, _POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
-_HOPPER = Entry(_LARGE, _SQUARE, _LARGE, _SMALL, _SMALL_POINTERS)
-_BLACKWELL = Entry(_SQUARE, _SQUARE, _SQUARE, _SMALL, _SMALL_POINTERS)
+_AMPERE = Entry(1, _WIDE_POINTERS, _SQUARE_POINTERS, _WIDE_POINTERS, _SQUARE_POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
+_HOPPER = Entry(3, _WIDE, _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
+_SHALLOW = Config(128, 128, 64, descriptors=True)
+_BLACKWELL = Entry(_SOME, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _SMALL, _SMALL_POINTERS)
 
 # By compute capability, for 16-bit operands.
 NARROW: dict[int, Entry] = {
@@ -76,10 +88,38 @@ NARROW: dict[int, Entry] = {
     121: _AMPERE,
 }
 
-# For float32 operands, which are multiplied in full float32: not by tensor cores, so that tiles need not be large.
+# For float32 operands on tensor cores, once or in three passes: windows are half as long, and by pointers one entry
+# serves all architectures.
+_TF32_SMALL_POINTERS = Config(128, 64, 32)
+_TF32_SMALL = Config(128, 64, 32, descriptors=True)
+_TF32_SQUARE_POINTERS = Config(128, 128, 32)
+_TF32_SQUARE = Config(128, 128, 32, descriptors=True)
+_TF32_WIDE = Config(128, 256, 32, descriptors=True, group=16)
+
+
+def _one(config: Config, many: Config, pointers: Config) -> Entry:
+    return Entry(_SOME, config, config, config, config, many, pointers)
+
+
+_TF32 = _one(_TF32_SQUARE_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
+_TF32_NEWER = _one(_TF32_SQUARE, _TF32_SMALL, _TF32_SMALL_POINTERS)
+_TF32_HOPPER = _TF32_NEWER._replace(forward=_TF32_WIDE)
+_THREE_PASSES = _one(_TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
+
+# And in full float32: not by tensor cores, so that tiles need not be large.
 _EXACT = Config(64, 64, 32, stages=2)
 _EXACT_MANY = Config(64, 32, 32, warps=4, stages=2)
-WIDE = Entry(_EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY)
+WIDE = Entry(1, _EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY, _EXACT_MANY)
+
+# JAX's names for it; what a GPU is quickest at is TF32.
+_PRECISIONS = {
+    Precision.DEFAULT: "tf32",
+    Precision.HIGH: "tf32",
+    Precision.HIGHEST: "ieee",
+    DotAlgorithmPreset.TF32_TF32_F32: "tf32",
+    DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
+    DotAlgorithmPreset.F32_F32_F32: "ieee",
+}
 
 # What tensor descriptors read: rows that are multiples of this long.
 _ROW_BYTES = 16
@@ -88,18 +128,53 @@ _ROW_BYTES = 16
 _PROGRAMS = 132
 
 
+def precision(spec: HeadSpec) -> str | None:
+    """How the kernel multiplies, in Triton's words; None where it cannot as the head wants it.
+
+    Operands of 16 bits are multiplied as they are.
+    """
+    wide = spec.dtype.itemsize > 2
+    return _PRECISIONS.get(spec.precision) if wide or spec.precision == Precision.DEFAULT else None
+
+
 def served(capability: int) -> bool:
     """Whether the table has the architecture."""
     return capability in NARROW
 
 
-def config_for(spec: HeadSpec, capability: int | None, use: Use) -> Config:
-    """The tiles for a head. Where the device is not known yet, the program is traced again for it: then any do."""
-    entry = WIDE if spec.dtype.itemsize > 2 else NARROW.get(capability or 80, _AMPERE)
+def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0, step: int = 0) -> Config:
+    """The tiles for a head and a pass. Where the device is not known yet, it is traced again for it: then any do.
+
+    Args:
+        spec: the head.
+        capability: of the device.
+        use: the pass.
+        taken: registers' worth of what is asked for beside plain cross entropy.
+        step: parts of the vocabulary begin at multiples of so many columns; 0 where there is one part.
+    """
+    entry = _entry(spec, capability or 80)
+    found: Config = getattr(entry, use) if taken <= entry.room else entry.some if taken <= _SOME else entry.many
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
-    aligned = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in (spec.hidden_size, length))
-    found: Config = getattr(entry, use)
-    return found if aligned or not found.descriptors else entry.pointers
+    lengths = (spec.hidden_size, length, step * spec.vocab_axis)
+    readable = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in lengths)
+    return found if readable or not found.descriptors else entry.pointers
+
+
+def narrowest(spec: HeadSpec, capability: int | None) -> int:
+    """The least columns of a tile."""
+    return _entry(spec, capability or 80).many.columns
+
+
+def _entry(spec: HeadSpec, capability: int) -> Entry:
+    descriptors = capability // 10 in (9, 10)
+    match precision(spec):
+        case "ieee":
+            return WIDE
+        case "tf32x3":
+            return _TF32_NEWER if descriptors else _THREE_PASSES
+        case _ if spec.dtype.itemsize > 2:
+            return _TF32 if not descriptors else _TF32_HOPPER if capability == 90 else _TF32_NEWER
+    return NARROW.get(capability, _AMPERE)
 
 
 def multiprocessors() -> int:

@@ -3,13 +3,15 @@
 A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never leaves the registers as a whole, unless
 `stored` is asked for. What is made of it depends on which outputs there are:
 
-* *statistics* of each row over the tile's columns, one number for each row and tile. With `m` the tile's maximum they
-  are `Σ e^{z-m}`, `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u z`, and the lowest column where `z = m`.
-  XLA merges the tiles by the rule that all backends share. No tile waits for another, and nothing is added atomically,
-  so the same inputs give the same bits.
-* *targets' logits*. A target lies in one column, so one tile holds it and writes it; rows without one are left alone.
-* *logits* in float32, for the in-forward mode.
+* *statistics* of each row over the tile's columns, one number for each row and tile. They are `Σ e^{z-m}`,
+  `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u z`, and the lowest column where z is largest. `m` is the
+  tile's maximum, or the row's `reference` if there is one: the same for all tiles, so that it needs no maximum. XLA
+  merges the tiles by the rules that all backends share. No tile waits for another, and nothing is added atomically, so
+  the same inputs give the same bits.
+* *exponentials*, `e^{z-reference}` in the operands' dtype, for the in-forward mode; see `backends.exponentials`.
 * *dlogits*, recomputed, by the formula of `statistics.gradient`, in the operands' dtype.
+
+Single entries of a row, its targets' and its largest, are XLA's affair; see `backends.entries`.
 
 Logits are `z = softcap(scale·(hidden·weight + bias)) / T`. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to
 1e-7·c; where |x/c| < 1/4, the odd polynomial of degree 9 is good to 1e-8 of the result.
@@ -17,8 +19,9 @@ Logits are `z = softcap(scale·(hidden·weight + bias)) / T`. `c·tanh(x/c)` is 
 Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
 float32 has 0, so that 0·(-inf) does not arise.
 
-Columns count from `bounds[0]` to below `bounds[1]`, and rows up to `bounds[2]`: behind it nothing is computed, because
-fewer tiles are visited. Offsets of rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
+COLUMNS columns are worked on, those from `bounds[3]` on. Only those below `bounds[1]` count, of dlogits those from
+`bounds[0]` on, and rows up to `bounds[2]`: behind it nothing is computed, because fewer tiles are visited. Offsets of
+rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
 
 Tiles are handed out in bands of row blocks, so that those worked on at one time share rows and columns in the cache.
 With tensor descriptors a program works on many tiles, and the loop over tiles and windows is flattened to one: loads of
@@ -52,23 +55,21 @@ def _capped(x, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def head_kernel(  # type: ignore[no-untyped-def]
     hidden,  # [ROWS, H]
-    weight,  # [COLUMNS, H], or [H, STRIDE] where AXIS is 1
-    bounds,  # [3] int32
-    bias,  # [COLUMNS]
+    weight,  # [at least VOCABULARY, H], or [H, STRIDE] where AXIS is 1
+    bounds,  # [4] int32
+    bias,  # [VOCABULARY]
     scale,  # [1]
     inverse_temperature,  # [ROWS]
-    u,  # [COLUMNS]
-    labels,  # [ROWS, K] int32
-    argmax_at,  # [ROWS] int32
+    u,  # [VOCABULARY]
+    before,  # where `stored` is, if there is something that is kept where no tile is worked on; not read
+    reference,  # [ROWS]
     lse,  # [ROWS], inf for a row of -inf only
-    prob,  # [ROWS], and so the next six
+    prob,  # [ROWS], and so the next five
     prob_log_prob,
     prob_sq,
     prob_deviation_sq,
     entropy,
     logit_weights,
-    argmax_coefficient,
-    target_coefficient,  # [ROWS, K]
     max,  # [column blocks, ROWS], and so the next six
     sum_exp,
     sum_exp_shifted,
@@ -76,16 +77,17 @@ def head_kernel(  # type: ignore[no-untyped-def]
     sum_exp_deviation_sq,
     weighted_sum,
     argmax,
-    target_logit,  # [ROWS, K]
-    stored,  # [ROWS, COLUMNS], logits or dlogits
+    stored,  # [ROWS, COLUMNS], exponentials or dlogits
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    ORIGIN: tl.constexpr,
     H: tl.constexpr,
     STRIDE: tl.constexpr,
     AXIS: tl.constexpr,
-    K: tl.constexpr,
     CAP: tl.constexpr,
     UNIFORM: tl.constexpr,
+    PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     GRADIENT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -98,15 +100,16 @@ def head_kernel(  # type: ignore[no-untyped-def]
     first = tl.load(bounds)
     last = tl.load(bounds + 1)
     row_blocks = tl.cdiv(tl.load(bounds + 2), BLOCK_ROWS)
+    origin = tl.multiple_of(tl.load(bounds + 3), ORIGIN) if ORIGIN else 0
     column_blocks: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     band: tl.constexpr = GROUP * column_blocks
     ragged: tl.constexpr = H % WINDOW != 0
     if DESCRIPTORS:
         hidden_windows = tl.make_tensor_descriptor(hidden, [ROWS, H], [H, 1], [BLOCK_ROWS, WINDOW])
         if AXIS == 0:
-            weight_windows = tl.make_tensor_descriptor(weight, [COLUMNS, H], [H, 1], [BLOCK_COLUMNS, WINDOW])
+            weight_windows = tl.make_tensor_descriptor(weight, [VOCABULARY, H], [H, 1], [BLOCK_COLUMNS, WINDOW])
         else:
-            weight_windows = tl.make_tensor_descriptor(weight, [H, COLUMNS], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
+            weight_windows = tl.make_tensor_descriptor(weight, [H, VOCABULARY], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
 
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=DESCRIPTORS):
         in_band = tile % band
@@ -117,18 +120,19 @@ def head_kernel(  # type: ignore[no-untyped-def]
         row = row_block * BLOCK_ROWS
         column = column_block * BLOCK_COLUMNS
         rows = row + tl.arange(0, BLOCK_ROWS)
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        places = column + tl.arange(0, BLOCK_COLUMNS)
+        columns = origin + places
         has_row = rows < ROWS
-        has_column = columns < COLUMNS
+        has_column = columns < VOCABULARY
 
         z = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         if DESCRIPTORS:
             for window in tl.range(0, H, WINDOW):
                 a = hidden_windows.load([row, window])
                 if AXIS == 0:
-                    z = tl.dot(a, weight_windows.load([column, window]).T, z, input_precision="ieee")
+                    z = tl.dot(a, weight_windows.load([origin + column, window]).T, z, input_precision=PRECISION)
                 else:
-                    z = tl.dot(a, weight_windows.load([window, column]), z, input_precision="ieee")
+                    z = tl.dot(a, weight_windows.load([window, origin + column]), z, input_precision=PRECISION)
         else:
             lane = tl.arange(0, WINDOW)
             row_at = hidden + rows.to(tl.int64)[:, None] * H + lane[None, :]
@@ -144,7 +148,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 else:
                     a = tl.load(row_at, mask=has_row[:, None], other=0.0)
                     b = tl.load(column_at, mask=has_column[None, :], other=0.0)
-                z = tl.dot(a, b, z, input_precision="ieee")
+                z = tl.dot(a, b, z, input_precision=PRECISION)
                 row_at += WINDOW
                 if AXIS == 0:
                     column_at += WINDOW
@@ -159,7 +163,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
             z = _capped(z, CAP)
         if inverse_temperature is not None:
             z *= _by_row(inverse_temperature, rows, ROWS)
-        counts = (columns >= first) & (columns < last)
+        counts = columns < last
         if u is not None:
             weights = tl.load(u + columns, mask=has_column, other=0.0)[None, :]
 
@@ -177,13 +181,6 @@ def head_kernel(  # type: ignore[no-untyped-def]
                     deviation = log_p + _by_row(entropy, rows, ROWS)
                     inner += _by_row(prob_deviation_sq, rows, ROWS) * deviation * deviation
                 dz = p * inner
-            for k in tl.static_range(K):
-                label = tl.load(labels + rows.to(tl.int64) * K + k, mask=has_row, other=-1)
-                value = tl.load(target_coefficient + rows.to(tl.int64) * K + k, mask=has_row, other=0.0)
-                dz += tl.where(columns[None, :] == label[:, None], value[:, None], 0.0)
-            if argmax_coefficient is not None:
-                label = tl.load(argmax_at + rows, mask=has_row, other=-1)
-                dz += tl.where(columns[None, :] == label[:, None], _by_row(argmax_coefficient, rows, ROWS), 0.0)
             if logit_weights is not None:
                 if u is not None:
                     dz += _by_row(logit_weights, rows, ROWS) * weights
@@ -195,7 +192,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
                     ratio /= _by_row(inverse_temperature, rows, ROWS)
                 dz *= 1.0 - ratio * ratio
             if MASKED:
-                dz = tl.where(counts[None, :], dz, 0.0)
+                dz = tl.where((counts & (columns >= first))[None, :], dz, 0.0)
             z = dz
         else:
             if MASKED:
@@ -208,7 +205,11 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 place = tl.where(z == top[:, None], columns[None, :], 2147483647)
                 tl.store(argmax + part, tl.min(place, axis=1), mask=has_row)
             if sum_exp is not None:
-                distance = tl.maximum(z - tl.where(top == float("-inf"), 0.0, top)[:, None], FARTHEST)
+                if reference is not None:
+                    distance = z - _by_row(reference, rows, ROWS)
+                else:
+                    distance = z - tl.where(top == float("-inf"), 0.0, top)[:, None]
+                distance = tl.maximum(distance, FARTHEST)
                 e = tl.exp2(distance * LOG2E)
                 total = tl.sum(e, axis=1)
                 tl.store(sum_exp + part, total, mask=has_row)
@@ -226,13 +227,8 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 else:
                     weighted = tl.where(counts[None, :], z, 0.0) * UNIFORM
                 tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)
-            if target_logit is not None:
-                for k in tl.static_range(K):
-                    label = tl.load(labels + rows.to(tl.int64) * K + k, mask=has_row, other=-1)
-                    value = tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), axis=1)
-                    here = has_row & (label >= column) & (label < column + BLOCK_COLUMNS)
-                    tl.store(target_logit + rows.to(tl.int64) * K + k, value, mask=here)
 
         if stored is not None:
-            at = stored + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-            tl.store(at, z.to(stored.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+            kept = z if GRADIENT else e
+            at = stored + rows.to(tl.int64)[:, None] * COLUMNS + places[None, :]
+            tl.store(at, kept.to(stored.dtype.element_ty), mask=has_row[:, None] & (places < COLUMNS)[None, :])

@@ -1,97 +1,126 @@
 """From a head and a block of rows to a launch of the kernel, and from its outputs to what backends return."""
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, fields_of, merge
+from pallas_ce.statistics.row import Partial, add, fields_for, from_reference, merge
 from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.tiles import Tile
 
-# What the kernel calls the coefficients whose names are statistics', too.
-_RENAMED = {"target": "target_coefficient", "argmax": "argmax_coefficient"}
-_PLAIN = frozenset({"lse", "target_logit"})
+# What numbers take of registers, where options and other numbers take 1, and a mask.
+_REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
+_OF_MASK = 2
+
+# The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
+_STEP = 16
+
+
+def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
+    """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
+    fields = fields_for(names, own_maximum=True)
+    if not fields:
+        return Partial()
+    config = _config(head, batch, "forward", fields)
+    return _joined(_run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled), merge)
+
+
+def exponentials(head: Head, batch: Batch, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
+    """See `Stashing.exponentials`."""
+    fields = fields_for(names, own_maximum=False)
+    config = _config(head, batch, "stash", fields)
+    outputs = _partials(head, batch, config, fields)
+    outputs[binding.STORED] = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
+    found = _run(head, batch, config, _u(head, names) | {"reference": reference}, outputs)
+    stored = found.pop(binding.STORED)
+    return from_reference(_joined(found, add), reference), stored
+
+
+def dlogits(
+    head: Head,
+    batch: Batch,
+    gradient: Gradient,
+    tile: Tile | None = None,
+    first: Any = None,
+    *,
+    into: jax.Array | None = None,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """dlogits without single entries, in the compute dtype: `[n, V]`, or of a tile's columns.
+
+    Args:
+        head: the head.
+        batch: the rows.
+        gradient: theirs, without coefficients of single entries.
+        tile: which columns; None: all.
+        first: columns of the tile before this one have 0; None: none has.
+        into: what is kept in rows that are not worked on, and whose memory the result takes; None: nothing.
+        rows: `[]`, about how many are worked on; None: all.
+    """
+    coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
+    inputs = dict(coefficients)
+    if gradient.coefficients.need_probabilities:
+        assert gradient.lse is not None
+        inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
+    if into is not None:
+        inputs[binding.BEFORE] = into
+    if "logit_weights" in coefficients and head.logit_weights is not None:
+        inputs["u"] = head.logit_weights
+    columns = head.spec.vocab_size if tile is None else tile.size
+    outputs = {binding.STORED: jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
+    config = _config(head, batch, "dlogits", tuple(coefficients), tile, masked=first is not None)
+    return _run(head, batch, config, inputs, outputs, rows, tile=tile, first=first, gradient=True)[binding.STORED]
+
+
+def _config(
+    head: Head, batch: Batch, use: Use, numbers: Sequence[str], tile: Tile | None = None, *, masked: bool = False
+) -> Config:
+    """The tiles for a pass that makes these numbers."""
+    options = (head.bias, head.spec.softcap, batch.inverse_temperature)
+    taken = sum(_REGISTERS.get(number, 1) for number in numbers) + sum(option is not None for option in options)
+    find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, tile))
+    masked = masked or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
+    return find(taken + _OF_MASK * masked)
+
+
+def _ragged(head: Head, config: Config) -> bool:
+    """Whether the last tile reaches beyond the vocabulary."""
+    return head.spec.vocab_size % config.columns != 0
+
+
+def _step(head: Head, tile: Tile | None) -> int:
+    """What the kernel is told that the tile begins at a multiple of; 0 where it begins at the first column."""
+    return 0 if tile is None else math.gcd(tile.size, head.spec.vocab_size, _STEP)
+
+
+def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
+    return {"u": head.logit_weights} if "mean_logit" in names and head.logit_weights is not None else {}
+
+
+def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """One number for each row and block of columns."""
+    shape = -(-head.spec.vocab_size // config.columns), batch.hidden.shape[0]
+    return {field: jax.ShapeDtypeStruct(shape, jnp.int32 if field == "argmax" else jnp.float32) for field in fields}
+
+
+def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]) -> Partial:
+    """One `Partial` `[n]` of those of the column blocks `[blocks, n]`."""
+    neutral = Partial(**{field: jnp.asarray(FIELDS[field].neutral, x.dtype) for field, x in found.items()})
+    return lax.reduce(Partial(**found), neutral, rule, (0,))
 
 
 def apart(x: jax.Array) -> jax.Array:
     """`x` as an array that begins where the kernel needs it to: XLA hands slices to a kernel wherever they lie."""
-    return jax.lax.optimization_barrier(x)
-
-
-def statistics(
-    head: Head, batch: Batch, names: frozenset[str], *, filled: jax.Array | None = None, stored: bool = False
-) -> tuple[Partial, jax.Array | None]:
-    """The `Partial` over the head's vocabulary; and the logits `[n, V]` float32, if they are to be `stored`.
-
-    Statistics of rows from `filled []` on mean nothing.
-    """
-    plain = names <= _PLAIN and _no_options(head, batch)
-    config = _config(head, "many" if not plain else "stash" if stored else "forward")
-    rows, columns = _shape(head, batch)
-    blocks = -(-columns // config.columns)
-    fields = [field for field in fields_of(names) if field != "target_logit"]
-    kinds = {field: jnp.int32 if field == "argmax" else jnp.float32 for field in fields}
-    outputs = {field: jax.ShapeDtypeStruct((blocks, rows), kind) for field, kind in kinds.items()}
-    inputs = {}
-    if "target_logit" in names:
-        assert batch.labels is not None
-        inputs["labels"] = batch.labels
-        outputs["target_logit"] = jax.ShapeDtypeStruct(batch.labels.shape, jnp.float32)
-    if "mean_logit" in names and head.logit_weights is not None:
-        inputs["u"] = head.logit_weights
-    if stored or not outputs:
-        outputs["stored"] = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
-    found = _run(head, batch, config, inputs, outputs, filled=filled)
-    partial = _joined(found, fields)
-    if batch.labels is not None and "target_logit" in found:
-        exists = (batch.labels >= 0) & (batch.labels < (columns if head.valid_columns is None else head.valid_columns))
-        partial = partial._replace(target_logit=jnp.where(exists, found["target_logit"], 0.0))
-    return partial, found.get("stored")
-
-
-def dlogits(head: Head, batch: Batch, gradient: Gradient, first: jax.Array | None) -> jax.Array:
-    """`[n, V]` in the compute dtype; 0 in columns before `first []`."""
-    coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
-    inputs = {_RENAMED.get(name, name): c.astype(jnp.float32) for name, c in coefficients.items()}
-    if gradient.lse is not None and "prob" in coefficients:
-        inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
-    if "target" in coefficients:
-        assert batch.labels is not None
-        inputs["labels"] = batch.labels
-    if "argmax" in coefficients:
-        assert gradient.argmax is not None
-        inputs["argmax_at"] = gradient.argmax
-    if "logit_weights" in coefficients and head.logit_weights is not None:
-        inputs["u"] = head.logit_weights
-    outputs = {"stored": jax.ShapeDtypeStruct(_shape(head, batch), head.spec.dtype)}
-    plain = coefficients.keys() <= {"prob", "target"} and batch.targets == () and _no_options(head, batch)
-    config = _config(head, "dlogits" if plain else "many")
-    return _run(head, batch, config, inputs, outputs, first=first, gradient=True)["stored"]
-
-
-def _shape(head: Head, batch: Batch) -> tuple[int, int]:
-    return batch.hidden.shape[0], head.spec.vocab_size
-
-
-def _config(head: Head, use: Use) -> Config:
-    return configs.config_for(head.spec, binding.capability(), use)
-
-
-def _no_options(head: Head, batch: Batch) -> bool:
-    given = (head.bias, head.logit_scale, head.spec.softcap, batch.inverse_temperature)
-    return all(option is None for option in given)
-
-
-def _joined(found: dict[str, jax.Array], fields: Sequence[str]) -> Partial:
-    """One `Partial` `[n]` of those of the column blocks `[blocks, n]`, by the rule that all backends share."""
-    blocks = Partial(**{field: found[field] for field in fields})
-    neutral = Partial(**{field: jnp.asarray(FIELDS[field].neutral, found[field].dtype) for field in fields})
-    return jax.lax.reduce(blocks, neutral, merge, (0,)) if fields else blocks
+    return lax.optimization_barrier(x)
 
 
 def _run(
@@ -100,40 +129,48 @@ def _run(
     config: Config,
     inputs: dict[str, jax.Array],
     outputs: dict[str, jax.ShapeDtypeStruct],
-    *,
     filled: jax.Array | None = None,
-    first: jax.Array | None = None,
+    *,
+    tile: Tile | None = None,
+    first: Any = None,
     gradient: bool = False,
 ) -> dict[str, jax.Array]:
-    spec, (rows, columns) = head.spec, _shape(head, batch)
-    last = columns if head.valid_columns is None else head.valid_columns
-    bounds = (0 if first is None else first, last, rows if filled is None else filled)
+    spec, rows = head.spec, batch.hidden.shape[0]
+    vocabulary = spec.vocab_size
+    columns = vocabulary if tile is None else tile.size
+    last = vocabulary if head.valid_columns is None else head.valid_columns
+    bounds = (
+        0 if first is None else first,
+        last,
+        rows if filled is None else filled,
+        0 if tile is None else tile.start,
+    )
     given = {
         "hidden": apart(batch.hidden.astype(spec.dtype)),
         "weight": apart(head.weight.astype(spec.dtype)),
         "bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds]),
-        "bias": None if head.bias is None else head.bias[:columns],
+        "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
         "inverse_temperature": batch.inverse_temperature,
         **inputs,
     }
     arrays = {name: x for name, x in given.items() if x is not None}
-    for name in arrays.keys() - {"hidden", "weight"}:
-        integers = jnp.issubdtype(arrays[name].dtype, jnp.integer)
-        arrays[name] = apart(arrays[name].astype(jnp.int32 if integers else jnp.float32))
-    targets = 0
-    if "labels" in inputs:
-        targets = 1 if inputs["labels"].ndim == 1 else inputs["labels"].shape[1]
+    for name in arrays.keys() - {"hidden", "weight", "bounds", binding.BEFORE}:
+        arrays[name] = apart(arrays[name].astype(jnp.float32))
+    # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
+    ragged = not gradient and _ragged(head, config)
     constants: dict[str, Any] = {
         "ROWS": rows,
         "COLUMNS": columns,
+        "VOCABULARY": vocabulary,
+        "ORIGIN": _step(head, tile),
         "H": spec.hidden_size,
         "STRIDE": spec.weight_rows,
         "AXIS": spec.vocab_axis,
-        "K": targets,
         "CAP": spec.softcap,
         "UNIFORM": spec.uniform_weight,
-        "MASKED": bool(columns % config.columns) or head.valid_columns is not None or first is not None,
+        "PRECISION": configs.precision(spec),
+        "MASKED": ragged or head.valid_columns is not None or first is not None,
         "GRADIENT": gradient,
         "DESCRIPTORS": config.descriptors,
         "BLOCK_ROWS": config.rows,

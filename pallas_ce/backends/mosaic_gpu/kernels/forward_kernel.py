@@ -16,7 +16,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, merge
+from pallas_ce.statistics.row import Partial, add, fields_for, merge
 
 
 def statistics(
@@ -32,7 +32,7 @@ def statistics(
     `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; what is
     returned for the others is undefined.
     """
-    fields = partials.fields_for(names, own_maximum=True)
+    fields = fields_for(names, own_maximum=True)
     if not fields:
         return Partial()
     weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)

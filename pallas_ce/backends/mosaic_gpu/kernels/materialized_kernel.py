@@ -19,7 +19,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilo
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, device_refusal, schedule
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
-from pallas_ce.statistics.row import Partial
+from pallas_ce.statistics.row import Partial, fields_for
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -42,7 +42,7 @@ def statistics(
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    fields = partials.fields_for(names, own_maximum=True)
+    fields = fields_for(names, own_maximum=True)
     config = config or tile_stream.tiles(spec.dtype.itemsize)
     u = logit_weights if "mean_logit" in names else None
     facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))

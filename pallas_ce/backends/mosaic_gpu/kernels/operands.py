@@ -23,6 +23,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.row import Partial, partial_of_tile
+from pallas_ce.streaming.tiles import pad as pad
 
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
@@ -115,13 +116,6 @@ def apart(x: jax.Array) -> jax.Array:
     arrays it does not.
     """
     return jax.lax.optimization_barrier(x)
-
-
-def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
-    """`x` padded at the end of each axis to `sizes`."""
-    if x.shape == sizes:
-        return x
-    return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -10,26 +10,10 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Place
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
-from pallas_ce.statistics.row import Partial, fields_of, merge, moved
-from pallas_ce.statistics.table import FIELDS, PRIMITIVES
+from pallas_ce.statistics.row import Partial, fields_of, merge
+from pallas_ce.statistics.table import FIELDS
 
 _OUTPUT = "partial_"
-
-
-def fields_for(names: frozenset[str], *, own_maximum: bool) -> tuple[str, ...]:
-    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`.
-
-    Args:
-        names: primitive statistics.
-        own_maximum: whether sums of exponentials are measured from the maximum; else from a reference given by row.
-    """
-    needed = set(fields_of(names)) - {"target_logit"}
-    if not own_maximum:
-        needed.add("sum_exp")
-        # Where sums of exponentials stand beside it, the maximum is only what they are measured from.
-        if not any("max" in (fields := PRIMITIVES[name].fields) and "sum_exp" not in fields for name in names):
-            needed.discard("max")
-    return tuple(field for field in FIELDS if field in needed)
 
 
 def vectors(names: frozenset[str]) -> int:
@@ -76,14 +60,3 @@ def read(
     neutral = Partial(**{field: jnp.float32(FIELDS[field].neutral) for field in fields})
     joined = jax.tree.map(lambda x: x[:rows], jax.lax.reduce(windows, neutral, join, (0,)))
     return joined if joined.argmax is None else joined._replace(argmax=joined.argmax.astype(jnp.int32))
-
-
-def from_reference(partial: Partial, reference: jax.Array) -> Partial:
-    """A `Partial` as `statistics` knows it, from one measured from `reference [rows]`.
-
-    Nothing in the rules for `Partial` needs `max` to be the maximum; so the reference takes its place, unless the
-    maximum itself was asked for. Then the sums are moved to it, as `merge` would.
-    """
-    if partial.max is None:
-        return partial._replace(max=reference)
-    return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))

@@ -21,7 +21,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add
+from pallas_ce.statistics.row import Partial, add, fields_for, from_reference
 
 
 def stash(
@@ -39,7 +39,7 @@ def stash(
     worked on; what is returned for the others is undefined.
     """
     spec = head.spec
-    fields = partials.fields_for(names, own_maximum=False)
+    fields = fields_for(names, own_maximum=False)
     given = operands.operands(head, hidden, config, "mean_logit" in names, bytes_per_row=4 * len(fields))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
@@ -49,7 +49,7 @@ def stash(
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
     found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
     joined = partials.read(found, fields, given.rows, add)
-    return partials.from_reference(joined, reference), found["stash"]
+    return from_reference(joined, reference), found["stash"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""Single entries of the logits and of dlogits: each row's targets, and its largest.
+
+A logit is a product of two vectors, which XLA gathers and sums. To look for one column of a row in every tile would
+cost a kernel a comparison, a selection and an addition for each logit: two to four per cent of a call.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.head import Batch, Head
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.row import Partial, spread
+
+# Columns of rows, `[n]` or `[n, K]` with -1 for none, and a number for each.
+Entries = list[tuple[jax.Array, jax.Array]]
+
+
+def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
+    """The logits of `columns`, `[n]` or `[n, K]`, 0 where one is -1, from operands as the kernels round them."""
+    if columns.ndim == 2:
+        return lax.map(lambda of_rows: logits(head, batch, of_rows), columns.T).T
+    spec, hidden = head.spec, batch.hidden
+    known = jnp.maximum(columns, 0)
+    if spec.vocab_axis == 0:
+        entries = head.weight.at[known].get(mode="promise_in_bounds")
+    else:
+        entries, hidden = head.weight.at[:, known].get(mode="promise_in_bounds"), hidden.T
+    products = _wide(hidden, spec) * _wide(entries, spec)
+    bias = None if head.bias is None else head.bias[known]
+    found = head.cap(products.sum(axis=1 - spec.vocab_axis), bias)
+    if batch.inverse_temperature is not None:
+        found = found * batch.inverse_temperature
+    return jnp.where(columns < 0, 0.0, found)
+
+
+def _wide(x: jax.Array, spec: Any) -> jax.Array:
+    return x.astype(spec.dtype).astype(spec.accumulator)
+
+
+def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[str]) -> Partial:
+    """`partial` with the targets' logits, if they are among the statistics in `names`."""
+    if "target_logit" not in names:
+        return partial
+    assert batch.labels is not None
+    return partial._replace(target_logit=logits(head, batch, batch.labels))
+
+
+def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:
+    """The entries of dlogits to which `target` and `argmax` add, each the whole of what stands there."""
+    c = gradient.coefficients
+    places = [(batch.labels, c.target), (gradient.argmax, c.argmax)]
+    found = [columns for columns, given in places if columns is not None and given is not None]
+    return [(x, gradients(head, batch, x, logits(head, batch, x), gradient)) for x in found]
+
+
+def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, gradient: Gradient) -> jax.Array:
+    """Exact dlogits of `columns`, `[n]` or `[n, K]`, whose logits are given."""
+    spec, (coefficients, lse, argmax, *_) = head.spec, gradient
+    u = None
+    if coefficients.logit_weights is not None:
+        given = head.logit_weights
+        u = jnp.full(columns.shape, spec.uniform_weight) if given is None else given[jnp.maximum(columns, 0)]
+
+    def one(column: Any, logit: Any, u: Any, *of_row: Any) -> jax.Array:
+        column, logit, u, (c, lse, label, argmax, inverse) = jax.tree.map(lambda x: x[None], (column, logit, u, of_row))
+        return coef.dlogits(c, logit[None], lse, column, None, label, argmax, u, head.bound(inverse))[0, 0]
+
+    of_rows = (coefficients, lse, batch.labels, argmax, batch.inverse_temperature)
+    every = jax.vmap(one)
+    if columns.ndim == 2:
+        every = jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, *[None] * len(of_rows))))
+    return every(columns, logits, u, *of_rows)
+
+
+def without(coefficients: Coefficients) -> Coefficients:
+    """What is left of the coefficients for the kernels."""
+    return coefficients._replace(target=None, argmax=None)
+
+
+def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+    """Sets entries of each row of `stored [n', c]`; none where a column is not among those `c`.
+
+    Equal columns of a row have equal values.
+    """
+    rows = spread(jnp.arange(columns.shape[0]), columns)
+    inside = jnp.where(columns >= 0, columns, stored.shape[1])
+    return stored.at[rows, inside].set(values.astype(stored.dtype), mode="drop", unique_indices=columns.ndim == 1)
+
+
+def put_among(stored: jax.Array, entries: Entries, start: jax.Array, first: jax.Array, count: Any) -> jax.Array:
+    """`stored`, whose columns begin at `start`, with those entries that are among `count` columns from `first` on."""
+    for columns, values in entries:
+        inside = (columns >= first) & (columns < first + count)
+        stored = put(stored, jnp.where(inside, columns - start, -1), values)
+    return stored

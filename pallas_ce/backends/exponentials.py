@@ -1,0 +1,259 @@
+"""The in-forward mode's work on a block of rows whose logits are kept as exponentials in the operands' dtype.
+
+With a reference `e_i` near row i's lse, `E_ij = e^{z_ij - e_i}` needs no maximum to be known in advance, and the
+softmax is `p_ij = e^{e_i - lse_i}·E_ij`: a factor by row, which both gradient products can apply to an operand or to a
+result of theirs. So dlogits need not be formed: with `s_i = A_i·e^{e_i - lse_i}`, the term `A·p` contributes
+
+    s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to that of W_j
+
+and the target's term is a change of one entry of each row of E. Rounding E is the rounding that dlogits would have had.
+The statistics come from the unrounded values.
+
+There are two ways, one of which is chosen when compiling (A to G are the terms of the gradient's formula):
+
+* *Scaled*, where only A, D and F appear and there is no soft cap. E itself is the products' operand, and the row
+  factors `s` are applied to small operands and results. The targets' and the argmax's entries of E are replaced by
+  their exact dlogits divided by s. So no pass over `[rows, V]` is made.
+* *Formed*, for all others. One elementwise pass turns E into dlogits, with `z = e + log E`. Exact entries are put in
+  afterwards, and `s = 1`.
+
+A third way is chosen when running, for the whole block. If some row's reference was too far from its lse for E, or a
+replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
+"""
+
+import abc
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends import entries
+from pallas_ce.backends.protocol import Gradient, HeadSums
+from pallas_ce.head import Batch, Head
+from pallas_ce.statistics import gradient as coef
+from pallas_ce.statistics.gradient import Coefficients
+from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.statistics.row import Partial, finalise, spread
+from pallas_ce.streaming.tiles import pad
+
+# Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
+_SAMPLE = 64
+_FARTHEST_ABOVE = 80.0
+
+
+class Range(NamedTuple):
+    """What a format bears.
+
+    Attributes:
+        below: how far below the guessed lse the reference is put.
+        low: least `lse - reference` at which E keeps its accuracy.
+        high: largest one at which it does not overflow.
+        largest: of entries that are replaced.
+        logarithms: whether logits can be read back from exponentials; else dlogits that need them are recomputed.
+    """
+
+    below: float
+    low: float
+    high: float
+    largest: float
+    logarithms: bool
+
+
+# bfloat16 has float32's exponents, so hardly any guess is too bad. float16 keeps its accuracy over 30 powers of two:
+# probabilities down to 1e-6 are normal numbers, and the largest exponential and a replaced entry stay below 2**15.
+_FLOAT32 = Range(0.0, -60.0, 60.0, 1e30, True)
+_RANGES = {"bfloat16": _FLOAT32, "float16": Range(5.0, -1.0, 10.0, 2.0**15, False), "float32": _FLOAT32}
+
+
+class Stash(NamedTuple):
+    """What one block's products need of its logits.
+
+    Attributes:
+        exponentials: E, `[n, V]` or with padding in either axis.
+        reference: `[n]`, e.
+        bad_rows: `[]` int32: 0 where E can be used, else n.
+        target_logit: in the labels' shape, or None.
+        max_logit: `[n]` or None.
+    """
+
+    exponentials: jax.Array
+    reference: jax.Array
+    bad_rows: jax.Array
+    target_logit: jax.Array | None
+    max_logit: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One block.
+
+    Attributes:
+        head: the head.
+        batch: its rows.
+        valid_rows: `[]` int32: rows from there on are skipped; None: none.
+    """
+
+    head: Head
+    batch: Batch
+    valid_rows: jax.Array | None
+
+    def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
+        """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
+        rows, bad = fits.shape[0], self.valid_rows
+        if bad is None:
+            return jnp.max(jnp.where(fits, 0, rows))
+        return jnp.max(jnp.where(fits | (spread(jnp.arange(rows), fits) >= bad), 0, bad))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stashing(_Block, abc.ABC):
+    """The first half of a block's work; a backend brings two kernels."""
+
+    @abc.abstractmethod
+    def exponentials(self, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
+        """The `Partial` without targets, and E in the compute dtype; `reference [n]` is finite.
+
+        What is padding of E is undefined, and so are rows that are skipped.
+        """
+
+    @abc.abstractmethod
+    def statistics(self, names: frozenset[str], rows: jax.Array) -> Partial:
+        """The `Partial` without targets of the first `rows []`."""
+
+    def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
+        """Statistics, and the stash; those of rows that are not valid mean nothing, but are finite."""
+        head, rows = self.head, self.batch.hidden.shape[0]
+        bounds = _RANGES[head.spec.dtype.name]
+        reference = _guess_lse(head, self.batch) - bounds.below
+        reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(head.spec.accumulator)
+        partial, exponentials = self.exponentials(reference, names)
+        if self.valid_rows is not None:
+            valid = jnp.arange(rows) < self.valid_rows
+            partial = jax.tree.map(lambda x: jnp.where(valid, x, jnp.ones((), x.dtype)), partial)
+            reference = jnp.where(valid, reference, 1.0)
+        lse = finalise(partial, frozenset({"lse"}))["lse"]
+        fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
+        if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
+            fits |= head.valid_columns == 0
+        # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
+        bad_rows = self._all_rows_unless(fits)
+        again = self.statistics(names | {"lse"}, bad_rows)
+        partial = entries.with_targets(_select(bad_rows == 0, partial, again), head, self.batch, names)
+        largest = partial.max if "max_logit" in names else None
+        return partial, Stash(exponentials, reference, bad_rows, partial.target_logit, largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplying(_Block, abc.ABC):
+    """The second half; a backend brings a kernel for dlogits, and products."""
+
+    @abc.abstractmethod
+    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
+        """`operand`, or dlogits without single entries in its place where `bad_rows []` is n and not 0."""
+
+    @abc.abstractmethod
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        """`operand·weight [n, H]`."""
+
+    @abc.abstractmethod
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
+    ) -> jax.Array:
+        """`operandᵀ·rows` in the weight's layout, times `late []`: in place of `total`, or added to it."""
+
+    def products(
+        self, gradient: Gradient, stash: Stash, sums: HeadSums, adds: jax.Array | bool
+    ) -> tuple[jax.Array | None, HeadSums]:
+        """See `Backend.stash_products`; without `adds` the sums are replaced."""
+        head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
+        spec, (coefficients, lse, argmax, needs, factor) = head.spec, gradient
+        bounds, rest = _RANGES[spec.dtype.name], entries.without(coefficients)
+        alone = coefficients.prob is not None and all(c is None for c in rest._replace(prob=None))
+        bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
+        operand = stash.exponentials
+        if alone and spec.softcap is None:
+            assert lse is not None
+            assert coefficients.prob is not None
+            scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - lse), 1.0)
+        elif bounds.logarithms:
+            operand = self._formed(lse, rest, stash)
+        else:
+            bad_rows = jnp.int32(rows) if self.valid_rows is None else self.valid_rows
+        replaced = []
+        for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit)):
+            if columns is not None and logits is not None:
+                exact = entries.gradients(head, batch, columns, logits, gradient)
+                replaced.append((columns, exact))
+                fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest * jnp.abs(spread(scale, exact)))
+                bad_rows = jnp.maximum(bad_rows, self._all_rows_unless(fits))
+
+        operand = self.recomputed(gradient._replace(coefficients=rest), operand, bad_rows)
+        scale = jnp.where(bad_rows == 0, scale, 1.0)
+        for columns, exact in replaced:
+            # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
+            operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
+        operand = operand[:rows, : spec.vocab_size]
+        for_hidden, (weight_sum, bias_sum) = None, sums
+        if needs.hidden_product:
+            for_hidden = scale[:, None] * self.for_hidden(operand)
+        if weight_sum is not None:
+            weight_sum = self._for_weight(operand, scale, factor, weight_sum, adds)
+        if bias_sum is not None:
+            counted = operand
+            if self.valid_rows is not None:
+                counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
+            summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
+            bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
+        return for_hidden, HeadSums(weight_sum, bias_sum)
+
+    def _formed(self, lse: jax.Array | None, coefficients: Coefficients, stash: Stash) -> jax.Array:
+        """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
+        head, spec, rows = self.head, self.head.spec, stash.reference.shape[0]
+        logits = jnp.log(stash.exponentials[:rows, : spec.vocab_size].astype(spec.accumulator))
+        logits, bound = stash.reference[:, None] + logits, head.bound(self.batch.inverse_temperature)
+        if bound is not None:
+            logits = jnp.clip(logits, -bound, bound)  # what rounding E may have carried beyond
+        u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
+        columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
+        valid = None if head.valid_columns is None else columns < head.valid_columns
+        formed = coef.dlogits(coefficients, logits, lse, columns, valid, None, None, u, bound)
+        return pad(formed.astype(spec.dtype), stash.exponentials.shape)
+
+    def _for_weight(
+        self, operand: jax.Array, scale: jax.Array, factor: jax.Array | float, total: jax.Array, adds: jax.Array | bool
+    ) -> jax.Array:
+        """`factor·operandᵀ·(scale∘hidden)`: in place of `total`, or added to it."""
+        spec = self.head.spec
+        rows = jnp.where(scale[:, None] == 0, 0.0, self.batch.hidden.astype(spec.accumulator) * scale[:, None])
+        # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the
+        # total. float16 has no room for it: there another power of two keeps them in range, and both are applied
+        # afterwards.
+        late: jax.Array | None = None
+        if spec.dtype == jnp.float16:
+            shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
+            late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
+        return self.for_weight(operand, (rows * factor).astype(spec.dtype), late, total, adds)
+
+
+def _guess_lse(head: Head, batch: Batch) -> jax.Array:
+    """`[n]`: the lse that every row would have if the rest of its logits were like those of a few columns."""
+    spec = head.spec
+    stride = max(1, spec.vocab_size // _SAMPLE)
+    stop = min(spec.vocab_size, stride * _SAMPLE)
+    weight = lax.slice_in_dim(head.weight, 0, stop, stride, spec.vocab_axis)
+    bias = None if head.bias is None else head.bias[:stop:stride]
+    logits = head.logits(batch.hidden, weight, bias, batch.inverse_temperature)
+    if head.valid_columns is not None:
+        logits = jnp.where(jnp.arange(0, stop, stride) < head.valid_columns, logits, -jnp.inf)
+    # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that
+    # lies so far above it that float32 would overflow makes the guess a bad one, as it would most likely be anyway.
+    first = jnp.where(jnp.isfinite(logits[:, :1]), logits[:, :1], 0.0)
+    total = jnp.exp(jnp.minimum(logits - first, _FARTHEST_ABOVE)).sum(axis=1)
+    return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
+
+
+def _select(good: jax.Array, a: Partial, b: Partial) -> Partial:
+    """`a` where good, else `b`, in the fields that both have."""
+    return Partial(*(None if x is None or y is None else jnp.where(good, x, y) for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,53 @@
+"""The in-forward mode's two halves: what `exponentials` leaves to a backend, with products by XLA."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.backends.exponentials import Multiplying, Stashing
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.backends.triton import launch
+from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.tiles import pad
+
+
+class Kernels(Stashing):
+    """See `Stashing`."""
+
+    def exponentials(self, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
+        """One launch."""
+        return launch.exponentials(self.head, self.batch, reference, names)
+
+    def statistics(self, names: frozenset[str], rows: jax.Array) -> Partial:
+        """One launch, which may have nothing to do."""
+        return launch.statistics(self.head, self.batch, names, rows)
+
+
+class Products(Multiplying):
+    """See `Multiplying`."""
+
+    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
+        """One launch, which may have nothing to do."""
+        return launch.dlogits(self.head, self.batch, gradient, into=operand, rows=bad_rows)
+
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        """One product."""
+        head, axis = self.head, self.head.spec.vocab_axis
+        weight = jax.lax.slice_in_dim(head.weight, 0, head.spec.vocab_size, axis=axis)
+        return head.matmul(operand, weight, (1, axis))
+
+    def for_weight(
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
+    ) -> jax.Array:
+        """One product, which XLA has add to the total in place: so the first block has a program of its own."""
+
+        def product(dtype: jnp.dtype | None = None) -> jax.Array:
+            a, b = (operand, rows) if self.head.spec.vocab_axis == 0 else (rows, operand)
+            found = self.head.matmul(a, b, (0, 0), None if late is not None else dtype)
+            return pad(found if late is None else late * found, total.shape)
+
+        if adds is False:
+            return product(total.dtype).astype(total.dtype)
+        # XLA lets both branches write where the total lies.
+        return jax.lax.cond(
+            adds, lambda: (total + product()).astype(total.dtype), lambda: product().astype(total.dtype)
+        )
