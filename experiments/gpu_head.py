@@ -7,6 +7,9 @@ Sections, each a JSON file under `experiments/results/` with the machine and ver
     heads    heads of published models, N 8192
     options  ignored rows, frozen weight, entropy, half the scratch, at N 16384, V 131072
     masked   none, 0.1, 5 and 30 % of the rows ignored
+    implementations  every pass by every implementation
+    targets  K labels a row, and row temperatures, by default
+    float32  TF32 and full float32, beside products of that precision
     windows  the forward with given numbers of vocabulary windows, at N 1024, V 262144
 
 Everything is timed on the device, in one process, in turn, and reported as a ratio: forwards to the bare product

@@ -1,6 +1,7 @@
 """What `experiments.gpu_head` measures, section by section: each point is a shape, and programs timed in turn at it."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -17,6 +18,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import finalise
 
 GRID = [(n, v, 4096) for n, v in itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144))]
@@ -31,6 +33,13 @@ HEADS = {
 }
 OPTIONS_SHAPE = (16384, 131072, 4096)
 _MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
+_COMPARED = [
+    (8192, 131072, 4096),
+    (4096, 32768, 4096),
+    (1024, 131072, 4096),
+    (8192, 151936, 2048),
+    (16384, 65536, 4096),
+]
 _SHARES = (0.0, 0.001, 0.05, 0.3)
 WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
@@ -89,6 +98,56 @@ def masked(implementation: Implementation, _: Shape) -> dict[str, Program]:
     }
 
 
+_KERNELS: tuple[Implementation, ...] = ("mosaic_gpu", "triton")
+
+
+def implementations(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """Every pass by every implementation; a dry run has one."""
+    names = (*_KERNELS, "xla") if implementation in _KERNELS else (implementation,)
+    return {f"{mode} {name}": program for name in names for mode, program in modes(name).items()}
+
+
+def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """The loss of all rows' log-probabilities by default, of one label and of K a row, and under row temperatures."""
+    given = None if implementation in _KERNELS else implementation
+
+    def loss(targets: int, *, tempered: bool = False) -> Program:
+        def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+            several = (labels[:, None] + 997 * jnp.arange(targets)) % weight.shape[0]
+            labels = labels if targets == 1 else several
+            temperature = 0.5 + labels.reshape(len(hidden), -1)[:, 0] / weight.shape[0] if tempered else 1.0
+            found = linear_row_statistics(
+                hidden, weight, labels, temperature=temperature, statistics=("log_prob",), implementation=given
+            )
+            return -jnp.mean(present(found.log_prob))
+
+        return run
+
+    cases = {"plain": loss(1), "K 2": loss(2), "K 8": loss(8), "temperatures": loss(1, tempered=True)}
+    return {f"{kind} {name}": make(run) for name, run in cases.items() for kind, make in _KINDS.items()}
+
+
+_KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
+
+
+def _measure_float32(
+    precision: str, shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
+) -> dict[str, Any]:
+    """Of float32 operands, multiplied everywhere with that precision."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", precision)
+    try:
+        return timing.measure(shape, programs, rounds, clock, jnp.float32)
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+
+
+def float32(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """The implementations that multiply float32."""
+    names: tuple[Implementation, ...] = ("triton", "xla") if implementation in _KERNELS else (implementation,)
+    return {f"{mode} {name}": program for name in names for mode, program in modes(name).items()}
+
+
 def windowed(windows: int | None) -> Program:
     """The forward kernel with so many windows of the vocabulary; None: as many as it chooses."""
 
@@ -125,5 +184,11 @@ SECTIONS: Sections = {
     "heads": {model: Point(shape, standard) for model, shape in HEADS.items()},
     "options": {"options": Point(OPTIONS_SHAPE, variants)},
     "windows": {"windows": Point((1024, 262144, 4096), window_sweep, _measure_windows)},
+    "implementations": {f"{n}x{v}x{h}": Point((n, v, h), implementations) for n, v, h in _COMPARED},
+    "targets": {"targets": Point((8192, 131072, 4096), targets_and_temperatures)},
+    "float32": {
+        precision: Point((4096, 65536, 2048), float32, functools.partial(_measure_float32, precision))
+        for precision in ("tensorfloat32", "float32")
+    },
     "masked": {f"{n}x{v}x{h}": Point((n, v, h), masked) for n, v, h in _MASKED_SHAPES},
 }

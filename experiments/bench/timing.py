@@ -157,16 +157,18 @@ def with_ratios(found: dict[str, dict[str, Any]]) -> None:
             result["ratio"] = result["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
 
 
-def measure(shape: Shape, extra: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
-    """The bare products and `extra` programs at one shape.
+def measure(
+    shape: Shape, extra: dict[str, Program], rounds: int, clock: Clock, dtype: Any = jnp.bfloat16
+) -> dict[str, Any]:
+    """The bare products and `extra` programs at one shape, of operands of `dtype`.
 
     Returns:
         `{"n", "v", "h", "results"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and `ratio` to
         the bare product where its name begins with "forward", else to all three.
     """
     n, v, h = shape
-    data = inputs(n, v, h)
-    logits = jax.random.normal(jax.random.key(3), (n, v), jnp.bfloat16)
+    data = inputs(n, v, h, dtype)
+    logits = jax.random.normal(jax.random.key(3), (n, v), dtype)
     programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
     arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
     found = compiled_in_turn(programs, arguments, rounds, clock, _compiled_at_once(logits.nbytes))

@@ -20,7 +20,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "8.0": ("triton",),
     "8.6": ("triton",),
     "8.9": ("triton",),
-    "9.0": ("mosaic_gpu",),
+    "9.0": ("mosaic_gpu", "triton"),
     "10.0": ("triton",),
     "10.3": ("triton",),
     "12.0": ("triton",),
