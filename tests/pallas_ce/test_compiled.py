@@ -38,17 +38,18 @@ def _largest_new_array(text: str, parameters: set[int]) -> int:
     return max(sizes - parameters)
 
 
-def _check(compiled: Any, shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...], **options: Any) -> None:
-    n, h, v = shape
-    told = explain(*_arguments(shape, dtype)[:2], differentiate=needed, **options)
+def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: Any) -> None:
+    hidden, weight, _ = arguments
+    (n, h), v, dtype = hidden.shape, weight.shape[0], weight.dtype
+    told = explain(hidden, weight, differentiate=needed, **options)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     used = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
     if options["implementation"] == "reference":
         return
     assert told.scratch_bytes <= max(512 * 2**20, 4096 * v)
-    # Tiles of a small budget are smaller than blocks of tokens.
-    assert _largest_new_array(text, {n * h, v * h}) <= max(told.scratch_bytes // 4, 2 * n)
+    # Tiles of a small budget are smaller than blocks of tokens; and a stash may lie where the gradients will.
+    assert _largest_new_array(text, {n * h, v * h}) <= max(told.scratch_bytes, told.gradient_bytes, 8 * n) // 4
     assert f"[{n},{v}]" not in text
     assert f"[{v},{n}]" not in text
     # Accumulators of the gradients' own dtype become the gradients: temporaries or outputs, but not both.
@@ -74,8 +75,9 @@ def test_memory_of_materialised_logits() -> None:
 
 
 def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...], **options: Any) -> None:
-    compiled = jax.jit(_function(needed, **options)).lower(*_arguments(shape, dtype)).compile()
-    _check(compiled, shape, dtype, needed, **options)
+    arguments = _arguments(shape, dtype)
+    compiled = jax.jit(_function(needed, **options)).lower(*arguments).compile()
+    _check(compiled, arguments, needed, **options)
 
 
 @pytest.mark.parametrize(("backward", "needed"), MODES)
@@ -84,4 +86,4 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(SHAPES[-1], jnp.bfloat16)]
     options = {"implementation": "xla", "backward": backward}
     compiled, _ = h200.compile_for_h200(_function(needed, **options), *arguments)
-    _check(compiled, SHAPES[-1], jnp.bfloat16, needed, **options)
+    _check(compiled, arguments, needed, **options)
