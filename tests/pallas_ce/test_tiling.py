@@ -1,5 +1,7 @@
 """Block sizes of the portable backend, by platform: within the budget, and large enough for the chip."""
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_ce import explain
+from pallas_ce import explain, linear_cross_entropy
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import BACKEND, tiling
 from pallas_ce.dispatch.settings import Settings, decide
@@ -40,10 +42,13 @@ def test_accelerators_get_large_products(platform: str, tokens: int, vocab_size:
     for plan in (forward, recompute):
         assert plan.rows == min(tokens, 8192)
         assert plan.columns >= 5000
-    assert in_forward.rows >= 1920
-    assert in_forward.columns >= 8192
+    assert in_forward.columns >= 7000
+    if platform == "cuda":  # where the stash lies in the memory of the gradient
+        assert in_forward.rows >= 1920
+    else:
+        assert in_forward.rows == tokens or in_forward.rows >= 1024 or in_forward.slower
     for plan in (forward, in_forward, recompute):
-        assert plan.rows * plan.columns >= 3e7
+        assert plan.rows * plan.columns >= 1.6e7 or plan.slower
         # What the last block and tile repeat.
         assert -(-vocab_size // plan.columns) * plan.columns <= 1.05 * vocab_size
         assert -(-tokens // plan.rows) * plan.rows <= 1.15 * tokens
@@ -115,3 +120,40 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     assert explain(hidden, weight, implementation="xla", backward="recompute").rows == (
         1024 if jax.default_backend() == "cpu" else 8192
     )
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "vocab_size", "scratch_bytes"),
+    [
+        ("float32", 40, 100, None),  # one block, one tile
+        ("float32", 40, 100, 24_000),  # one block, or several; ragged tiles
+        ("float32", 64, 64, 16_000),  # even ones
+        ("float16", 40, 100, 16_000),  # the factor stands between product and sum
+    ],
+)
+def test_an_accelerators_tiles_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, backward: Any, dtype: str, tokens: int, vocab_size: int, scratch_bytes: int | None
+) -> None:
+    monkeypatch.setattr(tiling, "_STEP", 8)
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.normal(size=(n, 16)), dtype) for n in (tokens, vocab_size))
+    bias = jnp.asarray(rng.normal(size=vocab_size), jnp.float32)
+    labels = jnp.asarray(np.where(np.arange(tokens) % 5 == 0, -100, rng.integers(0, vocab_size, tokens)))
+
+    def results(implementation: Any, **options: Any) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            hidden, weight, bias = arrays
+            return linear_cross_entropy(
+                hidden, weight, labels, bias=bias, z_loss=1e-2, implementation=implementation, **options
+            )
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(hidden, weight, bias)
+
+    device = AbstractDevice("a model", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        found = results("xla", backward=backward, scratch_bytes=scratch_bytes)
+    bound = 1e-5 if dtype == "float32" else 3e-3
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(results("reference")), strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.max(np.abs(want)))

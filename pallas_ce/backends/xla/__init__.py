@@ -24,9 +24,6 @@ from pallas_ce.streaming.tiles import Tile, Tiles
 # In_forward's blocks hold so many rows on a CPU, however few there are.
 _FEW_ROWS = 128
 
-# Fewer rows than this, and a fourth product takes less time than to add another share to the weight's whole gradient.
-_ROWS_WORTH_ADDING = 512
-
 
 class XlaBackend(Backend):
     """See `protocol.Backend`."""
@@ -60,11 +57,11 @@ class XlaBackend(Backend):
         def scratch(rows: int, columns: int) -> int:
             stash = tiling.stash(spec, mode, rows)
             alone = rows >= tokens
-            beside = stash if alone or stash > spare_bytes else 0
-            return beside + tiling.scratch(spec, mode, rows, columns, cached=preferred.cached, alone=alone)
+            beside = 0 if preferred.in_place and not alone and stash <= spare_bytes else stash
+            return beside + tiling.scratch(spec, mode, rows, columns, tiling=preferred, alone=alone)
 
         plan = tiling.tiled_plan(preferred, spec.vocab_size, tokens, scratch, scratch_bytes)
-        if mode == "in_forward" and not preferred.cached and plan.rows < min(tokens, _ROWS_WORTH_ADDING):
+        if mode == "in_forward" and plan.rows < min(tokens, preferred.worth_adding):
             slower = f"the scratch budget holds {plan.rows} rows of logits: to add so few rows' share of the weight's "
             plan = plan._replace(slower=slower + "gradient to the others' takes longer than to make the logits again")
         return plan

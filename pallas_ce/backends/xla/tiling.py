@@ -22,18 +22,24 @@ class Tiling(NamedTuple):
         rows: rows of a block, at most.
         elements: of a tile, at most.
         cached: whether a tile's logits are in a cache when they are read again.
+        in_place: whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
+        worth_adding: in_forward: of fewer rows a block, a fourth product takes less time than to add another share to
+            the weight's whole gradient: with B bytes and F operations a second, where `2·rows / F < 8 / B`.
     """
 
     rows: int
     elements: int
     cached: bool
+    in_place: bool
+    worth_adding: int
 
 
 # 8 MiB of float32: on a CPU larger tiles gain nothing, and smaller ones make the products inefficient.
-_CPU = Tiling(rows=1024, elements=2**21, cached=True)
+_CPU = Tiling(rows=1024, elements=2**21, cached=True, in_place=False, worth_adding=0)
 
-# Beyond, products gain nothing, and only whole blocks of ignored rows are skipped.
-_ACCELERATOR = Tiling(rows=8192, elements=2**27, cached=False)
+# Beyond so many rows products gain nothing, and only whole blocks of ignored rows are skipped.
+_GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=512)
+_TPU = _GPU._replace(in_place=False, worth_adding=1024)
 
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
@@ -51,7 +57,7 @@ _TRIED = 8
 
 def preferred(platform: str) -> Tiling:
     """That of a platform, as JAX's devices name theirs."""
-    return _CPU if platform == "cpu" else _ACCELERATOR
+    return {"cpu": _CPU, "tpu": _TPU}.get(platform, _GPU)
 
 
 def tiled_plan(
@@ -134,7 +140,7 @@ def stash(spec: HeadSpec, mode: Mode | None, rows: int) -> int:
 
 
 def scratch(
-    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, cached: bool = True, alone: bool = False
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, tiling: Tiling = _CPU, alone: bool = False
 ) -> int:
     """Bytes of one block of `rows` and tiles of `columns`, beside the stash.
 
@@ -145,14 +151,14 @@ def scratch(
         mode: the pass.
         rows: rows of a block.
         columns: columns of a tile.
-        cached: see `Tiling`.
+        tiling: the platform's.
         alone: whether there is one block only.
     """
     wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
-    if cached:
+    if tiling.cached:
         return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
     # Elementwise work is fused with what reads it. In_forward's logits are those of the stash.
-    entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow}[mode]
+    entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
     # A block's hidden states and their gradient, and a tile of the weight; the weight's gradient is added up in place,
     # but for what has to be rounded first.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
