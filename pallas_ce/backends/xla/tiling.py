@@ -79,7 +79,7 @@ def tiled_plan(
         found = _least_traffic(tokens, vocab_size, rows, columns, scratch, limit, least_columns)
     # Where there is no room for a whole step: halved along their longer side.
     rows, columns = found or shrink(rows, columns, scratch, limit, least_columns)
-    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=not tiling.cached)
+    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
 
 
 def _least_traffic(
