@@ -21,6 +21,12 @@ def interpreted() -> bool:
     return any(getattr(getattr(config, name, None), "value", None) is not None for name in names)
 
 
+def platform() -> str:
+    """That of the device traced for, "cpu" or another: the ambient mesh's where known, else the process's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
 @functools.cache
 def local_cuda() -> str | None:
     """The model of the process's first CUDA device, None without one."""

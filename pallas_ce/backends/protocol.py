@@ -34,6 +34,7 @@ class Plan(NamedTuple):
         skips_rows: whether work on a block skips the rows behind its `filled` ones by itself.
         splits: whether the scratch has room for a product of few rows in parts, which fill the chip and are added up.
         slower: why the other backward mode is faster however large the blocks, as the end of a sentence; else None.
+        last_apart: see `Tiles`.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
     skips_rows: bool = False
     splits: bool = True
     slower: str | None = None
+    last_apart: bool = False
 
 
 class HeadSums(NamedTuple):
@@ -81,14 +83,19 @@ class Capabilities:
 
     Attributes:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
-        narrow_stash: whether `stash` takes less than half of the wide logits' bytes: then one large block of rows needs
-            less memory than several and a wide sum for the weight.
+        large_blocks: whether in_forward takes the memory of the weight's wide sum, which a single block does without,
+            for larger blocks; see `Settings.block_sizes`.
+        wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
         cuda_only: whether it runs on CUDA devices alone.
+        adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that
+            it has to begin as zeros: products are then added where the sum lies, and no choice stands between.
     """
 
     checked_regions: bool = True
-    narrow_stash: bool = False
+    large_blocks: bool = False
+    wide_stash: bool = False
     cuda_only: bool = False
+    adds_in_place: bool = False
 
 
 class Launch(NamedTuple):
@@ -183,6 +190,10 @@ class Backend(Protocol):
     materialized: Materialized | None = None
     describe: Callable[[HeadSpec, int, Mode | None, Plan], Description] | None = None
 
+    def on(self, platform: str | None) -> "Backend":
+        """The backend as it works for that platform; None: for the one that is traced for."""
+        return self
+
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Why this backend cannot serve such a head or such rows, as the end of a sentence; None where it can.
 
@@ -231,5 +242,6 @@ class Backend(Protocol):
 
         Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the sums with
         `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; None where not needed. Where
-        `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays.
+        `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays; see
+        also `Capabilities.adds_in_place`.
         """

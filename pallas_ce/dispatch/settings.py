@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
@@ -32,6 +33,7 @@ class Settings:
         scratch_bytes: the caller's bound, or None for the default.
         shards: how the call is split inside a `shard_map`; None outside.
         default: what else may carry it out; None where the implementation was asked for by name, or is the only one.
+        platform: the one that is known to be lowered for, as JAX's devices name theirs; None: the process's.
         implementation_reason: why that implementation, for `explain`.
         mode_reason: why that mode.
     """
@@ -41,13 +43,14 @@ class Settings:
     scratch_bytes: int | None
     shards: Shards | None = None
     default: Default | None = None
+    platform: str | None = None
     implementation_reason: str = dataclasses.field(default="", compare=False)
     mode_reason: str = dataclasses.field(default="", compare=False)
 
     @property
     def backend(self) -> Backend:
         """The backend itself; not for "reference", which is none."""
-        return select.load(self.implementation)
+        return select.load(self.implementation).on(self.platform)
 
     def variants(self, head: Head) -> tuple["Settings", ...]:
         """How a device's share of the call is carried out, on the head it works on; see `entry.at_lowering`.
@@ -58,7 +61,9 @@ class Settings:
             return (self,)
         chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
         served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
-        return self.default.variants(chosen, instead, served)
+        # A second of two is for what is no CUDA device.
+        elsewhere = dataclasses.replace(instead, platform="cpu")
+        return self.default.variants(chosen, elsewhere, served) if served else (instead,)
 
     def _alone(self, implementation: str) -> "Settings":
         return dataclasses.replace(self, implementation=implementation, default=None)
@@ -99,6 +104,8 @@ class Settings:
     ) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
         logits = tokens * spec.vocab_size * spec.accumulator.itemsize
+        if mode == "in_forward" and self.backend.capabilities.wide_stash:
+            logits *= 2  # a single block's, and tiles
         what = f"one row of this head in the {mode or 'forward'} pass"
         bound = budget(self.scratch_bytes, least, logits, what, default)
         return self.backend.plan(spec, tokens, mode, bound, spare_bytes)
@@ -116,8 +123,8 @@ class Settings:
     def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
         """Bytes of the wide sum for the weight that a single block of in_forward does without; see `block_sizes`."""
         scattered = shards.gathered
-        narrow = self.backend.capabilities.narrow_stash and self.kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not needs_grad.weight or scattered or not narrow:
+        large = self.backend.capabilities.large_blocks and self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not needs_grad.weight or scattered or not large:
             return 0
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
 
@@ -169,11 +176,14 @@ def decide(
             )
         if shards is not None and (shards.vocabulary or shards.common):
             raise ValueError("implementation='reference' does not know mesh_axes; leave implementation=None")
-        return Settings(name, None, None, None, None, reason, "JAX differentiates the materialised logits")
+        mode_reason = "JAX differentiates the materialised logits"
+        return Settings(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
     tokens = max(tokens, 1)
+    with targets.known(arrays) as device:
+        platform = None if device is None else device.platform
 
     def settings_of(name: str, default: Default | None, reason: str) -> Settings:
-        settings = Settings(name, None, scratch_bytes, shards, default, reason)
+        settings = Settings(name, None, scratch_bytes, shards, default, platform, reason)
         mode, mode_reason = _mode(settings, spec, tokens, scalar_loss, backward)
         return dataclasses.replace(settings, mode=mode, mode_reason=mode_reason)
 

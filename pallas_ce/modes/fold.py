@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Mode, Plan
-from pallas_ce.backends.xla import ROWS, tiled_plan, tiles_bytes
+from pallas_ce.backends.xla.tiling import preferred, tiled_plan, tiles_bytes
 from pallas_ce.head import Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
@@ -50,7 +51,7 @@ class Streams:
         scratch = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
         least, logits = scratch(1, self.least_columns), len(self.specs) * tokens * vocab_size * wide
         limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
-        return tiled_plan(vocab_size, min(tokens, ROWS), scratch, limit, self.least_columns)
+        return tiled_plan(preferred(targets.platform()), vocab_size, tokens, scratch, limit, self.least_columns)
 
 
 def fold_with_lse[Found](

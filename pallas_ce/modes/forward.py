@@ -65,6 +65,7 @@ def _local_statistics(
     row_bytes = head.spec.hidden_size * hidden.dtype.itemsize
     gathered = min(max(_GATHERED_BYTES, tokens * row_bytes // _GATHERED_PARTS), _MOST_GATHERED_BYTES)
     parts = settings.block_sizes(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
+    parts = parts._replace(columns=min(parts.columns, whole.columns))  # what the smaller blocks free stays free
     if parts.rows >= whole.rows or not (parts.skips_rows and Tiles(tokens, parts.rows).few):
         return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.

@@ -139,7 +139,9 @@ def _statistics_and_sums(
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
     by_row = lax.empty if rows.mask is None else jnp.zeros
-    of_weight = lax.empty if blocks.all_visited and plan.vocab_size == spec.weight_rows else jnp.zeros
+    replaced = plan.rows >= tokens or not backend.capabilities.adds_in_place
+    covered = blocks.all_visited and plan.vocab_size == spec.weight_rows
+    of_weight = lax.empty if replaced and covered else jnp.zeros
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
         by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,

@@ -15,9 +15,8 @@ from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.modes.call import Gradients, Operands, finish, sum_over_devices
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
-from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock, Rows
-from pallas_ce.streaming.tiles import Tiles
+from pallas_ce.streaming.tiles import Tile, Tiles
 
 
 def gradient_sums(
@@ -43,7 +42,7 @@ def gradient_sums(
         products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
     """
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
-    tiles, counted = Tiles(plan.vocab_size, plan.columns), Rows.counted(rows.mask)
+    tiles, counted = Tiles(plan.vocab_size, plan.columns, last_apart=plan.last_apart), Rows.counted(rows.mask)
     alone = plan.rows >= hidden.shape[0]
     blocks = counted.blocks(hidden.shape[0], plan.rows, skipped=plan.skips_rows)
     # The rows of a block that is the only one are gathered once, and not for each tile.
@@ -56,9 +55,9 @@ def gradient_sums(
     scattered = by_tile and bool(shards.gathered_width)
     directly = only is not None and not scattered
 
-    def sums_of(i: jax.Array, hidden_sum: jax.Array | None) -> Products:
+    def sums_of(tile: Tile, hidden_sum: jax.Array | None) -> Products:
         """Of a tile over all blocks; hidden's by place: consecutive writes, put in place once at the end."""
-        tile = tiles.tile(i)
+        i = jnp.asarray(tile.number)
 
         def block_body(block: RowBlock, sums: Products) -> Products:
             given = None if sums[1] is None else WeightSum(sums[1], tile, None)
@@ -71,17 +70,14 @@ def gradient_sums(
         )
         return blocks.for_each(block_body, (hidden_sum, *zeros))
 
-    def tile_body(step: jax.Array, carry: Products) -> Products:
-        # From the last tile to the first: where the last overlaps its neighbour it holds zeros, which that replaces.
-        i = tiles.count - 1 - step
+    def tile_body(tile: Tile, carry: Products) -> Products:
         hidden_sum, d_weight, bias_sum = carry
-        tile = tiles.tile(i)
         if directly:
             assert only is not None
             whole = None if d_weight is None else WeightSum(d_weight, tile, scale)
-            hidden_sum, d_weight, tile_bias = only(i, hidden_sum, whole)
+            hidden_sum, d_weight, tile_bias = only(jnp.asarray(tile.number), hidden_sum, whole)
         else:
-            hidden_sum, tile_weight, tile_bias = sums_of(i, hidden_sum)
+            hidden_sum, tile_weight, tile_bias = sums_of(tile, hidden_sum)
             if tile_weight is not None:
                 assert d_weight is not None
                 tile_weight = scale * tile_weight
@@ -102,7 +98,7 @@ def gradient_sums(
         blank(weight_shape, weight_dtype if by_tile else wide) if needs_grad.weight else None,
         jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
     )
-    hidden_sum, d_weight, bias_sum = fori_loop(0, tiles.count, tile_body, init)
+    hidden_sum, d_weight, bias_sum = tiles.for_each(tile_body, init)
     if d_weight is not None:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
         d_weight = psum(own, shards.sums.weight)

@@ -49,11 +49,20 @@ def shrink(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """`total` columns in tiles of `size`; with `limit []`, those from there on are valid in no tile."""
+    """Columns in tiles of one size.
+
+    Attributes:
+        total: the columns.
+        size: those of a tile.
+        limit: `[]`; columns from there on are valid in no tile. None: all are.
+        last_apart: whether a last tile that starts early is worked on outside of the loop over the others. XLA has a
+            GPU's products read and write slices in place where these are evenly spaced; else it copies them.
+    """
 
     total: int
     size: int
     limit: jax.Array | None = None
+    last_apart: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= self.total:
@@ -80,11 +89,30 @@ class Tiles:
         valid = own
         if self.limit is not None:
             valid = columns < self.limit if own is None else own & (columns < self.limit)
-        return Tile(start, self.size, columns, valid, own)
+        return Tile(start, self.size, columns, valid, own, index)
+
+    @property
+    def _looped(self) -> int:
+        """How many, the first ones, a loop goes over."""
+        return self.total // self.size if self.last_apart else self.count
 
     def fold[State](self, part: Callable[["Tile"], State], merge: Callable[[State, State], State]) -> State:
         """`part` of each tile, joined from the left. The first tile's columns are all its own."""
-        return fori_loop(1, self.count, lambda i, done: merge(done, part(self.tile(i))), part(self.tile(0)))
+
+        def joined(i: jax.Array | int, done: State) -> State:
+            return merge(done, part(self.tile(i)))
+
+        done = fori_loop(1, self._looped, joined, part(self.tile(0)))
+        return joined(self.count - 1, done) if self._looped < self.count else done
+
+    def for_each[Carry](self, body: Callable[["Tile", Carry], Carry], init: Carry) -> Carry:
+        """`init` carried through `body(tile, carry)`, from the last tile to the first.
+
+        Where the last overlaps its neighbour, what it writes there is replaced.
+        """
+        if self._looped < self.count:
+            init = body(self.tile(self.count - 1), init)
+        return fori_loop(0, self._looped, lambda i, carry: body(self.tile(self._looped - 1 - i), carry), init)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +125,7 @@ class Tile:
         columns: their ids `[size]`.
         valid: `[size]`, which of them are its own and below the limit; None: all.
         own: `[size]`, which of them no tile before has; None: all.
+        number: which tile it is.
     """
 
     start: jax.Array
@@ -104,6 +133,7 @@ class Tile:
     columns: jax.Array
     valid: jax.Array | None
     own: jax.Array | None = None
+    number: jax.Array | int = 0
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The tile's part of `x` along `axis`, columns that are not valid included."""

@@ -55,7 +55,7 @@ class MosaicGpuBackend(Backend):
 
     name = "mosaic_gpu"
     # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, narrow_stash=True, cuda_only=True)
+    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True)
     materialized = materialized_kernel
     config: Config | None = None
 

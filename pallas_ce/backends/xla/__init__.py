@@ -6,25 +6,22 @@ keeps the logits of one block of rows in a scratch `[tiles, rows, columns]` of a
 pass over the vocabulary needs no third product.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Backend, Gradient, HeadSums, Mode, Plan
+from pallas_ce.backends import device as targets
+from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, HeadSums, Mode, Plan
+from pallas_ce.backends.xla import tiling
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles, shrink
+from pallas_ce.streaming.tiles import Tile, Tiles
 
-# Rows of a block, and elements of a tile (8 MiB of float32), when memory does not ask for less. Larger tiles gain
-# nothing on a CPU; smaller ones make the products inefficient.
-ROWS = 1024
-TILE_ELEMENTS = 2**21
+# In_forward's blocks hold so many rows on a CPU, however few there are.
 _FEW_ROWS = 128
 
 
@@ -33,21 +30,41 @@ class XlaBackend(Backend):
 
     name = "xla"
 
+    def __init__(self, platform: str = "cpu"):
+        self._tiling = tiling.preferred(platform)
+        large = not self._tiling.cached
+        self.capabilities = Capabilities(large_blocks=large, wide_stash=large, adds_in_place=True)
+
+    def on(self, platform: str | None) -> "XlaBackend":
+        """With that platform's block sizes."""
+        return XlaBackend(platform or targets.platform())
+
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Never: plain JAX serves every head and all rows."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
-        return _scratch(spec, mode, 1, 1)
+        return tiling.stash(spec, mode, 1) + tiling.scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """Blocks and tiles of the preferred size, as far as they fit."""
-        rows = min(tokens, ROWS)
-        if mode == "in_forward":
+        """Blocks and tiles of the size that the platform prefers, as far as they fit."""
+        preferred = self._tiling
+        if mode == "in_forward" and preferred.cached:
             # A quarter of the tokens: a quarter of the logits' memory, and few passes over the weight's gradient.
-            rows = min(rows, max(_FEW_ROWS, -(-tokens // 4)))
-        return tiled_plan(spec.vocab_size, rows, functools.partial(_scratch, spec, mode), scratch_bytes)
+            preferred = preferred._replace(rows=min(preferred.rows, max(_FEW_ROWS, -(-tokens // 4))))
+
+        def scratch(rows: int, columns: int) -> int:
+            stash = tiling.stash(spec, mode, rows)
+            alone = rows >= tokens
+            beside = 0 if preferred.in_place and not alone and stash <= spare_bytes else stash
+            return beside + tiling.scratch(spec, mode, rows, columns, tiling=preferred, alone=alone)
+
+        plan = tiling.tiled_plan(preferred, spec.vocab_size, tokens, scratch, scratch_bytes)
+        if mode == "in_forward" and plan.rows < min(tokens, preferred.worth_adding):
+            slower = f"the scratch budget holds {plan.rows} rows of logits: to add so few rows' share of the weight's "
+            plan = plan._replace(slower=slower + "gradient to the others' takes longer than to make the logits again")
+        return plan
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
@@ -77,20 +94,36 @@ class XlaBackend(Backend):
     ) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
         tiles = _tiles(head, plan)
+        kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
 
-        def step(tile: Tile) -> tuple[Partial, jax.Array]:
-            logits = _tile_logits(head, batch, tile)
-            return _partial(head, tile, logits, batch.labels, names), logits
+        def logits(tile: Tile) -> jax.Array:
+            return _tile_logits(head, batch, tile)
 
-        def body(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
-            done, kept = carry
-            partial, logits = step(tiles.tile(i))
-            return merge(done, partial), lax.dynamic_update_index_in_dim(kept, logits, i, 0)
+        def put(tile: Tile, kept: jax.Array, made: jax.Array) -> jax.Array:
+            return lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
 
-        partial, logits = step(tiles.tile(0))
-        kept = jnp.zeros((tiles.count, *logits.shape), logits.dtype)
-        kept = lax.dynamic_update_index_in_dim(kept, logits, 0, 0)
-        return fori_loop(1, tiles.count, body, (partial, kept))
+        def partial(tile: Tile, made: jax.Array) -> Partial:
+            return _partial(head, tile, made, batch.labels, names)
+
+        if self._tiling.cached:
+
+            def both(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
+                done, kept = carry
+                tile = tiles.tile(i)
+                made = logits(tile)
+                return merge(done, partial(tile, made)), put(tile, kept, made)
+
+            first = tiles.tile(0)
+            made = logits(first)
+            return fori_loop(1, tiles.count, both, (partial(first, made), put(first, kept, made)))
+
+        # A product that nothing else reads is written in place; one that is, XLA makes twice on a GPU.
+        kept = tiles.for_each(lambda tile, kept: put(tile, kept, logits(tile)), kept)
+
+        def read(tile: Tile) -> Partial:
+            return partial(tile, lax.dynamic_index_in_dim(kept, tile.number, 0, keepdims=False))
+
+        return tiles.fold(read, merge), kept
 
     def stash_products(
         self,
@@ -103,58 +136,41 @@ class XlaBackend(Backend):
         block: RowBlock,
     ) -> tuple[jax.Array | None, HeadSums]:
         """A second pass over the tiles, on the stashed logits."""
-        tiles, factor, adds = _tiles(head, plan), gradient.factor, block.number != 0
+        tiles, factor, c = _tiles(head, plan), gradient.factor, gradient.coefficients
+        # In the wide range of exponents that all dtypes but float16 have, dlogits take the factor themselves, exactly.
+        # Else it stands between the product and the sum that it is added to in place.
+        narrow = head.spec.dtype == np.float16
+        gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
+        alone = isinstance(block.number, int)
 
-        def body(i: jax.Array, carry: Products) -> Products:
-            tile = tiles.tile(i)
-            logits = lax.dynamic_index_in_dim(stash, i, 0, keepdims=False)
+        def with_share(total: jax.Array, tile: Tile, share: jax.Array, axis: int = 0) -> jax.Array:
+            share = factor * share if narrow else share
+            return tile.put(total, share.astype(total.dtype), axis) if alone else tile.add(total, share, axis)
+
+        def body(tile: Tile, carry: Products) -> Products:
+            logits = lax.dynamic_index_in_dim(stash, tile.number, 0, keepdims=False)
             for_hidden, for_weight, for_bias = _products(head, batch, gradient, tile, logits)
             hidden, weight, bias = carry
             if hidden is not None and for_hidden is not None:
                 hidden = hidden + for_hidden
             if weight is not None and for_weight is not None:
-                weight = tile.add_or_replace(weight, factor * for_weight, adds, head.spec.vocab_axis)
+                weight = with_share(weight, tile, for_weight, head.spec.vocab_axis)
             if bias is not None and for_bias is not None:
-                bias = tile.add_or_replace(bias, factor * for_bias, adds)
+                bias = with_share(bias, tile, for_bias)
             return hidden, weight, bias
 
         zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if gradient.needs.hidden_product else None
-        for_hidden, *found = fori_loop(0, tiles.count, body, (zeros, sums.weight, sums.bias))
+        for_hidden, *found = tiles.for_each(body, (zeros, sums.weight, sums.bias))
+        if for_hidden is not None and not narrow:
+            for_hidden = for_hidden / factor
         return for_hidden, HeadSums(*found)
 
 
 BACKEND = XlaBackend()
 
 
-def tiled_plan(
-    vocab_size: int, rows: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
-) -> Plan:
-    """Blocks of at most `rows`, tiles of the preferred size, halved along their longer side until they fit."""
-    columns = min(vocab_size, max(least_columns, TILE_ELEMENTS // rows))
-    rows, columns = shrink(rows, columns, scratch, limit, least_columns)
-    return Plan(rows, columns, scratch(rows, columns), vocab_size)
-
-
-def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
-    """Bytes of blocks of `rows` and tiles of `columns`, of heads that are streamed together.
-
-    An entry of a tile takes `entry_bytes`; blocks of hidden states and of the weight live as operands and, in a
-    backward, as products and as sums.
-    """
-    sums = 2 * max(spec.accumulator.itemsize for spec in specs) if mode else 0
-    operands = sum((spec.dtype.itemsize + sums) * spec.hidden_size for spec in specs)
-    return entry_bytes * rows * columns + operands * (rows + columns)
-
-
-def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
-    """A tile lives as logits, as their exponentials or dlogits, and as the products' operand."""
-    wide = spec.accumulator.itemsize
-    kept = wide * rows * spec.vocab_size if mode == "in_forward" else 0
-    return kept + tiles_bytes((spec,), 2 * wide + spec.dtype.itemsize, mode, rows, columns)
-
-
 def _tiles(head: Head, plan: Plan) -> Tiles:
-    return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns)
+    return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns, plan.last_apart)
 
 
 def _tile_logits(head: Head, batch: Batch, tile: Tile) -> jax.Array:

@@ -1,0 +1,166 @@
+"""How large blocks of rows and tiles of the vocabulary are, on each platform.
+
+On a CPU a tile's logits are to stay in the caches from their product to their statistics, so tiles are small. On an
+accelerator products must be large to fill the chip, and what is carried over blocks and tiles is read and written
+again for each of them: blocks and tiles are as large as the scratch allows, and their proportions those of least
+traffic.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pallas_ce.backends.protocol import Mode, Plan
+from pallas_ce.head import HeadSpec
+from pallas_ce.streaming.tiles import shrink
+
+
+class Tiling(NamedTuple):
+    """What a platform prefers.
+
+    Attributes:
+        rows: rows of a block, at most.
+        elements: of a tile, at most.
+        cached: whether a tile's logits are in a cache when they are read again.
+        in_place: whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
+        worth_adding: in_forward: of fewer rows a block, a fourth product takes less time than to add another share to
+            the weight's whole gradient: with B bytes and F operations a second, where `2·rows / F < 8 / B`.
+    """
+
+    rows: int
+    elements: int
+    cached: bool
+    in_place: bool
+    worth_adding: int
+
+
+# 8 MiB of float32: on a CPU larger tiles gain nothing, and smaller ones make the products inefficient.
+_CPU = Tiling(rows=1024, elements=2**21, cached=True, in_place=False, worth_adding=0)
+
+# Beyond so many rows products gain nothing, and only whole blocks of ignored rows are skipped.
+_GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=512)
+_TPU = _GPU._replace(in_place=False, worth_adding=1024)
+
+# Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
+_STEP = 128
+
+# What the products take, in such passes over sums as `_least_traffic` counts: of three with a vector of H numbers each,
+# 6·H operations and 8·H bytes of a pass, at the 150 to 250 operations that accelerators do for each byte they move.
+_PASSES = 200
+
+# Elements of a product that half of the chip could have made while the last parts of it were.
+_IDLE = 2**21
+
+# So many numbers of tiles are compared: fewest that fit, and more.
+_TRIED = 8
+
+
+def preferred(platform: str) -> Tiling:
+    """That of a platform, as JAX's devices name theirs."""
+    return {"cpu": _CPU, "tpu": _TPU}.get(platform, _GPU)
+
+
+def tiled_plan(
+    tiling: Tiling,
+    vocab_size: int,
+    tokens: int,
+    scratch: Callable[[int, int], int],
+    limit: int,
+    least_columns: int = 1,
+) -> Plan:
+    """Block sizes for `tokens` rows that fit: `scratch(rows, columns) <= limit`, which is linear in either.
+
+    The limit must hold one row of `least_columns`.
+    """
+    rows = min(tokens, tiling.rows)
+    columns = min(vocab_size, max(least_columns, tiling.elements // rows))
+    found = None
+    if not tiling.cached:
+        found = _least_traffic(tokens, vocab_size, rows, columns, scratch, limit, least_columns)
+    # Where there is no room for a whole step: halved along their longer side.
+    rows, columns = found or shrink(rows, columns, scratch, limit, least_columns)
+    return Plan(rows, columns, scratch(rows, columns), vocab_size, last_apart=tiling.in_place)
+
+
+def _least_traffic(
+    tokens: int,
+    vocab_size: int,
+    most_rows: int,
+    most_columns: int,
+    scratch: Callable[[int, int], int],
+    limit: int,
+    least_columns: int,
+) -> tuple[int, int] | None:
+    """Rows and columns that take the least time beside the products themselves; None where no step of rows fits.
+
+    Over all of the vocabulary V the sum for N rows is read and written V/columns times, and that for the weight once
+    for each of N/rows blocks, if there are several: in units of N·V numbers, `1/columns + 1/rows`. The last block and
+    the last tile do again a part of what the ones before did, and at the end of each product a part of the chip idles.
+    """
+    best, least = None, math.inf
+    for steps in range(-(-most_rows // _STEP), 0, -1):
+        blocks = -(-tokens // min(most_rows, steps * _STEP))
+        rows = _equal(tokens, blocks)
+        fixed = scratch(rows, 0)
+        room = (limit - fixed) // (scratch(rows, 1) - fixed)
+        if room < max(1, least_columns):
+            continue
+        fewest = -(-vocab_size // min(room, most_columns))
+        for tiles in range(fewest, fewest + _TRIED):
+            columns = max(least_columns, _equal(vocab_size, tiles))
+            if columns > room:
+                continue
+            again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
+            idle = _IDLE / (rows * columns)
+            time = 1 / columns + (1 / rows if blocks > 1 else 0) + (again + idle) / _PASSES
+            if time < least:
+                best, least = (rows, columns), time
+    return best
+
+
+def _equal(total: int, parts: int) -> int:
+    """The size of so many parts: whole steps, but for a single one."""
+    return total if parts == 1 else min(total, -(-total // parts // _STEP) * _STEP)
+
+
+def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
+    """Bytes of blocks of `rows` and tiles of `columns`, of heads that are streamed together.
+
+    An entry of a tile takes `entry_bytes`; blocks of hidden states and of the weight live as operands and, in a
+    backward, as products and as sums.
+    """
+    sums = 2 * max(spec.accumulator.itemsize for spec in specs) if mode else 0
+    operands = sum((spec.dtype.itemsize + sums) * spec.hidden_size for spec in specs)
+    return entry_bytes * rows * columns + operands * (rows + columns)
+
+
+def stash(spec: HeadSpec, mode: Mode | None, rows: int) -> int:
+    """Bytes of the logits that in_forward keeps of one block of `rows`."""
+    return spec.accumulator.itemsize * rows * spec.vocab_size if mode == "in_forward" else 0
+
+
+def scratch(
+    spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, tiling: Tiling = _CPU, alone: bool = False
+) -> int:
+    """Bytes of one block of `rows` and tiles of `columns`, beside the stash.
+
+    A tile lives as logits, as their exponentials or dlogits, and as the products' operand.
+
+    Args:
+        spec: the head.
+        mode: the pass.
+        rows: rows of a block.
+        columns: columns of a tile.
+        tiling: the platform's.
+        alone: whether there is one block only.
+    """
+    wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
+    if tiling.cached:
+        return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
+    # Elementwise work is fused with what reads it. In_forward's logits are those of the stash.
+    entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
+    # A block's hidden states and their gradient, and a tile of the weight; the weight's gradient is added up in place,
+    # but for what has to be rounded first.
+    of_rows = narrow + (wide if mode == "in_forward" else 0)
+    of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
+    return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.hidden_size

@@ -1,0 +1,159 @@
+"""Block sizes of the portable backend, by platform: within the budget, and large enough for the chip."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_ce import explain, linear_cross_entropy
+from pallas_ce.backends.protocol import Mode, Plan
+from pallas_ce.backends.xla import BACKEND, tiling
+from pallas_ce.dispatch.settings import Settings, decide
+from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.parallel.shards import Shards
+
+MODES: list[Mode | None] = [None, "in_forward", "recompute"]
+GRID = [(n, v) for n in (4096, 8192, 16384) for v in (32768, 131072, 151936, 262144)]
+MIB = 2**20
+
+
+def _spec(hidden_size: int, vocab_size: int, dtype: str = "bfloat16") -> HeadSpec:
+    return HeadSpec(hidden_size, vocab_size, vocab_size, 0, np.dtype(jnp.dtype(dtype)), None)
+
+
+def _planned(platform: str, tokens: int, vocab_size: int, mode: Mode | None) -> Plan:
+    """For a head of H 4096 in bfloat16, by default, with a gradient for the weight."""
+    spec, settings = _spec(4096, vocab_size), Settings("xla", mode, None, platform=platform)
+    sums = 0
+    if mode == "in_forward":
+        sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+    return settings.block_sizes(spec, tokens, mode, sums)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(("tokens", "vocab_size"), GRID)
+def test_accelerators_get_large_products(platform: str, tokens: int, vocab_size: int) -> None:
+    forward, in_forward, recompute = (_planned(platform, tokens, vocab_size, mode) for mode in MODES)
+    for plan in (forward, recompute):
+        assert plan.rows == min(tokens, 8192)
+        assert plan.columns >= 5000
+    assert in_forward.columns >= 7000
+    if platform == "cuda":  # where the stash lies in the memory of the gradient
+        assert in_forward.rows >= 1920
+    else:
+        assert in_forward.rows == tokens or in_forward.rows >= 1024 or in_forward.slower
+    for plan in (forward, in_forward, recompute):
+        assert plan.rows * plan.columns >= 1.6e7 or plan.slower
+        # What the last block and tile repeat.
+        assert -(-vocab_size // plan.columns) * plan.columns <= 1.05 * vocab_size
+        assert -(-tokens // plan.rows) * plan.rows <= 1.15 * tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cpu_keeps_tiles_in_its_caches(mode: Mode | None) -> None:
+    plan = _planned("cpu", 8192, 131072, mode)
+    assert plan.rows * plan.columns <= 2**21
+    assert plan.rows <= 1024
+
+
+@hypothesis.given(
+    platform=st.sampled_from(["cpu", "cuda"]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    hidden_size=st.integers(1, 8192),
+    vocab_size=st.integers(1, 300_000),
+    tokens=st.integers(1, 100_000),
+    mode=st.sampled_from(MODES),
+    share=st.floats(0, 1),
+    spare=st.sampled_from([0, 2**28]),
+)
+def test_plans_heed_any_budget(
+    platform: str,
+    dtype: str,
+    hidden_size: int,
+    vocab_size: int,
+    tokens: int,
+    mode: Mode | None,
+    share: float,
+    spare: int,
+) -> None:
+    spec, backend = _spec(hidden_size, vocab_size, dtype), BACKEND.on(platform)
+    least = backend.minimum_scratch(spec, mode)
+    limit = int(least * (2**34 / least) ** share)  # from the least to plenty
+    plan = backend.plan(spec, tokens, mode, limit, spare)
+    assert plan == backend.plan(spec, tokens, mode, limit, spare)
+    assert 1 <= plan.rows <= tokens
+    assert 1 <= plan.columns <= vocab_size
+    assert plan.scratch_bytes <= limit
+    beside = tiling.stash(spec, mode, plan.rows)
+    assert plan.rows * plan.columns * spec.dtype.itemsize <= limit
+    assert beside <= limit or (beside <= spare and plan.rows < tokens)
+
+
+def test_one_block_of_in_forward_takes_the_memory_of_the_weights_sum() -> None:
+    plan = _planned("cuda", 4096, 131072, "in_forward")
+    assert plan.rows == 4096
+    assert plan.scratch_bytes <= 512 * MIB + 4 * 131072 * 4096
+
+
+def test_few_rows_of_logits_are_rather_made_again() -> None:
+    spec, budget = _spec(4096, 131072), 128 * MIB
+    for platform, mode in (("cuda", "recompute"), ("cpu", "in_forward")):
+        device = AbstractDevice("a model", 1, platform)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+            settings = decide(spec, 8192, (), scalar_loss=True, implementation="xla", scratch_bytes=budget)
+        assert settings.mode == mode
+        assert settings.platform == platform
+    assert "the scratch budget holds" in BACKEND.on("cuda").plan(spec, 8192, "in_forward", budget).slower
+
+
+def test_explain_knows_the_platform_of_a_mesh() -> None:
+    hidden, weight = (jax.ShapeDtypeStruct((n, 512), jnp.bfloat16) for n in (8192, 65536))
+    device = AbstractDevice("a model", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        there = explain(hidden, weight, implementation="xla", backward="recompute")
+    assert there.rows == 8192
+    assert explain(hidden, weight, implementation="xla", backward="recompute").rows == (
+        1024 if jax.default_backend() == "cpu" else 8192
+    )
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "vocab_size", "scratch_bytes"),
+    [
+        ("float32", 40, 100, None),  # one block, one tile
+        ("float32", 40, 100, 24_000),  # one block, or several; ragged tiles
+        ("float32", 64, 64, 16_000),  # even ones
+        ("float16", 40, 100, 16_000),  # the factor stands between product and sum
+    ],
+)
+def test_an_accelerators_tiles_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, backward: Any, dtype: str, tokens: int, vocab_size: int, scratch_bytes: int | None
+) -> None:
+    monkeypatch.setattr(tiling, "_STEP", 8)
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.normal(size=(n, 16)), dtype) for n in (tokens, vocab_size))
+    bias = jnp.asarray(rng.normal(size=vocab_size), jnp.float32)
+    labels = jnp.asarray(np.where(np.arange(tokens) % 5 == 0, -100, rng.integers(0, vocab_size, tokens)))
+
+    def results(implementation: Any, **options: Any) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            hidden, weight, bias = arrays
+            return linear_cross_entropy(
+                hidden, weight, labels, bias=bias, z_loss=1e-2, implementation=implementation, **options
+            )
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(hidden, weight, bias)
+
+    device = AbstractDevice("a model", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        found = results("xla", backward=backward, scratch_bytes=scratch_bytes)
+    bound = 1e-5 if dtype == "float32" else 3e-3
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(results("reference")), strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.max(np.abs(want)))
