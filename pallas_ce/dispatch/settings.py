@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
 from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec, NeedsGrad
 from pallas_ce.parallel.shards import Shards
+from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 
 # What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows.
@@ -179,7 +179,7 @@ def decide(
         mode_reason = "JAX differentiates the materialised logits"
         return Settings(name, None, None, implementation_reason=reason, mode_reason=mode_reason)
     tokens = max(tokens, 1)
-    with targets.known(arrays) as device:
+    with known_device(arrays) as device:
         platform = None if device is None else device.platform
 
     def settings_of(name: str, default: Default | None, reason: str) -> Settings:

@@ -41,7 +41,7 @@ class TritonBackend(Backend):
     """See `protocol.Backend`."""
 
     name = "triton"
-    capabilities = Capabilities(checked_regions=False, narrow_stash=True, cuda_only=True)
+    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True)
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Float64, precisions that the kernel has not, and devices without an entry in the table."""
