@@ -54,7 +54,7 @@ test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few dra
 	@$(ON_NEWEST) -m "not gpu and not slow and not nightly" --cases=4 $(WITHOUT_TORCH) $(ARGS)
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
-test-nightly: $(VENV)/.dev $(NEWEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(ON_NEWEST) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
 
@@ -76,6 +76,11 @@ $(VENV)/.train: pyproject.toml $(CONSTRAINTS)
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
 	@tools/setup-environment $(VENV) dev,experiments,huggingface,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.train
+
+# In the environment without a GPU's libraries: beside them JAX would look for a TPU first.
+$(VENV)/.tpu: $(VENV)/.dev
+	@tools/setup-environment $(VENV) tpu-compile -c $(CONSTRAINTS)
+	@touch $@
 
 # Without gpu-compile and PyTorch, 6 GB: the tests that compile for a GPU are skipped there, and those of torch_bridge,
 # whose release of PyTorch pairs with one of jax, left out.

@@ -20,8 +20,8 @@ def tpu_mesh(topology: str, chips: int, axis: str = "tpu") -> Mesh:
     """A mesh of so many chips of a topology such as "v5e:2x2"; skips the test where the extra is missing."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("compiling for a TPU needs the tpu-compile extra")
-    # Neither is there a metadata server to tell what machine this is, nor other hosts.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+    # No metadata server tells what machine this is, and there are no other hosts; but other processes may compile.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     return Mesh(np.array(devices[:chips]), (axis,), axis_types=(AxisType.Auto,))
 

@@ -94,18 +94,24 @@ class Settings:
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if sum_bytes and self.scratch_bytes is None:
-            alone = self._within_budget(spec, tokens, mode, default + sum_bytes)
+            # The logits of all rows, and where those are the stash, tiles beside them.
+            times = 2 if self.backend.capabilities.wide_stash else 1
+            alone = self._within_budget(spec, tokens, mode, default + sum_bytes, times_logits=times)
             if alone.rows >= tokens:
                 return alone
         return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)
 
     def _within_budget(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, default: int, spare_bytes: int = 0
+        self,
+        spec: HeadSpec,
+        tokens: int,
+        mode: Mode | None,
+        default: int,
+        spare_bytes: int = 0,
+        times_logits: int = 1,
     ) -> Plan:
         least = self.backend.minimum_scratch(spec, mode)
-        logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-        if mode == "in_forward" and self.backend.capabilities.wide_stash:
-            logits *= 2  # a single block's, and tiles
+        logits = times_logits * tokens * spec.vocab_size * spec.accumulator.itemsize
         what = f"one row of this head in the {mode or 'forward'} pass"
         bound = budget(self.scratch_bytes, least, logits, what, default)
         return self.backend.plan(spec, tokens, mode, bound, spare_bytes)

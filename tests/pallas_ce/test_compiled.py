@@ -91,6 +91,27 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     _check(compiled, arguments, needed, **options)
 
 
+@pytest.mark.parametrize(("backward", "products"), [("in_forward", 3), ("recompute", 4)])
+@pytest.mark.parametrize(("vocab_size", "tiles_apart"), [(131072, False), (151936, True)])
+def test_an_h200s_products_read_and_write_in_place(
+    backward: Any, products: int, vocab_size: int, tiles_apart: bool
+) -> None:
+    """Each once for the tiles of a loop, as cuBLAS does them, and without copies of what they read and add to."""
+    mesh, shape = h200.h200_mesh(), (8192, 4096, vocab_size)
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments(shape, jnp.bfloat16)]
+    options = {"implementation": "xla", "backward": backward}
+    function, by_cublas = _function(("hidden", "weight"), **options), {"xla_gpu_enable_triton_gemm": False}
+    text = h200.compile_for_h200(function, *arguments, options=by_cublas)[0].as_text()
+    made = text.count('custom_call_target="__cublas$lt$matmul"')
+    # A ragged tile's are apart, and the plain forward's first tile's.
+    assert made <= 2 * products + 1 if tiles_apart or backward == "recompute" else made == products
+    columns = explain(*arguments[:2], **options).columns
+    assert not re.findall(rf"= \w+\[{columns},4096\]\S* (?:fusion|copy)\(.*", text)
+    loops = [line for line in text.splitlines() if re.search(r" while\(", line)]
+    unknown = [line for line in loops if "known_trip_count" not in line]
+    assert len(unknown) <= 1  # over blocks of the rows that count
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("backward", "needed"), [MODES[0], MODES[2], MODES[3]])
 @pytest.mark.parametrize("chips", [1, 4])

@@ -13,8 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_ce import explain, linear_cross_entropy
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import BACKEND, tiling
+from pallas_ce.dispatch.select import Default
 from pallas_ce.dispatch.settings import Settings, decide
-from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.head import Head, HeadSpec, NeedsGrad
 from pallas_ce.parallel.shards import Shards
 
 MODES: list[Mode | None] = [None, "in_forward", "recompute"]
@@ -109,6 +110,14 @@ def test_few_rows_of_logits_are_rather_made_again() -> None:
         assert settings.mode == mode
         assert settings.platform == platform
     assert "the scratch budget holds" in BACKEND.on("cuda").plan(spec, 8192, "in_forward", budget).slower
+
+
+def test_what_stands_in_for_the_gpus_kernels_is_planned_for_a_cpu() -> None:
+    arrays = {"weight": jnp.zeros((8, 4), jnp.bfloat16), "bias": None, "logit_scale": None, "logit_weights": None}
+    settings = Settings("mosaic_gpu", "recompute", None, default=Default("xla", certain=False))
+    chosen, elsewhere = settings.variants(Head(**arrays, spec=_spec(4, 8)))
+    assert (chosen.implementation, chosen.platform) == ("mosaic_gpu", None)
+    assert (elsewhere.implementation, elsewhere.platform) == ("xla", "cpu")
 
 
 def test_explain_knows_the_platform_of_a_mesh() -> None:
