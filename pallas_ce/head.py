@@ -223,6 +223,15 @@ class Head:
             return jnp.full((size,), self.spec.uniform_weight, self.spec.accumulator)
         return jax.lax.dynamic_slice_in_dim(self.logit_weights, start, size)
 
+    def on_gpu(self) -> "Head":
+        """The same head, TF32 asked for by the name that all of XLA's kernels for GPUs know.
+
+        At HIGH cuBLAS takes it, but not XLA's own kernels, which make a product that is added in place.
+        """
+        if self.spec.precision != jax.lax.Precision.HIGH:
+            return self
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, precision=jax.lax.Precision.DEFAULT))
+
     def with_padding(self) -> "Head":
         """The same head, its padding taken for vocabulary of which `valid_columns` exist."""
         spec, u = self.spec, self.logit_weights

@@ -200,6 +200,10 @@ class Backend(Protocol):
         `padded_share`: the head is a device's share of a padded vocabulary, with `Head.valid_columns`.
         """
 
+    def slower(self, spec: HeadSpec) -> str | None:
+        """Why XLA's code is faster for such a head, which this backend serves by name only; None where it is not."""
+        return None
+
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The fewest bytes `plan` can work with."""
 

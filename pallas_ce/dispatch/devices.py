@@ -27,7 +27,7 @@ RESULTS: dict[str, dict[str, str | None]] = {
         "8.0": None,
         "8.6": None,
         "8.9": None,
-        "9.0": "experiments/results/check_device_nvidia_h200.json",
+        "9.0": "experiments/results/gpu_head_implementations.json",
         "10.0": None,
         "10.3": None,
         "12.0": None,
@@ -79,9 +79,11 @@ def _told(implementation: str, capability: str) -> str:
 
 
 def _default(names: tuple[str, ...]) -> str:
-    """What serves 16-bit operands and, where it is another, float32."""
-    narrow, wide = (
+    """What serves 16-bit operands, and float32 where that is not the same; full float32 is XLA's everywhere."""
+    if not names:
+        return "`xla`"
+    narrow, tf32 = (
         next((name for name in names if dtype in DTYPES.get(name, (dtype,))), "xla")
         for dtype in ("bfloat16", "float32")
     )
-    return f"`{narrow}`" if narrow == wide else f"`{narrow}`; float32: `{wide}`"
+    return f"`{narrow}`" + (f"; TF32: `{tf32}`" if tf32 != narrow else "") + "; full float32: `xla`"

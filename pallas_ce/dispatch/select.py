@@ -73,7 +73,14 @@ class Chosen(NamedTuple):
     default: Default | None = None
 
 
-def select(implementation: str | None, refusal: Callable[[str], str | None], arrays: Any, *, checked: bool) -> Chosen:
+def select(
+    implementation: str | None,
+    refusal: Callable[[str], str | None],
+    arrays: Any,
+    *,
+    checked: bool,
+    slower: Callable[[str], str | None] = lambda name: None,
+) -> Chosen:
     """The implementation of a call; without a name the kernels for the GPU lowered for, where they serve the call.
 
     Args:
@@ -81,6 +88,7 @@ def select(implementation: str | None, refusal: Callable[[str], str | None], arr
         refusal: why the implementation of a name cannot serve the call, as the end of a sentence; None where it can.
         arrays: the call's, which may know their device.
         checked: whether they vary over the axes of a `shard_map` with `check_vma=True`.
+        slower: why the implementation of a name is not taken by default, though it could be; None where it is.
 
     Raises:
         ValueError: the named implementation is unknown or cannot serve the call.
@@ -95,7 +103,7 @@ def select(implementation: str | None, refusal: Callable[[str], str | None], arr
         return refusal(name) or packages.refusal(name)
 
     if implementation is None:
-        return _default(refused, arrays)
+        return _default(lambda name: refused(name) or slower(name), arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
     with known_device(arrays) as device:

@@ -172,7 +172,11 @@ def decide(
     """
     checked = shards is not None and shards.typed
     name, reason, default = select.select(
-        implementation, lambda name: select.load(name).refusal(spec, rows), arrays, checked=checked
+        implementation,
+        lambda name: select.load(name).refusal(spec, rows),
+        arrays,
+        checked=checked,
+        slower=lambda name: select.load(name).slower(spec),
     )
     if name == "reference":
         if backward != "auto":

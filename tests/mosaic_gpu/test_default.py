@@ -168,14 +168,12 @@ def test_both_backends_return_the_same_types(hopper: None, options: dict[str, An
     ("function", "arguments"),
     [
         (loss(), structs(jnp.float32)),
-        (lambda h, w, t: linear_log_probs(h, w, jnp.stack([t, t], 1)), structs()),
-        (lambda h, w, t: linear_log_probs(h, w, t, temperature=jnp.ones(N)), structs()),
         (loss(scratch_bytes=6_000), structs()),
         (lambda h, w, t: linear_top_k(h, w, 5, scratch_bytes=20_000), structs()),
         (lambda h, w, t: cross_entropy(h[:, :100], t), structs()),
         (lambda h, w, t: cross_entropy(h[:3], t[:3]), structs()),
     ],
-    ids=["float32", "K labels", "row temperature", "scratch", "top-k scratch", "100 logits", "3 rows of logits"],
+    ids=["float32", "scratch", "top-k scratch", "100 logits", "3 rows of logits"],
 )
 def test_what_the_kernels_cannot_serve_is_silently_xlas(hopper: None, function: Any, arguments: Any) -> None:
     assert not left_to_lowering(function, *arguments)
@@ -277,11 +275,6 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
         ("the compute dtype is float32", {"dtype": jnp.float32}),
         ("precision=TF32_TF32_F32 asks for another algorithm", {"precision": "TF32_TF32_F32"}),
         ("scratch_bytes=200000 is less than the", {"scratch_bytes": 200_000, "backward": "in_forward"}),
-        ("K=2", {"reduction": "none", "labels": jax.ShapeDtypeStruct((4096, 2), jnp.int32)}),
-        (
-            "no temperature for each row",
-            {"reduction": "none", "temperature": jax.ShapeDtypeStruct((4096,), jnp.float32)},
-        ),
     ],
 )
 def test_explain_says_what_keeps_the_kernels_out(hopper: None, reason: str, options: dict[str, Any]) -> None:
@@ -292,6 +285,21 @@ def test_explain_says_what_keeps_the_kernels_out(hopper: None, reason: str, opti
     assert reason in told.implementation_reason
     with pytest.raises(ValueError, match=f"{reason}|scratch_bytes=200000 cannot hold one row of this head"):
         explain(hidden, weight, implementation="mosaic_gpu", **options)
+
+
+def test_k_labels_are_the_kernels_and_row_temperatures_and_tf32_tritons(hopper: None) -> None:
+    pytest.importorskip("triton")
+    hidden, weight, _ = structs(n=4096, h=1024, v=32768)
+    labels, temperature = jax.ShapeDtypeStruct((4096, 2), jnp.int32), jax.ShapeDtypeStruct((4096,), jnp.float32)
+    assert explain(hidden, weight, reduction="none", labels=labels).implementation == "mosaic_gpu"
+    for reason, options in {
+        "no temperature for each row": {"reduction": "none", "temperature": temperature},
+        "the compute dtype is float32": {"dtype": jnp.float32, "precision": "high"},
+    }.items():
+        given: Any = options
+        assert explain(hidden, weight, **given).implementation == "triton"
+        with pytest.raises(ValueError, match=reason):
+            explain(hidden, weight, implementation="mosaic_gpu", **given)
 
 
 @pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32", None])

@@ -64,11 +64,10 @@ def test_what_has_no_kernel_of_its_own_is_not_done_by_another_under_its_name() -
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_explain_tells_the_tiles_and_that_they_have_not_been_run(backward: Any) -> None:
+def test_explain_tells_the_tiles(backward: Any) -> None:
     shapes = (jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16))
     told = str(explain(*shapes, backward=backward, **NAMED))
     assert re.search("head_kernel: tiles of .* x ", told)
-    assert "has not been run on a GPU yet" in told
 
 
 def test_the_kernel_has_every_field_and_term_of_the_table() -> None:

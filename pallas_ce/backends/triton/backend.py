@@ -1,13 +1,12 @@
 """The Triton backend: logits by one kernel, gradient products by XLA; see `protocol.Backend`."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import entries
+from pallas_ce.backends import entries, packages
 from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, launch, products
@@ -51,9 +50,13 @@ class TritonBackend(Backend):
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        if importlib.util.find_spec("triton") is None:
-            return "it needs the package triton: pip install 'triton>=3.6,<3.8'"
+        if missing := packages.refusal(self.name):
+            return missing
         return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
+
+    def slower(self, spec: HeadSpec) -> str | None:
+        """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
+        return "XLA's products are faster in full float32" if configs.precision(spec) == "ieee" else None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
@@ -85,7 +88,7 @@ class TritonBackend(Backend):
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
         """The kernel and its tiles, of plain cross entropy."""
         config = configs.config_for(spec, binding.capability(), _USES[mode], options)
-        source = "a table of what compiles, which has not been run on a GPU yet"
+        source = "a table for this architecture"
         return Description((Launch("head_kernel", config.rows, config.columns, 1, 1, source),))
 
     def statistics(
@@ -96,6 +99,7 @@ class TritonBackend(Backend):
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """dlogits of the tile's columns by one launch, single entries and products by XLA."""
+        head = head.on_gpu()
         spec, axis, needs = head.spec, head.spec.vocab_axis, gradient.needs
         exact = entries.exact(head, batch, gradient)
         gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
@@ -109,8 +113,7 @@ class TritonBackend(Backend):
             if hidden_sum is not None:
                 hidden_sum = block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
             if weight_sum is not None:
-                a, b = (dz, batch.hidden) if axis == 0 else (batch.hidden, dz)
-                for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), axis)
+                for_weight = products.add_for_weight(head, dz, batch.hidden, weight_sum)
             if needs.bias_sum:
                 for_bias = dz.sum(axis=0, dtype=spec.accumulator)
             return hidden_sum, for_weight, for_bias
@@ -127,7 +130,7 @@ class TritonBackend(Backend):
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: HeadSums, plan: Plan, block: RowBlock
     ) -> tuple[jax.Array | None, HeadSums]:
         """See `exponentials`."""
-        return products.Products(head, batch, None).products(gradient, stash, sums, block.number != 0)
+        return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, block.number != 0)
 
 
 def _device_refusal() -> str | None:

@@ -2,12 +2,32 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends.exponentials import Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch
+from pallas_ce.head import Head, WeightSum
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.tiles import pad
+
+
+def add_for_weight(head: Head, dlogits: jax.Array, hidden: jax.Array, total: WeightSum) -> jax.Array:
+    """`total` with the tile's `dlogitsᵀ·hidden`.
+
+    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written. Its scale
+    rides on the hidden states, exactly where it is a power of two that they have the exponents for.
+    """
+    axis, exact = head.spec.vocab_axis, head.logit_scale is None and head.spec.dtype != jnp.float16
+
+    def product(rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+        a, b = (dlogits, rows) if axis == 0 else (rows, dlogits)
+        return head.matmul(a, b, (0, 0), dtype)
+
+    if total.scale is None or not exact:
+        return total.add(product(hidden), axis)
+    scaled = hidden.astype(head.spec.dtype) * total.scale.astype(head.spec.dtype)
+    return total.tile.put(total.array, product(scaled, total.array.dtype), axis)
 
 
 class Kernels(Stashing):

@@ -32,6 +32,7 @@ class XlaBackend(Backend):
 
     def __init__(self, platform: str = "cpu"):
         self._tiling = tiling.preferred(platform)
+        self._gpu = platform not in ("cpu", "tpu")
         large = not self._tiling.cached
         self.capabilities = Capabilities(large_blocks=large, wide_stash=large, adds_in_place=True)
 
@@ -66,10 +67,14 @@ class XlaBackend(Backend):
             plan = plan._replace(slower=slower + "gradient to the others' takes longer than to make the logits again")
         return plan
 
+    def _head(self, head: Head) -> Head:
+        return head.on_gpu() if self._gpu else head
+
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
         """Statistics tile by tile, merged as they come."""
+        head = self._head(head)
 
         def step(tile: Tile) -> Partial:
             return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
@@ -78,6 +83,7 @@ class XlaBackend(Backend):
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
+        head = self._head(head)
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = _tiles(head, plan).tile(tile_index)
@@ -93,6 +99,7 @@ class XlaBackend(Backend):
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, jax.Array]:
         """Statistics, and the logits themselves `[tiles, rows, columns]`."""
+        head = self._head(head)
         tiles = _tiles(head, plan)
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
 
@@ -136,6 +143,7 @@ class XlaBackend(Backend):
         block: RowBlock,
     ) -> tuple[jax.Array | None, HeadSums]:
         """A second pass over the tiles, on the stashed logits."""
+        head = self._head(head)
         tiles, factor, c = _tiles(head, plan), gradient.factor, gradient.coefficients
         # In the wide range of exponents that all dtypes but float16 have, dlogits take the factor themselves, exactly.
         # Else it stands between the product and the sum that it is added to in place.
