@@ -45,14 +45,14 @@ def test_accelerators_get_large_products(platform: str, tokens: int, vocab_size:
         assert plan.columns >= 5000
     assert in_forward.columns >= 7000
     if platform == "cuda":  # where the stash lies in the memory of the gradient
-        assert in_forward.rows >= 1920
+        assert in_forward.rows >= 1600
     else:
         assert in_forward.rows == tokens or in_forward.rows >= 1024 or in_forward.slower
     for plan in (forward, in_forward, recompute):
         assert plan.rows * plan.columns >= 1.6e7 or plan.slower
         # What the last block and tile repeat.
         assert -(-vocab_size // plan.columns) * plan.columns <= 1.05 * vocab_size
-        assert -(-tokens // plan.rows) * plan.rows <= 1.15 * tokens
+        assert -(-tokens // plan.rows) * plan.rows <= 1.2 * tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,7 +90,7 @@ def test_plans_heed_any_budget(
     assert 1 <= plan.rows <= tokens
     assert 1 <= plan.columns <= vocab_size
     assert plan.scratch_bytes <= limit
-    beside = tiling.stash(spec, mode, plan.rows)
+    beside = tiling.stash(spec, mode, plan.rows, plan.columns)
     assert plan.rows * plan.columns * spec.dtype.itemsize <= limit
     assert beside <= limit or (beside <= spare and plan.rows < tokens)
 
