@@ -131,6 +131,7 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     )
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize(
     ("dtype", "tokens", "vocab_size", "scratch_bytes"),
@@ -142,7 +143,13 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     ],
 )
 def test_an_accelerators_tiles_give_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, backward: Any, dtype: str, tokens: int, vocab_size: int, scratch_bytes: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    backward: Any,
+    dtype: str,
+    tokens: int,
+    vocab_size: int,
+    scratch_bytes: int | None,
 ) -> None:
     monkeypatch.setattr(tiling, "_STEP", 8)
     rng = np.random.default_rng(0)
@@ -159,7 +166,7 @@ def test_an_accelerators_tiles_give_the_same_gradients(
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(hidden, weight, bias)
 
-    device = AbstractDevice("a model", 1, "tpu")
+    device = AbstractDevice("a model", 1, platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
         found = results("xla", backward=backward, scratch_bytes=scratch_bytes)
     bound = 1e-5 if dtype == "float32" else 3e-3
