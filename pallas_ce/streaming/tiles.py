@@ -102,8 +102,8 @@ class Tiles:
         def joined(i: jax.Array | int, done: State) -> State:
             return merge(done, part(self.tile(i)))
 
-        done = fori_loop(1, self._looped, joined, part(self.tile(0)))
-        return joined(self.count - 1, done) if self._looped < self.count else done
+        done = self._loop(1, self._looped, joined, part(self.tile(0)))
+        return _behind(joined, self.count - 1, done) if self._looped < self.count else done
 
     def for_each[Carry](self, body: Callable[["Tile", Carry], Carry], init: Carry) -> Carry:
         """`init` carried through `body(tile, carry)`, from the last tile to the first.
@@ -112,7 +112,19 @@ class Tiles:
         """
         if self._looped < self.count:
             init = body(self.tile(self.count - 1), init)
-        return fori_loop(0, self._looped, lambda i, carry: body(self.tile(self._looped - 1 - i), carry), init)
+        return self._loop(0, self._looped, lambda i, carry: body(self.tile(self._looped - 1 - i), carry), init)
+
+    def _loop[Carry](
+        self, start: int, stop: int, body: Callable[[jax.Array | int, Carry], Carry], init: Carry
+    ) -> Carry:
+        """A loop, or what XLA would make of one with a single trip."""
+        alone = self.last_apart and stop - start == 1
+        return _behind(body, start, init) if alone else fori_loop(start, stop, body, init)
+
+
+def _behind[Carry](body: Callable[[jax.Array | int, Carry], Carry], index: int, carry: Carry) -> Carry:
+    """`body(index, carry)`, all of it after what `carry` comes from, whose memory it is to use."""
+    return body(*lax.optimization_barrier((jnp.int32(index), carry)))
 
 
 @dataclasses.dataclass(frozen=True)

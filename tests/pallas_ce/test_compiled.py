@@ -91,6 +91,16 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     _check(compiled, arguments, needed, **options)
 
 
+@pytest.mark.parametrize(("backward", "needed"), [MODES[0], *MODES[2:]])
+def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, needed: tuple[str, ...]) -> None:
+    mesh = h200.h200_mesh()
+    arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments((2048, 1024, 151936), jnp.bfloat16)]
+    options = {"implementation": "xla", "backward": backward}
+    memory = h200.compile_for_h200(_function(needed, **options), *arguments)[0].memory_analysis()
+    told = explain(*arguments[:2], differentiate=needed, **options)
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.05 * told.peak_bytes
+
+
 @pytest.mark.parametrize(("backward", "products"), [("in_forward", 3), ("recompute", 4)])
 @pytest.mark.parametrize(("vocab_size", "tiles_apart"), [(131072, False), (151936, True)])
 def test_an_h200s_products_read_and_write_in_place(

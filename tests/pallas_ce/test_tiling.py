@@ -45,14 +45,14 @@ def test_accelerators_get_large_products(platform: str, tokens: int, vocab_size:
         assert plan.columns >= 5000
     assert in_forward.columns >= 7000
     if platform == "cuda":  # where the stash lies in the memory of the gradient
-        assert in_forward.rows >= 1920
+        assert in_forward.rows >= 1600
     else:
         assert in_forward.rows == tokens or in_forward.rows >= 1024 or in_forward.slower
     for plan in (forward, in_forward, recompute):
         assert plan.rows * plan.columns >= 1.6e7 or plan.slower
         # What the last block and tile repeat.
         assert -(-vocab_size // plan.columns) * plan.columns <= 1.05 * vocab_size
-        assert -(-tokens // plan.rows) * plan.rows <= 1.15 * tokens
+        assert -(-tokens // plan.rows) * plan.rows <= 1.2 * tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,7 +90,7 @@ def test_plans_heed_any_budget(
     assert 1 <= plan.rows <= tokens
     assert 1 <= plan.columns <= vocab_size
     assert plan.scratch_bytes <= limit
-    beside = tiling.stash(spec, mode, plan.rows)
+    beside = tiling.stash(spec, mode, plan.rows, plan.columns)
     assert plan.rows * plan.columns * spec.dtype.itemsize <= limit
     assert beside <= limit or (beside <= spare and plan.rows < tokens)
 
@@ -131,6 +131,7 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     )
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize(
     ("dtype", "tokens", "vocab_size", "scratch_bytes"),
@@ -142,7 +143,13 @@ def test_explain_knows_the_platform_of_a_mesh() -> None:
     ],
 )
 def test_an_accelerators_tiles_give_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, backward: Any, dtype: str, tokens: int, vocab_size: int, scratch_bytes: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    backward: Any,
+    dtype: str,
+    tokens: int,
+    vocab_size: int,
+    scratch_bytes: int | None,
 ) -> None:
     monkeypatch.setattr(tiling, "_STEP", 8)
     rng = np.random.default_rng(0)
@@ -159,7 +166,7 @@ def test_an_accelerators_tiles_give_the_same_gradients(
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(hidden, weight, bias)
 
-    device = AbstractDevice("a model", 1, "tpu")
+    device = AbstractDevice("a model", 1, platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
         found = results("xla", backward=backward, scratch_bytes=scratch_bytes)
     bound = 1e-5 if dtype == "float32" else 3e-3

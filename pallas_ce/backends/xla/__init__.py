@@ -46,7 +46,7 @@ class XlaBackend(Backend):
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """The scratch of one row and one column at a time."""
-        return tiling.stash(spec, mode, 1) + tiling.scratch(spec, mode, 1, 1)
+        return tiling.stash(spec, mode, 1, 1) + tiling.scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
         """Blocks and tiles of the size that the platform prefers, as far as they fit."""
@@ -56,7 +56,7 @@ class XlaBackend(Backend):
             preferred = preferred._replace(rows=min(preferred.rows, max(_FEW_ROWS, -(-tokens // 4))))
 
         def scratch(rows: int, columns: int) -> int:
-            stash = tiling.stash(spec, mode, rows)
+            stash = tiling.stash(spec, mode, rows, columns)
             alone = rows >= tokens
             beside = 0 if preferred.in_place and not alone and stash <= spare_bytes else stash
             return beside + tiling.scratch(spec, mode, rows, columns, tiling=preferred, alone=alone)

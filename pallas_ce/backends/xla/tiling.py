@@ -68,7 +68,7 @@ def tiled_plan(
     limit: int,
     least_columns: int = 1,
 ) -> Plan:
-    """Block sizes for `tokens` rows that fit: `scratch(rows, columns) <= limit`, which is linear in either.
+    """Block sizes for `tokens` rows that fit: `scratch(rows, columns) <= limit`, which is about linear in either.
 
     The limit must hold one row of `least_columns`.
     """
@@ -108,7 +108,7 @@ def _least_traffic(
         fewest = -(-vocab_size // min(room, most_columns))
         for tiles in range(fewest, fewest + _TRIED):
             columns = max(least_columns, _equal(vocab_size, tiles))
-            if columns > room:
+            if columns > room or scratch(rows, columns) > limit:
                 continue
             again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
             idle = _IDLE / (rows * columns)
@@ -134,9 +134,10 @@ def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, 
     return entry_bytes * rows * columns + operands * (rows + columns)
 
 
-def stash(spec: HeadSpec, mode: Mode | None, rows: int) -> int:
-    """Bytes of the logits that in_forward keeps of one block of `rows`."""
-    return spec.accumulator.itemsize * rows * spec.vocab_size if mode == "in_forward" else 0
+def stash(spec: HeadSpec, mode: Mode | None, rows: int, columns: int) -> int:
+    """Bytes of the logits that in_forward keeps of one block of `rows`, in whole tiles of `columns`, or 0 columns."""
+    kept = -(-spec.vocab_size // columns) * columns if columns else spec.vocab_size
+    return spec.accumulator.itemsize * rows * kept if mode == "in_forward" else 0
 
 
 def scratch(
