@@ -22,10 +22,8 @@ from tests import compile_for_h200 as h200
 
 pytest.importorskip("triton")
 
-# The instruction that multiplies 16-bit operands, and KiB of shared memory that a program can have.
+# The instruction that multiplies 16-bit operands.
 MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
-SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
-LEAST_SHARED_KIB = 99
 
 LOSS, EVERY = frozenset({"lse", "target_logit"}), frozenset(PRIMITIVES)
 PASSES = ("forward", "stash", "dlogits")
@@ -112,7 +110,7 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     kernel = kernel_of(*case)
     built = binding.compiled(kernel)
     assert spilled(built, capability, tmp_path) == 0
-    assert built.shared_bytes <= 1024 * SHARED_KIB.get(capability, LEAST_SHARED_KIB)
+    assert built.shared_bytes <= 1024 * binding.shared_kib(capability)
     assert built.warps == kernel.warps
     precision = case[5]
     assert ("fma.rn.f32" if precision is FULL else MULTIPLIES[capability // 10]) in built.ptx
@@ -124,6 +122,14 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert header.count(".param") == len(kernel.inputs) + len(kernel.outputs) + 2
     names = [name for name, _ in kernel.inputs + kernel.outputs]
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
+
+
+def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: 86)
+    deep = configs.NARROW[86].forward._replace(stages=5)
+    monkeypatch.setitem(configs.NARROW, 86, configs.NARROW[86]._replace(forward=deep))
+    with pytest.raises(NotImplementedError, match=r"needs \d+ KiB of shared memory .* capability 86 has 99: use 'xla'"):
+        binding.compiled(kernel_of("forward", "plain", 0, jnp.bfloat16, 8192, None))
 
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])

@@ -33,6 +33,10 @@ _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": 
 _ALIGNMENT = 16
 _SCRATCH_ALIGNMENT = 128
 
+# KiB of shared memory that a program can have, by compute capability; elsewhere the least.
+_SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_SHARED_KIB = 99
+
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
@@ -94,6 +98,11 @@ def capability() -> int | None:
     return None if found is None else int(found.replace(".", ""))
 
 
+def shared_kib(capability: int | None) -> int:
+    """KiB of shared memory that a program can have."""
+    return _SHARED_KIB.get(capability or 0, _LEAST_SHARED_KIB)
+
+
 def _function(name: str) -> Any:
     """A kernel, imported on first use: without Triton the backend can still say that it is missing."""
     from pallas_ce.backends.triton import kernel as kernels
@@ -122,6 +131,12 @@ def compiled(kernel: Kernel) -> Compiled:
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     built = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
     metadata = built.metadata
+    most = shared_kib(kernel.capability)
+    if metadata.shared > 1024 * most:
+        raise NotImplementedError(
+            f"implementation='triton' needs {metadata.shared // 1024} KiB of shared memory with Triton "
+            f"{triton.__version__}, and a GPU of compute capability {kernel.capability} has {most}: use 'xla'"
+        )
     scratch = metadata.global_scratch_size
     if scratch > SCRATCH_BYTES * kernel.scratch or (scratch and metadata.global_scratch_align > _SCRATCH_ALIGNMENT):
         raise NotImplementedError(f"Triton {triton.__version__} asks for {scratch} bytes of scratch for a program")
