@@ -9,6 +9,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch
 from pallas_ce.head import Head, WeightSum
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
@@ -18,16 +19,17 @@ def add_for_weight(head: Head, dlogits: jax.Array, hidden: jax.Array, total: Wei
     Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written. Its scale
     rides on the hidden states, exactly where it is a power of two that they have the exponents for.
     """
-    axis, exact = head.spec.vocab_axis, head.logit_scale is None and head.spec.dtype != jnp.float16
-
-    def product(rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
-        a, b = (dlogits, rows) if axis == 0 else (rows, dlogits)
-        return head.matmul(a, b, (0, 0), dtype)
-
-    if total.scale is None or not exact:
-        return total.add(product(hidden), axis)
+    if total.scale is None or head.logit_scale is not None or head.spec.dtype == jnp.float16:
+        return total.add(_for_weight(head, dlogits, hidden), head.spec.vocab_axis)
     scaled = hidden.astype(head.spec.dtype) * total.scale.astype(head.spec.dtype)
-    return total.tile.put(total.array, product(scaled, total.array.dtype), axis)
+    product = _for_weight(head, dlogits, scaled, total.array.dtype)
+    return total.tile.put(total.array, product, head.spec.vocab_axis)
+
+
+def _for_weight(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+    """`stored [n, c]ᵀ·rows [n, H]` in the weight's layout."""
+    a, b = (stored, rows) if head.spec.vocab_axis == 0 else (rows, stored)
+    return head.matmul(a, b, (0, 0), dtype)
 
 
 class Kernels(Stashing):
@@ -60,14 +62,13 @@ class Products(Multiplying):
     ) -> jax.Array:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
 
-        def product(dtype: jnp.dtype | None = None) -> jax.Array:
-            a, b = (operand, rows) if self.head.spec.vocab_axis == 0 else (rows, operand)
-            found = self.head.matmul(a, b, (0, 0), None if late is not None else dtype)
+        def product(dtype: np.dtype | None = None) -> jax.Array:
+            found = _for_weight(self.head, operand, rows, None if late is not None else dtype)
             return pad(found if late is None else late * found, total.shape)
 
         if adds is False:
             return product(total.dtype).astype(total.dtype)
         # XLA lets both branches write where the total lies.
-        return jax.lax.cond(
-            adds, lambda: (total + product()).astype(total.dtype), lambda: product().astype(total.dtype)
+        return device_cond(
+            jnp.asarray(adds), lambda: (total + product()).astype(total.dtype), lambda: product().astype(total.dtype)
         )
