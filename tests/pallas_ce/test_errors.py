@@ -206,7 +206,6 @@ OF_ONE: dict[str, list[Row]] = {
         ({"temperature": jnp.ones(3)}, ValueError, r"temperature has shape \(3,\).*leading shape \(4,\)"),
         ({"temperature": jnp.ones(4, int)}, TypeError, "temperature has dtype int32"),
         ({"temperature": jnp.ones(4), **ALONE}, ValueError, "Python number"),
-        ({"labels": TWICE, **ALONE}, ValueError, "K=2"),
         ({"labels": ONCE + 7, "validate_labels": True}, ValueError, r"labels\[0\]=7 is neither"),
     ],
     "linear_top_k": [
