@@ -103,7 +103,7 @@ def select(
         return refusal(name) or packages.refusal(name)
 
     if implementation is None:
-        return _default(lambda name: refused(name) or slower(name), arrays)
+        return _default(lambda name: slower(name) or refused(name), arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
     with known_device(arrays) as device:

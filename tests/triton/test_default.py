@@ -165,8 +165,13 @@ def test_without_a_triton_that_works_xla_serves_and_one_warning_tells_what_to_in
 
 
 @pytest.mark.usefixtures("ampere", "unusable")
-def test_a_call_that_it_would_not_serve_anyway_is_no_reason_to_install_it() -> None:
-    assert launches_for("cuda", lambda h, w, t: linear_top_k(h, w, 5), *structs()) == 0
+@pytest.mark.parametrize(
+    "function",
+    [lambda h, w, t: linear_top_k(h, w, 5), lambda h, w, t: linear_cross_entropy(h, w, t, dtype=jnp.float32)],
+    ids=["top-k", "full float32"],
+)
+def test_a_call_that_it_would_not_serve_anyway_is_no_reason_to_install_it(function: Any) -> None:
+    assert launches_for("cuda", function, *structs()) == 0
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.0+git1234", ""])
