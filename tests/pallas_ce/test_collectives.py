@@ -64,7 +64,7 @@ def large_collectives(text: str, n: int, gpus: int) -> list[tuple[str, str, int]
 
 
 def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str, str, int]]:
-    """The collectives of more than O(tokens) numbers. FSDP over H moves tiles of the weight in recompute's loop."""
+    """The collectives of more than O(tokens) numbers. FSDP over H moves two tiles of the weight in recompute's loop."""
     weight, hidden = V * H, n * H
     gathered = {
         "DP": [],
@@ -75,7 +75,7 @@ def expected(layout: str, mode: str | None, n: int, gpus: int) -> list[tuple[str
     }[layout]
     if mode is None:
         return gathered
-    tile = weight if mode == "in_forward" else 2048 * H
+    tile = weight if mode == "in_forward" else V // 2 * H
     summed = {
         "DP": [("all-reduce", "bf16", weight)],
         "TP": [("all-gather", "bf16", hidden), ("reduce-scatter", "f32", hidden // gpus)],
