@@ -90,9 +90,7 @@ def linear_log_probs(
             take dlogits that are not rounded to bfloat16; sums and log-probabilities are float32 in any case.
         precision: how float32 operands are multiplied; see `linear_cross_entropy`.
         implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
-            `[...]` labels and a number as temperature), "triton" (at most 8 labels a row; see
-            `linear_row_statistics`), or None: the Hopper kernels in programs for a Hopper GPU where they can, else
-            "xla".
+            a number as temperature), "triton" or None; see `linear_row_statistics`.
         scratch_bytes: bound on the memory of tiles; see `linear_row_statistics`.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor

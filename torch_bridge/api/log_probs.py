@@ -56,8 +56,7 @@ def linear_log_probs(
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
         precision: how float32 operands are multiplied; None: as PyTorch's settings say.
-        implementation: "xla", "mosaic_gpu" (`[...]` targets and a number as temperature), "triton", "reference"
-            or None.
+        implementation: "xla", "mosaic_gpu" (a number as temperature), "triton", "reference" or None.
         scratch_bytes: bound on the memory of tiles.
 
     Returns:
