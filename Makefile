@@ -27,7 +27,7 @@ train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a 
 
 test: lint typecheck pytest wheel test-newest  ## run every quality gate (20 minutes on two processors)
 
-test-all: lint typecheck pytest wheel test-nightly  ## run the gates and everything that they leave out (45 minutes)
+test-all: lint typecheck pytest wheel test-nightly  ## run the gates and everything that they leave out (40 minutes)
 
 setup: $(VENV)/.dev  ## make the development environment
 
