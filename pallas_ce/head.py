@@ -52,6 +52,10 @@ class LogitsSpec:
         return soft_cap(logits.astype(self.accumulator), self.softcap)
 
 
+# JAX's names for products of float32 operands that a GPU makes in TF32.
+_TF32 = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.TF32_TF32_F32)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
     """Static facts of a head; hashable, so that they key compilation caches.
@@ -81,6 +85,11 @@ class HeadSpec:
     def uniform_weight(self) -> float:
         """1/V, the u of `mean_logit` where none is given."""
         return 1.0 / (self.whole_vocab_size or self.vocab_size)
+
+    @property
+    def tf32(self) -> bool:
+        """Whether a GPU multiplies the operands in TF32."""
+        return self.dtype == np.float32 and self.precision in _TF32
 
     def with_padding(self) -> "HeadSpec":
         """The same facts, with the padding for vocabulary."""

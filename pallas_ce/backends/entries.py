@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import Batch, Head
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial, spread
+
+# Of a float32 number: sign, exponent and what TF32 has of the significand.
+_TF32_BITS = 0xFFFFE000
 
 # Columns of rows, `[n]` or `[n, K]` with -1 for none, and a number for each.
 Entries = list[tuple[jax.Array, jax.Array]]
@@ -30,7 +33,7 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
         entries = head.weight.at[known].get(mode="promise_in_bounds")
     else:
         entries, hidden = head.weight.at[:, known].get(mode="promise_in_bounds"), hidden.T
-    products = _wide(hidden, spec) * _wide(entries, spec)
+    products = _operand(hidden, spec) * _operand(entries, spec)
     bias = None if head.bias is None else head.bias[known]
     found = head.cap(products.sum(axis=1 - spec.vocab_axis), bias)
     if batch.inverse_temperature is not None:
@@ -38,8 +41,16 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
     return jnp.where(columns < 0, 0.0, found)
 
 
-def _wide(x: jax.Array, spec: Any) -> jax.Array:
-    return x.astype(spec.dtype).astype(spec.accumulator)
+def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
+    """As the kernels multiply it: tensor cores read the first 10 bits of a significand in TF32, and no others.
+
+    With more bits than the logits in its lse a target would have a probability above 1.
+    """
+    x = x.astype(spec.dtype)
+    if spec.tf32:
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(_TF32_BITS)
+        x = lax.bitcast_convert_type(bits, x.dtype)
+    return x.astype(spec.accumulator)
 
 
 def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[str]) -> Partial:

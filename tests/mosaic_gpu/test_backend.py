@@ -251,6 +251,22 @@ def test_losses_of_every_statistic(mode: str, interpreted: Any) -> None:
     check(interpreted, loss, arrays(70, 64, 208), mode, factor=1.5)
 
 
+def weighted_targets(row: Any, labels: jax.Array) -> jax.Array:
+    return -jnp.where(labels >= 0, row.log_prob * jnp.arange(1, 4), 0.0).sum(axis=1)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("recompute", jnp.bfloat16), ("in_forward", jnp.float16)])
+def test_k_labels_a_row_some_of_them_equal_or_ignored(mode: str, dtype: Any, interpreted: Any) -> None:
+    first = labels_of(70, 208, 0.3)
+    labels = jnp.stack([first, jnp.roll(first, 1), first], axis=1)
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        arrays = (given["hidden"], given["weight"], labels, labels)
+        return linear_loss(weighted_targets, *arrays, implementation=implementation, backward=backward)
+
+    check(interpreted, loss, arrays(70, 64, 208, dtype=dtype), mode)
+
+
 def test_a_number_as_temperature_is_folded_into_cap_and_scale(interpreted: Any) -> None:
     options: dict[str, Any] = {"temperature": 0.7, "logit_softcap": 5.0, "return_entropy": True}
 

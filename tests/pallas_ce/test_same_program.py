@@ -1,5 +1,6 @@
 """A call is one program in every process: the same bits, and found in a compilation cache that they share."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ ROOT = Path(__file__).parents[2]
 
 # Prints a line for each call: its name and a digest of its program.
 PROGRAM = """
-import functools, hashlib
+import functools, hashlib, importlib.util, re
 import jax, jax.numpy as jnp
 from pallas_ce import cross_entropy, linear_cross_entropy, linear_loss, linear_row_statistics
+from pallas_ce.backends import device
 
 n, v, h = 64, 96, 16
 hidden, weight, logits = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, h), (v, h), (n, v)))
@@ -41,6 +43,13 @@ for reduction in ("mean", "none"):
     def stored(logits, labels):
         return jnp.sum(cross_entropy(logits, labels, label_smoothing=0.1, z_loss=1e-4, reduction=reduction))
     show((reduction, "cross_entropy"), stored, logits, labels)
+
+# A kernel that is compiled where it is lowered: as it is traced, without the addresses of functions.
+device.local_cuda = lambda: "NVIDIA H200"
+for backward in ("in_forward", "recompute") if importlib.util.find_spec("triton") else ():
+    loss = functools.partial(linear_loss, row_loss, implementation="triton", backward=backward)
+    traced = re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(jax.grad(loss))(hidden, weight, labels)))
+    print("triton", backward, traced.count("pallas_ce_triton["), hashlib.sha256(traced.encode()).hexdigest())
 """
 
 
@@ -56,5 +65,5 @@ def test_pythons_hash_seed_changes_no_program():
     ]  # fmt: skip
     programs = [process.communicate()[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
-    assert len(programs[0]) == 13
+    assert len(programs[0]) == 13 + 2 * (importlib.util.find_spec("triton") is not None)
     assert programs[0] == programs[1] == programs[2]

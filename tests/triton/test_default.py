@@ -1,4 +1,6 @@
-"""Where `implementation=None` takes the Triton kernel: on the GPUs of its table but Hopper's, where it can serve.
+"""Where `implementation=None` takes the Triton kernel: on the GPUs of its table, where it can serve.
+
+Of Hopper's, whose own kernels come first, `tests/mosaic_gpu/test_default.py` has the tests.
 
 Nothing runs on a GPU here: programs are traced and lowered for GPUs that are not there.
 """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import entries, packages
+from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, launch, products
@@ -50,8 +50,6 @@ class TritonBackend(Backend):
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        if missing := packages.refusal(self.name):
-            return missing
         return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
 
     def slower(self, spec: HeadSpec) -> str | None:

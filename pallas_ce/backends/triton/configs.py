@@ -111,12 +111,9 @@ _EXACT = Config(64, 64, 32, stages=2)
 _EXACT_MANY = Config(64, 32, 32, warps=4, stages=2)
 WIDE = Entry(1, _EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY, _EXACT_MANY)
 
-# JAX's names for it; what a GPU is quickest at is TF32.
+# Beside TF32.
 _PRECISIONS = {
-    Precision.DEFAULT: "tf32",
-    Precision.HIGH: "tf32",
     Precision.HIGHEST: "ieee",
-    DotAlgorithmPreset.TF32_TF32_F32: "tf32",
     DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
     DotAlgorithmPreset.F32_F32_F32: "ieee",
 }
@@ -131,10 +128,10 @@ _PROGRAMS = 132
 def precision(spec: HeadSpec) -> str | None:
     """How the kernel multiplies, in Triton's words; None where it cannot as the head wants it.
 
-    Operands of 16 bits are multiplied as they are.
+    Operands of 16 bits are multiplied as they are: TF32 has all of their bits.
     """
-    wide = spec.dtype.itemsize > 2
-    return _PRECISIONS.get(spec.precision) if wide or spec.precision == Precision.DEFAULT else None
+    own = spec.dtype.itemsize == 2 and spec.precision == Precision.DEFAULT
+    return "tf32" if own or spec.tf32 else _PRECISIONS.get(spec.precision)
 
 
 def served(capability: int) -> bool:

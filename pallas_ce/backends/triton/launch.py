@@ -118,7 +118,7 @@ def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Part
     return lax.reduce(Partial(**found), neutral, rule, (0,))
 
 
-def apart(x: jax.Array) -> jax.Array:
+def _apart(x: jax.Array) -> jax.Array:
     """`x` as an array that begins where the kernel needs it to: XLA hands slices to a kernel wherever they lie."""
     return lax.optimization_barrier(x)
 
@@ -146,8 +146,8 @@ def _run(
         0 if tile is None else tile.start,
     )
     given = {
-        "hidden": apart(batch.hidden.astype(spec.dtype)),
-        "weight": apart(head.weight.astype(spec.dtype)),
+        "hidden": _apart(batch.hidden.astype(spec.dtype)),
+        "weight": _apart(head.weight.astype(spec.dtype)),
         "bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds]),
         "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
@@ -155,8 +155,9 @@ def _run(
         **inputs,
     }
     arrays = {name: x for name, x in given.items() if x is not None}
-    for name in arrays.keys() - {"hidden", "weight", "bounds", binding.BEFORE}:
-        arrays[name] = apart(arrays[name].astype(jnp.float32))
+    for name in arrays:
+        if name not in ("hidden", "weight", "bounds", binding.BEFORE):
+            arrays[name] = _apart(arrays[name].astype(jnp.float32))
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
     ragged = not gradient and _ragged(head, config)
     constants: dict[str, Any] = {
