@@ -1,14 +1,16 @@
 # Every command of the project. `make train` and `make test` are all a newcomer needs: each makes its own environment.
 # Options: EXTRA=cuda12|cuda13 for a GPU (in an environment of its own), ARGS="..." for the command that runs,
-# PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes.
+# PYTHON=/path/to/python for the interpreter of a new environment (searched for by default), WORKERS=2 test processes,
+# MINUTES=5 of fuzzing.
 WORKERS ?= 2
+MINUTES ?= 5
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 WITHOUT_TORCH := pallas_ce flax_modules tests --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
 PY = $(VENV)/bin/python
 ON_NEWEST = $(NEWEST)/bin/python -m pytest -n $(WORKERS) --hypothesis-profile=quick
-export PYTHON
+export PYTHON TAG
 
 # Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
 ifeq (,$(findstring cuda,$(EXTRA)))
@@ -17,7 +19,8 @@ export JAX_PLATFORMS
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all setup format lint typecheck pytest wheel test-newest test-nightly test-extras test-gpu clean
+.PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
+	test-nightly test-extras test-gpu fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,9 +28,9 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: lint typecheck pytest wheel test-newest  ## run every quality gate (20 minutes on two processors)
+test: lint typecheck docs pytest wheel test-newest  ## run every quality gate (20 minutes on two processors)
 
-test-all: lint typecheck pytest wheel test-nightly  ## run the gates and everything that they leave out (40 minutes)
+test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (40 minutes)
 
 setup: $(VENV)/.dev  ## make the development environment
 
@@ -43,11 +46,17 @@ lint: $(VENV)/.dev  ## check format, lint and layers
 typecheck: $(VENV)/.dev  ## check types
 	@$(PY) -m mypy
 
+docs: $(VENV)/.dev  ## make the documentation site in build/docs; a warning is an error
+	@$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+
 pytest: $(VENV)/.dev  ## run the tests and doctests on the CPU (ARGS="-k name" to choose)
 	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
 wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 	@$(PY) tools/check_wheel.py dist
+
+release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
+	@$(PY) tools/check_release.py dist
 
 test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few drawn examples, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
@@ -64,6 +73,9 @@ test-extras: wheel  ## show that every extra resolves (two minutes, needs the ne
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
+fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and tell how to run again one that fails
+	@$(PY) -m pytest -p tests.fuzzing -n $(WORKERS) -m "drawn and not gpu" --hypothesis-profile=fuzz --minutes=$(MINUTES) $(ARGS)
+
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -74,7 +86,7 @@ $(VENV)/.train: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
-	@tools/setup-environment $(VENV) dev,experiments,huggingface,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
+	@tools/setup-environment $(VENV) dev,docs,experiments,trl,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.train
 
 # In the environment without a GPU's libraries: beside them JAX would look for a TPU first.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
-from pallas_ce import Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
+from pallas_ce import MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
 from pallas_ce.integration import Backward, Implementation, PrecisionLike, Reduction, read_head
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
@@ -59,6 +59,7 @@ class HeadOptions:
         scratch_bytes: bound on the scratch memory of every pass; None for `pallas_ce`'s default.
         precision: how float32 operands are multiplied, as in `pallas_ce.linear_cross_entropy`; None for full float32,
             unless `jax.default_matmul_precision` says otherwise.
+        mesh_axes: inside a `shard_map`, how the arrays of loss and statistics are split; see `pallas_ce.MeshAxes`.
     """
 
     features: int
@@ -80,6 +81,7 @@ class HeadOptions:
     implementation: Implementation | None = None
     scratch_bytes: int | None = None
     precision: PrecisionLike | None = None
+    mesh_axes: MeshAxes | None = None
 
     def _columns(self, embed_shape: tuple[int, ...] | None) -> int:
         """The number of vocabulary entries the weight holds, padding included; checks an embedding's shape."""
@@ -128,6 +130,7 @@ class HeadCalls(HeadOptions):
         hidden: jax.Array,
         labels: jax.Array,
         *,
+        shift: int = 0,
         token_weights: jax.Array | None = None,
         class_weights: jax.Array | None = None,
         normalizer: ArrayLike | None = None,
@@ -143,6 +146,8 @@ class HeadCalls(HeadOptions):
         Args:
             hidden: hidden states `[..., H]`, any floating dtype.
             labels: labels `[...]`, integers; those that are `ignore_index` or outside the vocabulary do not count.
+            shift: 1 where the hidden states of a position predict the next one's label, along the last of the leading
+                axes: the loss of `hidden[..., :-1, :]` and `labels[..., 1:]`, without a copy of the hidden states.
             token_weights: weight of each token's loss `[...]`; differentiable.
             class_weights: weight of each vocabulary entry `[V]`; constant.
             normalizer: divisor of the mean, instead of the sum of this call's weights; for instance the number of
@@ -164,6 +169,7 @@ class HeadCalls(HeadOptions):
             hidden,
             labels=labels,
             **self._options(logit_scale),
+            shift=shift,
             ignore_index=self.ignore_index,
             token_weights=token_weights,
             class_weights=class_weights,
@@ -174,6 +180,7 @@ class HeadCalls(HeadOptions):
             backward=self.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
+            mesh_axes=self.mesh_axes,
             validate_labels=validate_labels,
             return_metrics=return_metrics,
         )
@@ -193,7 +200,7 @@ class HeadCalls(HeadOptions):
         call = read_head(hidden, **self._options(logit_scale))
         batch, head, _ = call.flat_rows_that_count()
         # Padding is cut from the result and not from the weight, which would be copied for it.
-        values = head.logits(batch.hidden, head.weight, head.bias)[:, : head.spec.vocab_size]
+        values = head.logits(head.with_low(batch))[:, : head.spec.vocab_size]
         return values.reshape(*call.leading, head.spec.vocab_size)
 
     def row_statistics(
@@ -229,6 +236,7 @@ class HeadCalls(HeadOptions):
             logit_weights=logit_weights,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
+            mesh_axes=self.mesh_axes,
         )
 
 

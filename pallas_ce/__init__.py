@@ -6,13 +6,17 @@ the losses of `post_training` on top of it train with rewards, preferences and t
 there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 """
 
+# First: it refuses a jax with which the others could not be imported.
+import pallas_ce.versions  # noqa: F401
 from pallas_ce.api.distillation import linear_distillation
 from pallas_ce.api.explain import Explanation, explain
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.linear_loss import linear_loss
 from pallas_ce.api.log_probs import LogProbs, linear_log_probs
+from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.materialized import chunked_cross_entropy, cross_entropy, mean_squared_lse, selective_log_softmax
 from pallas_ce.api.row_statistics import linear_row_statistics
+from pallas_ce.api.running import LossAndGradients, linear_cross_entropy_and_gradients
 from pallas_ce.api.sampling import Samples, linear_sample
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.objectives.class_samplers import ClassSample
@@ -33,7 +37,9 @@ __all__ = [
     "ClassSample",
     "Explanation",
     "LogProbs",
+    "LossAndGradients",
     "LossConfig",
+    "LowRank",
     "MeshAxes",
     "Metrics",
     "MultiTaskLoss",
@@ -52,6 +58,7 @@ __all__ = [
     "kl_estimate",
     "linear_chain_crf",
     "linear_cross_entropy",
+    "linear_cross_entropy_and_gradients",
     "linear_distillation",
     "linear_log_probs",
     "linear_loss",

@@ -70,6 +70,7 @@ class HeadSpec:
         whole_vocab_size: the V of `mean_logit`, where the weight is part of a larger one; None: `vocab_size`.
         precision: how every product multiplies its operands. Only those of float32 can be multiplied at several levels;
             DEFAULT is what the platform is quickest at.
+        rank: r of a low-rank term, or 0.
     """
 
     hidden_size: int
@@ -80,6 +81,12 @@ class HeadSpec:
     softcap: float | None
     whole_vocab_size: int | None = None
     precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset = jax.lax.Precision.DEFAULT
+    rank: int = 0
+
+    @property
+    def width(self) -> int:
+        """Numbers that a logit's products read of a row, and of a column."""
+        return self.hidden_size + self.rank
 
     @property
     def uniform_weight(self) -> float:
@@ -110,11 +117,14 @@ class Batch(NamedTuple):
         labels: `[...]`, or `[..., K]` for K targets of each row: int32, -1 for no target; None where none is read.
         inverse_temperature: `[...]` in the accumulator dtype, or None for 1: what the capped logits are multiplied by.
             A constant.
+        low: `[..., r]` in the compute dtype: what a low-rank term's `up` is multiplied by, see `Head.with_low`; None
+            where there is none, or nothing reads it.
     """
 
     hidden: jax.Array
     labels: jax.Array | None = None
     inverse_temperature: jax.Array | None = None
+    low: jax.Array | None = None
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -147,6 +157,9 @@ PLAIN = BatchSpec()
 class Head:
     """A head's arrays, a pytree. Logits are `softcap(logit_scale · (hidden·weight + bias))`, over a row's temperature.
 
+    A low-rank term adds `up·down` to the weight, but is never added to it: `hidden·downᵀ` is small, and what the weight
+    does to hidden states `up` does to that.
+
     Attributes:
         weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype.
         bias: `[V']` or None.
@@ -155,6 +168,9 @@ class Head:
         spec: the static facts.
         valid_columns: `[]` int32, how many of the V columns exist, where that is known only at run time: a shard of a
             padded vocabulary may hold padding. None: all.
+        up: `[V', r]`, whichever way the weight lies, any floating dtype; or None.
+        down: `[r, H]` in the accumulator dtype; or None.
+        running: like the weight, float32 or of the weight's dtype: what the weight's gradient is added to; or None.
     """
 
     weight: jax.Array
@@ -163,6 +179,9 @@ class Head:
     logit_weights: jax.Array | None
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
     valid_columns: jax.Array | None = None
+    up: jax.Array | None = None
+    down: jax.Array | None = None
+    running: jax.Array | None = None
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
@@ -178,15 +197,32 @@ class Head:
             preferred_element_type=dtype or spec.accumulator,
         )
 
-    def logits(
-        self,
-        hidden: jax.Array,
-        weight: jax.Array,
-        bias: jax.Array | None,
-        inverse_temperature: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits `[n, c]` of `hidden [n, H]` for a tile of the weight and bias, in the accumulator dtype."""
-        return self.cap(self.matmul(hidden, weight, (1, 1 - self.spec.vocab_axis)), bias, inverse_temperature)
+    def with_low(self, batch: Batch) -> Batch:
+        """The rows, with what a low-rank term reads of them."""
+        if self.down is None or batch.low is not None:
+            return batch
+        return batch._replace(low=self.matmul(batch.hidden, self.down, (1, 1)).astype(self.spec.dtype))
+
+    def columns(self, take: Callable[[jax.Array, int], jax.Array]) -> "Head":
+        """The head of those columns that `take(array, axis)` takes of an array along its vocabulary axis."""
+        return dataclasses.replace(
+            self,
+            weight=take(self.weight, self.spec.vocab_axis),
+            bias=None if self.bias is None else take(self.bias, 0),
+            up=None if self.up is None else take(self.up, 0),
+        )
+
+    def logits(self, batch: Batch) -> jax.Array:
+        """Logits `[n, c]` of all the columns that the arrays have, in the accumulator dtype."""
+        rows, weight, axis = batch.hidden, self.weight, self.spec.vocab_axis
+        if self.up is not None:
+            # One product: of two, each would be an array of the tile's size.
+            assert batch.low is not None
+            up = self.up if axis == 0 else self.up.T
+            rows = jnp.concatenate([x.astype(self.spec.dtype) for x in (rows, batch.low)], axis=1)
+            weight = jnp.concatenate([x.astype(self.spec.dtype) for x in (weight, up)], axis=1 - axis)
+        products = self.matmul(rows, weight, (1, 1 - axis))
+        return self.cap(products, self.bias, batch.inverse_temperature)
 
     def cap(
         self, products: jax.Array, bias: jax.Array | None, inverse_temperature: jax.Array | None = None
@@ -205,26 +241,37 @@ class Head:
             return self.spec.softcap
         return self.spec.softcap * inverse_temperature[:, None]
 
-    def tile_logits(self, hidden: jax.Array, tile: Tile, inverse_temperature: jax.Array | None = None) -> jax.Array:
-        """Logits `[n, c]` of `hidden [n, H]` for one tile, columns that are not valid included."""
-        bias = None if self.bias is None else tile.take(self.bias)
-        return self.logits(hidden, tile.take(self.weight, self.spec.vocab_axis), bias, inverse_temperature)
+    def tile_logits(self, batch: Batch, tile: Tile) -> jax.Array:
+        """Logits `[n, c]` for one tile, columns that are not valid included."""
+        return self.columns(tile.take).logits(batch)
 
-    def tile_products(self, hidden: jax.Array, dlogits: jax.Array, tile: Tile, needs_grad: "NeedsGrad") -> "Products":
+    def tile_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs_grad: "NeedsGrad") -> "Products":
         """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.
 
         Left in float32 they would pull both products into float32: the commonest performance bug of this field.
         """
-        axis = self.spec.vocab_axis
+        axis, hidden = self.spec.vocab_axis, batch.hidden
         rounded = dlogits.astype(self.spec.dtype)
-        for_hidden = for_weight = for_bias = None
+        for_hidden = for_weight = for_bias = for_low = for_up = None
         if needs_grad.hidden_product:
             for_hidden = self.matmul(rounded, tile.take(self.weight, axis), (1, axis))
         if needs_grad.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
         if needs_grad.bias_sum:
             for_bias = dlogits.sum(axis=0)
-        return for_hidden, for_weight, for_bias
+        if self.up is not None and needs_grad.low_product:
+            for_low = self.matmul(rounded, tile.take(self.up), (1, 0))
+        if batch.low is not None and needs_grad.up:
+            for_up = self.matmul(rounded, batch.low, (0, 0))
+        return Products(for_hidden, for_weight, for_bias, for_low, for_up)
+
+    def row_sums(self, batch: Batch, needs_grad: "NeedsGrad") -> "Products":
+        """Zeros for the products by row that are needed."""
+        wide, rank = self.spec.accumulator, self.spec.rank
+        hidden = jnp.zeros(batch.hidden.shape, wide) if needs_grad.hidden_product else None
+        return Products(
+            hidden, low=jnp.zeros((*batch.leading, rank), wide) if rank and needs_grad.low_product else None
+        )
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""
@@ -257,9 +304,29 @@ class Head:
         return self.spec.uniform_weight if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
 
 
-# `dlogits·weight_tile [n, H]`, `dlogitsᵀ·hidden` in the weight tile's layout and `Σ_i dlogits [c]`, in the accumulator
-# dtype; None where not needed.
-Products = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+class Products(NamedTuple):
+    """What a tile of dlogits `[n, c]` is multiplied for, or sums of that; in the accumulator dtype, None if not needed.
+
+    Attributes:
+        hidden: `dlogits·weight_tile [n, H]`.
+        weight: `dlogitsᵀ·hidden` in the weight tile's layout.
+        bias: `Σ_i dlogits [c]`.
+        low: `dlogits·up_tile [n, r]`.
+        up: `dlogitsᵀ·low [c, r]`.
+    """
+
+    hidden: jax.Array | None = None
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    low: jax.Array | None = None
+    up: jax.Array | None = None
+
+    def added(self, hidden_sum: jax.Array | None, weight_sum: "WeightSum | None", vocab_axis: int) -> "Products":
+        """What a `TileStep` returns of a tile's products, from hidden's sum with the tile's share."""
+        weight = self.weight
+        if weight_sum is not None and weight is not None:
+            weight = weight_sum.add(weight, vocab_axis)
+        return self._replace(hidden=hidden_sum, weight=weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,11 +338,13 @@ class WeightSum:
             shape.
         tile: the tile.
         scale: `[]`, which shares are multiplied by for the whole gradient; None for a tile's sum.
+        adds: whether the whole gradient is a sum itself, in the accumulator dtype, whose part is added to.
     """
 
     array: jax.Array
     tile: Tile
     scale: jax.Array | None
+    adds: bool = False
 
     @property
     def whole(self) -> bool:
@@ -286,10 +355,12 @@ class WeightSum:
         """`array` with a share in the weight tile's layout."""
         if self.scale is None:
             return self.array + product
+        if self.adds:
+            return self.tile.add(self.array, self.scale * product, vocab_axis)
         return self.tile.put(self.array, (self.scale * product).astype(self.array.dtype), vocab_axis)
 
 
-# `(tile index, hidden's sum, the weight's sum)` -> both with the tile's shares, and the bias's share; see `Backend`.
+# `(tile index, hidden's sum, the weight's sum)` -> both with the tile's shares, and the others' shares; see `Backend`.
 TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Products]
 
 
@@ -301,14 +372,21 @@ class NeedsGrad:
     weight: bool = False
     bias: bool = False
     logit_scale: bool = False
+    up: bool = False
+    down: bool = False
 
     def __bool__(self) -> bool:
-        return self.hidden or self.weight or self.bias or self.logit_scale
+        return any(dataclasses.astuple(self))
 
     @property
     def hidden_product(self) -> bool:
         """The scale's gradient comes from the hidden one's (see `scale_gradient`), so either needs that product."""
         return self.hidden or self.logit_scale
+
+    @property
+    def low_product(self) -> bool:
+        """A low-rank term has a share in hidden's gradient, and all of that of `down`."""
+        return self.hidden_product or self.down
 
     @property
     def bias_sum(self) -> bool:
@@ -317,7 +395,7 @@ class NeedsGrad:
 
     @property
     def products(self) -> int:
-        """Matrix products beside the logits' own."""
+        """Matrix products with the width of hidden states beside the logits' own."""
         return int(self.hidden_product) + int(self.weight)
 
 

@@ -10,8 +10,9 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`,
+- A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`, `check_label_values`,
   `counted_labels`, `NO_TARGET`.
+- `refuse_older`, for a package that is too old.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
 """
@@ -24,6 +25,7 @@ from pallas_ce.api.checks import ignored as read_ignore_index
 from pallas_ce.api.checks import logits_spec as read_logits_spec
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
+from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
 from pallas_ce.api.inputs import read_head
 from pallas_ce.api.precision import PrecisionLike
@@ -40,7 +42,9 @@ from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
 from pallas_ce.statistics.labels import canonical as canonical_labels
+from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
+from pallas_ce.versions import refuse_older
 
 __all__ = [
     "NO_TARGET",
@@ -54,9 +58,11 @@ __all__ = [
     "PrecisionLike",
     "Reduction",
     "canonical_labels",
+    "check_label_values",
     "check_normalizer",
     "check_reduction",
     "check_scalar",
+    "check_shift",
     "check_statistics",
     "check_temperature",
     "counted_labels",
@@ -71,5 +77,6 @@ __all__ = [
     "read_head",
     "read_ignore_index",
     "read_logits_spec",
+    "refuse_older",
     "row_statistics_steps",
 ]

@@ -70,8 +70,7 @@ def tune(path: Path, table: tables.Table, wanted: list[Shape], launches: int, mi
                 return result
 
             if entry := measure.best_of(shape, measured):
-                table.entries[shape.nearest] = entry
-                tables.save(path, table)
+                tables.add(path, table, {shape.nearest: entry})
             left -= 1
     return left
 
@@ -104,7 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     table.made = {"jax": jax.__version__, "launches": options.launches, "date": date}
     try:
-        tables.save(path, table)  # rather now than after the first measurement
+        tables.add(path, table, {})  # rather now than after the first measurement
     except OSError as error:
         return _failed(f"the table {path} cannot be written: {error}; choose another with --out")
     wanted = blocks_of(options.shape or SHAPES, options.kernels, options.vocab_axis)

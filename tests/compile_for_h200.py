@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_ce.backends.mosaic_gpu.gemm import launch
 
 # XLA's description of the device, as a GpuTargetConfigProto in text form.
 _TARGET = """
@@ -93,22 +96,25 @@ def compile_for_h200(
     """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels."""
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
-    one_gpu = len(arguments[0].sharding.device_set) == 1
     with tempfile.TemporaryFile() as log:
-        with _printing_to(log):
-            if one_gpu:
-                with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-                    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-            else:
-                lowered = jitted.lower(*arguments)
-            compiled = lowered.compile(options)
+        # Kernels that JAX numbers are compiled for each program, and reported on, as if it were the process's first.
+        with _printing_to(log), mock.patch.object(launch, "name_dumps"):
+            compiled = lower_for_h200(jitted, *arguments).compile(options)
         log.seek(0)
         said = log.read().decode(errors="replace")
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return compiled, Report(
         len(re.findall(r"Compiling entry function", said)), spilled, bool(re.search(r"wgmma.*serialized due to", said))
     )
+
+
+def lower_for_h200(jitted: Any, *arguments: Any) -> Any:
+    """A jitted function lowered for the arguments' devices."""
+    if len(arguments[0].sharding.device_set) > 1:
+        return jitted.lower(*arguments)
+    device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def slices_of_kernels(compiled: Any) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests import memory_maps
 
@@ -32,6 +33,17 @@ from tests import memory_maps
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=8, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=40)
 hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
+# `make fuzz` repeats it. New examples each time, and those that failed before.
+hypothesis.settings.register_profile(
+    "fuzz",
+    deadline=None,
+    max_examples=10,
+    print_blob=True,
+    report_multiple_bugs=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate, hypothesis.Phase.shrink],
+)
 hypothesis.settings.load_profile("default")
 
 

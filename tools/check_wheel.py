@@ -25,13 +25,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
-import flax_modules
+sys.modules.update(flax=None, optax=None)  # as if they were not installed: extras bring them
 import pallas_ce
 import torch_bridge
 
-for package in (pallas_ce, flax_modules, torch_bridge):
-    assert package.__file__.startswith(sys.prefix), f"{package.__file__} does not come from the wheel"
 assert importlib.metadata.version("pallas-ce") == sys.argv[1]
 
 hidden, weight = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (11, 8))
@@ -50,6 +49,16 @@ def fused(hidden, weight):
 got, want = (jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(hidden, weight)) for loss in (fused, expected))
 for ours, plain in zip(got, want, strict=True):
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+tensors = [torch.tensor(np.array(x)) for x in (hidden, weight, labels)]
+loss = torch_bridge.linear_cross_entropy(*tensors).item()
+np.testing.assert_allclose(loss, fused(hidden, weight), rtol=1e-5)
+
+del sys.modules["flax"], sys.modules["optax"]
+import flax_modules.nnx
+
+for package in (pallas_ce, flax_modules, torch_bridge):
+    assert package.__file__.startswith(sys.prefix), f"{package.__file__} does not come from the wheel"
 """
 
 

@@ -33,7 +33,7 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
       `x_0 = hidden`, `x_i = hidden + hidden @ P_i` with a learned `P_i [H, H]` each, zero at first. So head 0 is an
       ordinary next-token head and the rest can be dropped after training. To use blocks of your own instead (as in the
       paper), pass `project_hidden=False` and call with a sequence of k hidden states, one for each head.
-    * **separate**: a sequence of k `LossHead`s, which read the same hidden states.
+    * **separate**: a sequence of k `LossHead` modules, which read the same hidden states.
 
     The heads run one after the other and reuse each other's scratch memory, but a shared head's k weight gradients
     exist together before they are summed.

@@ -61,10 +61,13 @@ def head_spec(
     precision: Any | None,
     logit_softcap: float | None,
     parts: tuple[int, int] = (1, 1),
+    up: Any | None = None,
+    down: Any | None = None,
 ) -> HeadSpec:
     """The static facts of a head, from arrays or anything with `shape` and `dtype`.
 
-    `parts` tells of how many parts of the vocabulary and of H the weight is one.
+    `parts` tells of how many parts of the vocabulary and of H the weight is one; `up` and `down` are those of a
+    low-rank term.
     """
     if not is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
@@ -87,10 +90,28 @@ def head_spec(
         raise ValueError(f"weight has shape {weight.shape}; both axes must be at least 1")
     if bias is not None and bias.shape != (held,):
         raise ValueError(f"bias has shape {bias.shape}; it must be ({held},), one entry for each of the weight's")
-    vocab_size = rows if vocab_size is None else count("vocab_size", vocab_size, rows, f"the weight's {rows} entries")
+    entries = f"the weight's {rows} entries"
+    if jax.sharding.get_abstract_mesh().manual_axes and parts == (1, 1):
+        entries += "; of a weight that is split, mesh_axes must tell"
+    vocab_size = rows if vocab_size is None else count("vocab_size", vocab_size, rows, entries)
     chosen = _compute_dtype(hidden, weight, dtype)
-    how = resolve(precision, chosen)
-    return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how)
+    how, rank = resolve(precision, chosen), 0 if up is None else _rank(up, down, held, width, vocab_axis)
+    return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how, rank=rank)
+
+
+def _rank(up: Any, down: Any, entries: int, width: int, vocab_axis: int) -> int:
+    """The r of a low-rank term of a weight of so many entries and that width."""
+    rank = up.shape[1 - vocab_axis] if up.ndim == 2 else 0
+    for name, values, shape in (("up", up, (entries, max(rank, 1))), ("down", down, (max(rank, 1), width))):
+        floating(f"weight.{name}", values)
+        if values.shape != shape[:: 1 - 2 * vocab_axis]:
+            names = ("[V, r]", "[r, V]") if name == "up" else ("[r, H]", "[H, r]")
+            raise ValueError(
+                f"weight.{name} has shape {values.shape}; with vocab_axis={vocab_axis}, beside a weight of {entries} "
+                f"entries of size {width}, it must be {names[vocab_axis]}, r at least 1"
+                + (f" and that of weight.up, {rank}" if name == "down" else "")
+            )
+    return rank
 
 
 def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> LogitsSpec:
@@ -175,6 +196,17 @@ def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", se
         raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed")
 
 
+def shift(value: Any, labels: Any | None, leading: tuple[int, ...]) -> int:
+    """By how many positions labels lie behind the rows that predict them."""
+    if not is_int(value) or value < 0:
+        raise ValueError(f"shift={value!r} must be an int, at least 0: 1 where the next token is the label")
+    if value and labels is None:
+        raise ValueError(f"shift={value} needs labels, which is None")
+    if value and not leading:
+        raise ValueError(f"shift={value} needs an axis of positions; hidden is a single row [H]")
+    return int(value)
+
+
 def ignored(ignore_index: Any) -> int | None:
     """`ignore_index` as an int or None."""
     if ignore_index is None:
@@ -241,6 +273,27 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
     if values.shape not in ((), leading):
         raise ValueError(
             f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
+        )
+    return values
+
+
+def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float, zero: bool) -> jax.Array | None:
+    """A number above 0 (with `zero`, at least 0) and at most 1, or a floating array of them, `[]` or one by token.
+
+    None stands for `absent`. The range of an array is checked only where that costs no transfer.
+    """
+    if value is None or is_known(value, absent):
+        return None
+    if is_plain(value) or isinstance(value, np.ndarray):
+        known = np.asarray(value, float)
+        right = (known <= 1) & ((known >= 0) if zero else (known > 0))
+        if not right.all():
+            wrong = shown(value) if is_plain(value) else f"{known[~right].flat[0]:g}"
+            raise ValueError(f"{name}={wrong} must be {'at least' if zero else 'above'} 0 and at most 1")
+    values = array(name, float(value) if is_plain(value) else value)
+    if floating(name, values).shape not in ((), leading):
+        raise ValueError(
+            f"{name} has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
         )
     return values
 

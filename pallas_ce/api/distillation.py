@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends import protocol as backends
@@ -16,7 +17,7 @@ from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
-from pallas_ce.parallel.mesh_axes import shards_of
+from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
@@ -24,9 +25,9 @@ from pallas_ce.statistics.divergences import Divergence, Name
 
 def linear_distillation(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     teacher_hidden: ArrayLike,
-    teacher_weight: ArrayLike,
+    teacher_weight: WeightLike,
     labels: ArrayLike | None = None,
     *,
     divergence: Name = "forward_kl",
@@ -158,7 +159,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    shards = shards_of(None, student, (teacher, options)) or Shards()
+    shards = shards_of(MeshAxes(), student, (teacher, options)) or Shards()
     pair = two_heads.Pair(_divergence(divergence, beta), streams, shards)
     return _linear_distillation(pair, _streamed(implementation), student, teacher, options)
 

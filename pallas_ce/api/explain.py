@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs
+from pallas_ce.api import inputs, low_rank
 from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch.settings import decide
@@ -21,7 +22,7 @@ from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.statistics.cross_entropy import Reduction
 
-_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale")
+_DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +34,25 @@ class Explanation:
         implementation_reason: why that one, and whether it was never run on such a device.
         backward: the backward mode, or None without differentiation or for "reference".
         backward_reason: why that one.
-        gemms: matrix products of `2·N·H·V` operations in forward and backward together.
+        gemms: matrix products of `2·N·H·V` operations in forward and backward together; those of a low-rank term are
+            not among them.
         rows: rows of a block; None for "reference".
         columns: vocabulary columns of a tile; None for "reference".
         scratch_bytes: memory of blocks and tiles at their largest.
         accumulator_bytes: float32 sums that live beside the gradients while these are made, or from the forward to the
             backward.
         gradient_bytes: the gradients returned.
-        peak_bytes: predicted peak beside the inputs: the three above and the numbers kept for each token.
-        logits_bytes: what float32 logits would take, for comparison.
-        weight_copy_bytes: a copy of the weight, part of the scratch, that is made because its rows do not lie at
-            multiples of the bytes that the kernels read; 0 where none is made.
+        peak_bytes: predicted peak beside the inputs: these three, the numbers kept for each token, and a weight's copy.
+        logits_bytes: what float32 logits would take.
+        stored_bytes: what a program that stores them takes at its peak, to compare with `peak_bytes`: the logits, where
+            anything is differentiated their gradient, and the gradients returned.
+        weight_copy_bytes: a copy of the weight that the kernels read, where its own rows do not lie at multiples of the
+            bytes that they can read, or have another dtype than the operands; 0 where none is made.
         launches: the kernels that make each block's logits, with tiles, clusters, windows of the vocabulary, and where
             these come from; none for "xla" and "reference".
         parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
+        alternative: the same call in the other backward mode; None where there is none to choose: without
+            differentiation, for losses by row, for "reference", and where it does not fit `scratch_bytes`.
     """
 
     implementation: str
@@ -61,13 +67,14 @@ class Explanation:
     gradient_bytes: int
     peak_bytes: int
     logits_bytes: int
+    stored_bytes: int
     weight_copy_bytes: int = 0
     launches: tuple[Launch, ...] = ()
     parallelism: str = ""
+    alternative: "Explanation | None" = None
 
     def __str__(self) -> str:
         tiles = "materialised logits" if self.rows is None else f"blocks of {self.rows} rows x {self.columns} columns"
-        copied = f", {_mib(self.weight_copy_bytes)} of it at first a padded copy of the weight"
         return "\n".join(
             [
                 f"implementation  {self.implementation}: {self.implementation_reason}",
@@ -76,17 +83,23 @@ class Explanation:
                 f"products        {self.gemms} (2·N·H·V operations each)",
                 f"tiles           {tiles}",
                 *map(_launch, self.launches),
-                f"scratch         {_mib(self.scratch_bytes)}{copied if self.weight_copy_bytes else ''}",
+                f"scratch         {_mib(self.scratch_bytes)}",
+                *([f"weight's copy   {_mib(self.weight_copy_bytes)}"] if self.weight_copy_bytes else []),
                 f"accumulators    {_mib(self.accumulator_bytes)}",
                 f"gradients       {_mib(self.gradient_bytes)}",
-                f"predicted peak  {_mib(self.peak_bytes)} (float32 logits: {_mib(self.logits_bytes)})",
+                f"predicted peak  {_mib(self.peak_bytes)} (with stored float32 logits: {_mib(self.stored_bytes)})",
+                *([f"alternative     {self.alternative._in_short()}"] if self.alternative else []),
             ]
         )
+
+    def _in_short(self) -> str:
+        mode = f"{self.backward}, {self.implementation}: {self.gemms} products"
+        return f"{mode}, predicted peak {_mib(self.peak_bytes)}"
 
 
 def explain(
     hidden: ArrayLike | jax.ShapeDtypeStruct,
-    weight: ArrayLike | jax.ShapeDtypeStruct,
+    weight: WeightLike | jax.ShapeDtypeStruct,
     labels: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
     bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
@@ -105,13 +118,15 @@ def explain(
 ) -> Explanation:
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
 
+    Beside these stand what the other backward mode would take, and the peak of a program that stores the logits.
+
     Without a name, that of a program for the arrays' mesh or the ambient one, where they know their devices, also if
     these are only compiled for; else for the process's GPU, or its CPU where it has none.
 
     Args:
         hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is
             computed.
-        weight: `[V', H]` or `[H, V']`, likewise.
+        weight: `[V', H]` or `[H, V']`, or a `LowRank`, likewise.
         labels: `[...]` or `[..., K]` integers, likewise, or None: K of them for each row are not served by every
             implementation.
         bias: `[V']`, likewise, or None.
@@ -126,7 +141,8 @@ def explain(
         backward: "auto", "recompute" or "in_forward".
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
         scratch_bytes: bound on scratch memory.
-        differentiate: which of "hidden", "weight", "bias", "logit_scale" are differentiated; () describes evaluation.
+        differentiate: which of "hidden", "weight", "bias", "logit_scale" and, of a `LowRank`, "up" and "down" are
+            differentiated; () describes evaluation.
 
     Returns:
         Explanation: see there.
@@ -143,15 +159,50 @@ def explain(
         >>> told = explain(hidden, weight, implementation="xla")
         >>> told.backward, told.gemms, told.peak_bytes < told.logits_bytes
         ('in_forward', 3, True)
+        >>> told.alternative.backward, told.alternative.gemms, told.alternative.peak_bytes < told.peak_bytes
+        ('recompute', 4, True)
         >>> explain(hidden, weight, reduction="none").gemms
         4
     """
+    given = locals()
+    told = _explain(**given)
+    other = {"in_forward": "recompute", "recompute": "in_forward"}.get(told.backward or "")
+    if other is None or reduction == "none":
+        return told
+    try:
+        return dataclasses.replace(told, alternative=_explain(**given | {"backward": other}))
+    except ValueError:  # it does not fit
+        return told
+
+
+def _explain(
+    *,
+    hidden: Any,
+    weight: Any,
+    labels: Any | None,
+    bias: Any | None,
+    vocab_axis: int,
+    vocab_size: int | None,
+    logit_softcap: float | None,
+    logit_scale: Any,
+    temperature: Any,
+    reduction: Reduction,
+    dtype: Any | None,
+    precision: PrecisionLike | None,
+    backward: Backward,
+    implementation: Implementation | None,
+    scratch_bytes: int | None,
+    differentiate: Sequence[str],
+) -> Explanation:
     arguments.check_reduction(reduction, None, backward)
     arguments.scalar("logit_scale", logit_scale)
-    arrays = (hidden, weight)
-    hidden, weight = _described("hidden", hidden), _described("weight", weight)
+    arrays = (hidden, weight.weight if isinstance(weight, LowRank) else weight)
+    hidden, of_weight = _described("hidden", hidden), low_rank.read(weight, _described)
+    weight, up, down = of_weight.weight, of_weight.up, of_weight.down
     bias = None if bias is None else _described("bias", bias)
-    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap)
+    spec = arguments.head_spec(
+        hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, up=up, down=down
+    )
     leading = hidden.shape[:-1]
     if labels is not None:
         labels = _described("labels", labels)
@@ -163,6 +214,7 @@ def explain(
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
     scaled = not arguments.is_known(logit_scale, 1.0)
     exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
+    exists |= {"up": up is not None, "down": down is not None}
     needs_grad = NeedsGrad(**{name: there and name in differentiate for name, there in exists.items()})
     part = share(*arrays, spec)
     how = decide(
@@ -178,10 +230,12 @@ def explain(
     )
     tokens, spec, alone = part.tokens, part.spec, not part.words
     logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-    sizes = (
+    sizes: tuple[tuple[Any, bool, int], ...] = (
         (hidden, needs_grad.hidden, part.hidden),
         (weight, needs_grad.weight, part.weight),
         (bias, needs_grad.bias, 1),
+        (up, needs_grad.up, 1),
+        (down, needs_grad.down, 1),
     )
     gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
     told = Explanation(
@@ -198,6 +252,7 @@ def explain(
         gradient_bytes=gradients,
         peak_bytes=(3 if needs_grad else 2) * logits + gradients,
         logits_bytes=logits,
+        stored_bytes=(2 if needs_grad else 1) * logits + gradients,
     )
     if how.mode is None:
         return dataclasses.replace(told, backward_reason=how.mode_reason)
@@ -205,7 +260,7 @@ def explain(
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     sum_bytes = 0
     if mode == "in_forward" and alone:
-        sum_bytes = how.sum_bytes(spec, np.dtype(weight.dtype), needs_grad, Shards())
+        sum_bytes = how.sum_bytes(spec, np.dtype(of_weight.weight.dtype), needs_grad, Shards())
     scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
     describe = how.backend.describe or (lambda *_: Description())
     with known_device(arrays):
@@ -219,6 +274,10 @@ def explain(
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
     if plan.rows >= tokens:
         accumulators -= sum_bytes
+    # A padded copy is part of the plan, and rounded as it is made; one that is gathered is rounded before.
+    copied, padded = 0, described[-1].weight_copy_bytes
+    if how.backend.capabilities.casts_whole and weight.dtype != spec.dtype and not part.gathered_bytes:
+        copied = spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
     # Statistics, coefficients, order: a few numbers each; and for each further target.
     row_bytes = (16 + 8 * (rows.targets or 0)) * tokens * spec.accumulator.itemsize
     return dataclasses.replace(
@@ -228,8 +287,8 @@ def explain(
         columns=plan.columns,
         scratch_bytes=scratch,
         accumulator_bytes=accumulators,
-        peak_bytes=scratch + accumulators + gradients + row_bytes,
-        weight_copy_bytes=described[-1].weight_copy_bytes,
+        peak_bytes=scratch + (0 if padded else copied) + accumulators + gradients + row_bytes,
+        weight_copy_bytes=padded or copied,
         launches=tuple(launch for of_pass in described for launch in of_pass.launches),
         parallelism=part.words,
     )
@@ -249,7 +308,8 @@ def _accumulator_bytes(
     """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
-    elements = spec.weight_rows * needs_grad.bias_sum
+    elements = spec.weight_rows * (needs_grad.bias_sum + spec.rank * needs_grad.up)
+    elements += spec.rank * (tokens * needs_grad.low_product + spec.hidden_size * needs_grad.down)
     if mode == "in_forward":
         elements += spec.weight_rows * spec.hidden_size * needs_grad.weight
     hidden = tokens * spec.hidden_size * needs_grad.hidden_product

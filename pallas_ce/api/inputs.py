@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api import low_rank
 from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.dispatch.select import warn_once
 from pallas_ce.dispatch.settings import Settings, decide
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
-from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
+from pallas_ce.parallel.mesh_axes import MeshAxes, doubt_of_split, refuse_shift, refuse_unsaid_split, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.rows import flat_rows
 
@@ -22,12 +24,15 @@ from pallas_ce.streaming.rows import flat_rows
 class CheckedCall:
     """The checked arguments that all functions of a head share: a pytree of arrays, with static facts.
 
-    Arrays are as the caller gave them, None where absent. `logit_scale` is None where it is the number 1. `temperature`
-    is `[]` or `[...]`; None where it is the number 1 or another number that the head has been divided by.
+    Arrays are as the caller gave them, None where absent; `up`, `down` and `term_scale` are a low-rank term's.
+    `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
+    another number that the head has been divided by.
     """
 
     hidden: jax.Array
     weight: jax.Array
+    up: jax.Array | None
+    down: jax.Array | None
     bias: jax.Array | None
     logit_scale: jax.Array | None
     logit_weights: jax.Array | None
@@ -39,6 +44,8 @@ class CheckedCall:
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     scratch_bytes: int | None = dataclasses.field(metadata={"static": True})
     mesh_axes: MeshAxes | None = dataclasses.field(metadata={"static": True})
+    shift: int = dataclasses.field(metadata={"static": True})
+    term_scale: float = dataclasses.field(metadata={"static": True})
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -52,6 +59,8 @@ class CheckedCall:
 
     def settings(self, others: Any = (), *, scalar_loss: bool = False, backward: Backward = "auto") -> Settings:
         """How the call is carried out; `others` are its further arrays."""
+        if self.mesh_axes is None and (doubt := doubt_of_split(self.weight, self.hidden)):
+            warn_once(doubt)
         return decide(
             self.spec,
             self.tokens,
@@ -67,12 +76,23 @@ class CheckedCall:
     def rows(self) -> tuple[Batch, Head]:
         """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
         spec, wide, temperature = self.spec, self.spec.accumulator, self.temperature
-        ids = None if self.labels is None else label_rule.canonical(self.labels, spec.vocab_size)
+        ids = None
+        if self.labels is not None:
+            ids = self.shifted(label_rule.canonical(self.labels, spec.vocab_size), label_rule.NO_TARGET)
         scale = None if self.logit_scale is None else self.logit_scale.astype(wide)
         u = None if self.logit_weights is None else jax.lax.stop_gradient(self.logit_weights.astype(wide))
         if temperature is not None:
             temperature = jnp.broadcast_to(jax.lax.stop_gradient(1.0 / temperature.astype(wide)), self.leading)
-        return Batch(self.hidden, ids, temperature), Head(self.weight, self.bias, scale, u, spec)
+        up, down = self.up, self.down
+        if up is not None and down is not None:
+            up, down = (up, down) if spec.vocab_axis == 0 else (up.T, down.T)
+            down = self.term_scale * down.astype(wide)
+        return Batch(self.hidden, ids, temperature), Head(self.weight, self.bias, scale, u, spec, None, up, down)
+
+    def shifted(self, by_token: jax.Array, fill: int) -> jax.Array:
+        """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
+        axis = len(self.leading) - 1
+        return label_rule.shifted(by_token, self.shift, axis, fill) if self.shift else by_token
 
     def rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
         """`rows`, with `NO_TARGET` for labels that do not count, and which rows do, `[...]`; None: all."""
@@ -110,6 +130,7 @@ def read_head(
     scratch_bytes: int | None = None,
     mesh_axes: MeshAxes | None = None,
     validate_labels: bool = False,
+    shift: int = 0,
     needs_labels: bool = False,
     several: bool = False,
     folds: bool = True,
@@ -121,11 +142,14 @@ def read_head(
     number as temperature goes into the head; not where the logits are needed without it. `zero`: whether it may be 0.
     """
     ignore_index = arguments.ignored(ignore_index)
-    hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
+    hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+    weight, up, down = given.weight, given.up, given.down
     bias = None if bias is None else arguments.array("bias", bias)
     mesh_axes = arguments.mesh_axes(mesh_axes)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
-    spec = arguments.head_spec(hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
+    spec = arguments.head_spec(
+        hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts, up, down
+    )
     leading = hidden.shape[:-1]
     logit_scale = arguments.scalar("logit_scale", logit_scale)
     logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
@@ -137,20 +161,29 @@ def read_head(
         temperature = None
     if labels is not None or needs_labels:
         labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+    row_mask = arguments.row_mask(row_mask, leading)
+    if shift := arguments.shift(shift, labels, leading):
+        refuse_shift(shift, (hidden, labels), weight)
+    if mesh_axes is None:
+        refuse_unsaid_split(weight, (hidden, labels, row_mask))
     return CheckedCall(
         hidden,
         weight,
+        up,
+        down,
         bias,
         logit_scale,
         logit_weights,
         None if temperature is None else jnp.asarray(temperature),
         labels,
-        arguments.row_mask(row_mask, leading),
+        row_mask,
         spec,
         ignore_index,
         implementation,
         arguments.check_scratch_bytes(scratch_bytes),
         mesh_axes,
+        shift,
+        given.scale,
     )
 
 

@@ -7,6 +7,7 @@ import jax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import Options, call_metrics, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
@@ -22,7 +23,7 @@ from pallas_ce.statistics.logits import present
 
 def linear_cross_entropy(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     labels: ArrayLike,
     *,
     bias: ArrayLike | None = None,
@@ -35,6 +36,7 @@ def linear_cross_entropy(
     z_loss: ArrayLike = 0.0,
     logit_softcap: float | None = None,
     logit_scale: ArrayLike = 1.0,
+    shift: int = 0,
     reduction: Reduction = "mean",
     normalizer: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
@@ -73,6 +75,9 @@ def linear_cross_entropy(
         z_loss: β; may be traced. The number 0 leaves the term out.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
         logit_scale: scalar, may be traced and differentiated.
+        shift: 1 where the hidden state of a position predicts the next one's label, along the last of the leading axes:
+            the loss of `hidden[..., :-1, :]` with `labels[..., 1:]` and `token_weights[..., 1:]`, without the copy of
+            hidden. Positions whose label would lie behind the last one do not count. Any number from 0 on.
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
         dtype: compute dtype of the products' operands; by default hidden's and weight's common one.
@@ -145,7 +150,7 @@ def compute(
     settings: Settings, call: CheckedCall, options: Options, known: Known | None = None
 ) -> tuple[jax.Array, Metrics | None]:
     """The loss and, where asked for, its metrics. `known`: what `keep` has found for the same call."""
-    static, operands = _operands(settings, call, options)
+    static, operands = operands_of(settings, call, options)
     value, found = evaluate.loss(static, operands._replace(known=known), options.by_row)
     if not options.return_metrics:
         return value, None
@@ -156,12 +161,13 @@ def compute(
 
 def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
-    return evaluate.keep(*_operands(settings, call, options), needs_grad)
+    return evaluate.keep(*operands_of(settings, call, options), needs_grad)
 
 
-def _operands(settings: Settings, call: CheckedCall, options: Options) -> tuple[Call[Settings], Operands]:
+def operands_of(settings: Settings, call: CheckedCall, options: Options) -> tuple[Call[Settings], Operands]:
     """The call as rows, a head, and a row loss with its inputs."""
     batch, head, mask = call.rows_that_count()
+    options = options.of_rows(call.shifted)
     wide = call.spec.accumulator
     head = dataclasses.replace(head, logit_weights=options.logit_weights(call.spec.vocab_size, wide))
     loss, inputs = options.row_loss(wide, present(batch.labels), present(mask), settings.total)

@@ -10,6 +10,7 @@ from jax.extend import core as jex
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, array
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
@@ -29,11 +30,12 @@ RowLoss = Callable[..., jax.Array]
 def linear_loss(
     row_loss: RowLoss,
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     labels: ArrayLike | None,
     *row_inputs: ArrayLike,
     reduction: Reduction = "mean",
     backward: Backward = "auto",
+    shift: int = 0,
     ignore_index: int | None = -100,
     row_mask: ArrayLike | None = None,
     token_weights: ArrayLike | None = None,
@@ -70,6 +72,8 @@ def linear_loss(
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
         backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
+        shift: a row meets the label and the token weight that stand so many positions later; see
+            `linear_cross_entropy`. Row inputs, `row_mask` and `temperature` are those of the row.
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
@@ -187,6 +191,7 @@ def _linear_loss(
 ) -> jax.Array:
     wide, (by_row, shared) = call.spec.accumulator, inputs
     batch, head, mask = call.rows_that_count()
+    options = options.of_rows(call.shifted)
     weights = None if options.token_weights is None else options.token_weights.astype(wide)
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
@@ -39,7 +40,7 @@ class LogProbs(NamedTuple):
 
 def linear_log_probs(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     labels: ArrayLike,
     *,
     temperature: ArrayLike = 1.0,
@@ -51,6 +52,7 @@ def linear_log_probs(
     logit_scale: ArrayLike = 1.0,
     vocab_axis: int = 0,
     vocab_size: int | None = None,
+    shift: int = 0,
     ignore_index: int | None = -100,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike | None = None,
@@ -83,6 +85,8 @@ def linear_log_probs(
         logit_scale: scalar, may be traced and differentiated.
         vocab_axis: the weight's vocabulary axis.
         vocab_size: V; entries of the weight from there on are padding. Default V'.
+        shift: a row meets the labels that stand so many positions later; see `linear_cross_entropy`. The temperature is
+            that of the row.
         ignore_index: this label is ignored: log-probability and gradient exactly 0. The work of rows whose labels are
             all ignored is skipped, and what they hold does not matter.
         dtype: compute dtype of the products' operands; by default the inputs' common one. With `jnp.float32`, the

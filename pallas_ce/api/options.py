@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,11 @@ class Options:
         if self.class_weights is None or self.label_smoothing is None:
             return None
         return jax.lax.stop_gradient(self.class_weights.astype(wide)) / vocab_size
+
+    def of_rows(self, shifted: Callable[[jax.Array, int], jax.Array]) -> Self:
+        """With token weights at the rows that predict these, by `CheckedCall.shifted`."""
+        weights = None if self.token_weights is None else shifted(self.token_weights, 0)
+        return dataclasses.replace(self, token_weights=weights)
 
     def reduced(self, values: jax.Array, mask: jax.Array | None, leading: tuple[int, ...]) -> jax.Array:
         """The loss from `values [N]` of rows of the shape `leading`, of which those count where `mask [N]` is True."""
@@ -111,7 +116,7 @@ def read_options(
     """Checked options of rows of the shape `leading`, that `of` an argument. The number 0 leaves a term out."""
     checks.check_reduction(reduction, normalizer, backward)
     label_smoothing = checks.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    z_loss = checks.scalar("z_loss", z_loss)
+    z_loss = checks.scalar("z_loss", z_loss, 0.0)
     return Options(
         checks.by_row("token_weights", token_weights, leading, of),
         checks.by_column("class_weights", class_weights, vocab_size),

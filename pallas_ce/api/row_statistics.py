@@ -5,6 +5,7 @@ from typing import Any
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, check_statistics
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
@@ -18,7 +19,7 @@ from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_n
 
 def linear_row_statistics(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     labels: ArrayLike | None = None,
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),

@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, count
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
@@ -38,7 +39,7 @@ class TopK(NamedTuple):
 
 def linear_top_k(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     k: int,
     *,
     temperature: ArrayLike = 1.0,
@@ -182,7 +183,7 @@ class _Tiled(Streams):
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `TopKFinder`."""
         part = functools.partial(_best_of_tile, self.least_columns)
-        return fold_with_lse(part, _merge_best, head, batch.hidden, batch.inverse_temperature, plan.columns)
+        return fold_with_lse(part, _merge_best, head, batch, plan.columns)
 
 
 def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends import entries
-from pallas_ce.backends.protocol import Gradient, HeadSums
-from pallas_ce.head import Batch, Head
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.head import Batch, Head, Products
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
@@ -163,12 +163,10 @@ class Multiplying(_Block, abc.ABC):
     ) -> jax.Array:
         """`operandᵀ·rows` in the weight's layout, times `late []`: in place of `total`, or added to it."""
 
-    def products(
-        self, gradient: Gradient, stash: Stash, sums: HeadSums, adds: jax.Array | bool
-    ) -> tuple[jax.Array | None, HeadSums]:
+    def products(self, gradient: Gradient, stash: Stash, sums: Products, adds: jax.Array | bool) -> Products:
         """See `Backend.stash_products`; without `adds` the sums are replaced."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, lse, argmax, needs, factor) = head.spec, gradient
+        spec, (coefficients, lse, argmax, needs, factor, _) = head.spec, gradient
         bounds, rest = _RANGES[spec.dtype.name], entries.without(coefficients)
         alone = coefficients.prob is not None and all(c is None for c in rest._replace(prob=None))
         bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
@@ -195,7 +193,7 @@ class Multiplying(_Block, abc.ABC):
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
         operand = operand[:rows, : spec.vocab_size]
-        for_hidden, (weight_sum, bias_sum) = None, sums
+        for_hidden, weight_sum, bias_sum = None, sums.weight, sums.bias
         if needs.hidden_product:
             for_hidden = scale[:, None] * self.for_hidden(operand)
         if weight_sum is not None:
@@ -206,7 +204,7 @@ class Multiplying(_Block, abc.ABC):
                 counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
             summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
             bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
-        return for_hidden, HeadSums(weight_sum, bias_sum)
+        return Products(for_hidden, weight_sum, bias_sum)
 
     def _formed(self, lse: jax.Array | None, coefficients: Coefficients, stash: Stash) -> jax.Array:
         """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
@@ -242,9 +240,7 @@ def _guess_lse(head: Head, batch: Batch) -> jax.Array:
     spec = head.spec
     stride = max(1, spec.vocab_size // _SAMPLE)
     stop = min(spec.vocab_size, stride * _SAMPLE)
-    weight = lax.slice_in_dim(head.weight, 0, stop, stride, spec.vocab_axis)
-    bias = None if head.bias is None else head.bias[:stop:stride]
-    logits = head.logits(batch.hidden, weight, bias, batch.inverse_temperature)
+    logits = head.columns(lambda x, axis: lax.slice_in_dim(x, 0, stop, stride, axis)).logits(batch)
     if head.valid_columns is not None:
         logits = jnp.where(jnp.arange(0, stop, stride) < head.valid_columns, logits, -jnp.inf)
     # One reduction: measured from a logit of the sample, whatever it is, rather than from the largest. A sample that

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec, NeedsGrad, TileStep
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec, NeedsGrad, Products, TileStep
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -47,18 +47,6 @@ class Plan(NamedTuple):
     last_apart: bool = False
 
 
-class HeadSums(NamedTuple):
-    """The head's gradients under way, before upstream scalar and scale; None where not needed.
-
-    Attributes:
-        weight: the weight's shape, in the accumulator dtype or, where it is rounded at once, the weight's.
-        bias: `[V']`.
-    """
-
-    weight: jax.Array | None
-    bias: jax.Array | None
-
-
 class Gradient(NamedTuple):
     """What the gradients of n rows are made of.
 
@@ -68,6 +56,7 @@ class Gradient(NamedTuple):
         argmax: `[n]`; None where no term needs it.
         needs: which gradients.
         factor: `[]`, what undoes the normalisation.
+        adds: whether in_forward's sums hold something that even the first block's shares are added to.
     """
 
     coefficients: Coefficients
@@ -75,6 +64,7 @@ class Gradient(NamedTuple):
     argmax: jax.Array | None = None
     needs: NeedsGrad = NeedsGrad()
     factor: jax.Array | float = 1.0
+    adds: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +79,7 @@ class Capabilities:
         cuda_only: whether it runs on CUDA devices alone.
         adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that
             it has to begin as zeros: products are then added where the sum lies, and no choice stands between.
+        casts_whole: whether a weight of another dtype than the operands' is copied as a whole, and not tile by tile.
     """
 
     checked_regions: bool = True
@@ -96,6 +87,7 @@ class Capabilities:
     wide_stash: bool = False
     cuda_only: bool = False
     adds_in_place: bool = False
+    casts_whole: bool = False
 
 
 class Launch(NamedTuple):
@@ -226,9 +218,9 @@ class Backend(Protocol):
         """For the recompute mode: prepares a block for the step that recomputes one tile of its logits.
 
         The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
-        with `dlogitsᵀ·hidden`; and `Σ_i dlogits [c]`, all before the scale and the normalisation, None where not
-        needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which begins
-        undefined. `gradient.factor` is the caller's affair.
+        with `dlogitsᵀ·hidden`; and shares of the other `Products`, all before the scale and the normalisation, None
+        where not needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which
+        begins undefined. `gradient.factor` is the caller's affair.
         """
 
     def stash(
@@ -240,12 +232,13 @@ class Backend(Protocol):
         """
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: HeadSums, plan: Plan, block: RowBlock
-    ) -> tuple[jax.Array | None, HeadSums]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Products, plan: Plan, block: RowBlock
+    ) -> Products:
         """Gradients of one block from its stash.
 
-        Returns `dlogits·weight [n, H]`, undefined in rows that are not valid, and the sums with
-        `factor·dlogitsᵀ·hidden` and `factor·Σ_i dlogits` added, before the scale; None where not needed. Where
-        `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays; see
-        also `Capabilities.adds_in_place`.
+        Of the `sums` weight, bias and up are arrays of the whole head: the weight in the accumulator dtype or, where it
+        is rounded at once, its own. Returned are these with `factor` times the block's shares added; and hidden and
+        low, products by row, undefined in rows that are not valid. All is before the scale, None where not needed.
+        Where `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays;
+        see also `Capabilities.adds_in_place`.
         """

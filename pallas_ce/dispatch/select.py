@@ -127,10 +127,10 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
             if reason := refusal(name):
                 refusals[name] = reason
                 if reason == packages.refusal(name):
-                    _warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
+                    warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
                 continue
             if note := devices.note(name, kind):
-                _warn_once(f"implementation={name!r} is {note}")
+                warn_once(f"implementation={name!r} is {note}")
             reason = f"the call is for {kind}"
             if device is None:
                 reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
@@ -148,7 +148,7 @@ def _with_note(reason: str, note: str | None) -> str:
     return f"{reason}; {note}" if note else reason
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warns where this library was called, unless this process was told the same before."""
     if message not in _TOLD:
         _TOLD.add(message)

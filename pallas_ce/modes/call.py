@@ -6,8 +6,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.head import Batch, Head, NeedsGrad, scale_gradient
-from pallas_ce.parallel.shards import Axes, Shards, Sums, psum
+from pallas_ce.head import Batch, Head, NeedsGrad, Products, scale_gradient
+from pallas_ce.parallel.shards import Axes, RowArrays, Shards, Sums, psum
+from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.streaming.rows import zeroed
 
 
 class RowTotal(Protocol):
@@ -57,6 +59,8 @@ class Gradients(NamedTuple):
     weight: jax.Array | None = None
     bias: jax.Array | None = None
     logit_scale: jax.Array | None = None
+    up: jax.Array | None = None
+    down: jax.Array | None = None
 
 
 class Known(NamedTuple):
@@ -84,6 +88,7 @@ class Operands(NamedTuple):
         inputs: what else is read, with `row_total` its `(by_row, shared)`: pytrees of `[..., *K]`, and of arrays that
             all rows share.
         known: what `evaluate.keep` has found for the same call, or None.
+        cotangent: `[]`, of the sum of the row totals, where gradients are made at once; None: it is not known yet.
     """
 
     batch: Batch
@@ -91,6 +96,7 @@ class Operands(NamedTuple):
     mask: jax.Array | None
     inputs: Any = ((), ())
     known: Known | None = None
+    cotangent: jax.Array | None = None
 
 
 def absent() -> jax.Array:
@@ -98,20 +104,57 @@ def absent() -> jax.Array:
     return jnp.zeros(1, jnp.int8)
 
 
-def sum_over_devices(
-    shards: Shards, hidden: jax.Array, head: Head, needs_grad: NeedsGrad, sums: Gradients
-) -> Gradients:
+def through_down(head: Head, for_hidden: jax.Array | None, for_low: jax.Array | None) -> jax.Array | None:
+    """`for_hidden [n, H]` with what a low-rank term adds to it: `for_low·down`."""
+    if for_hidden is None or for_low is None:
+        return for_hidden
+    assert head.down is not None
+    operand, factor = _fitted(for_low, head)
+    return for_hidden + factor * head.matmul(operand, head.down, (1, 0))
+
+
+def _for_down(head: Head, rows: RowArrays, for_low: jax.Array) -> jax.Array:
+    """`for_lowᵀ·hidden [r, H]`, where `for_low [N, r]` is 0 in rows that do not count."""
+    operand, factor = _fitted(for_low, head)
+    return factor * head.matmul(operand, zeroed(rows.mask, rows.batch.hidden), (0, 0))
+
+
+def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
+    """`x` as an operand, divided by the power of two that comes with it, so that it fits every dtype's range."""
+    shift = exponent_above(jnp.max(jnp.abs(x), initial=0.0))
+    return (x * power_of_two(-shift, x.dtype)).astype(head.spec.dtype), power_of_two(shift, x.dtype)
+
+
+def sum_over_devices(shards: Shards, rows: RowArrays, head: Head, needs_grad: NeedsGrad, sums: Products) -> Gradients:
     """The head's small sums from this device's share of them, beside the weight's as it came.
 
     When those for hidden and weight are rounded and summed is a mode's affair. The scale's gradient is made here, from
-    those of hidden and bias: see `scale_gradient`.
+    those of hidden and bias: see `scale_gradient`; and that of `down`, from the rows' `low`.
     """
-    scale = None
+    scale = down = None
     if needs_grad.logit_scale:
         assert sums.hidden is not None
-        scale = psum(scale_gradient(hidden, sums.hidden, head.bias, sums.bias), shards.sums.logit_scale)
-    bias = None if sums.bias is None or not needs_grad.bias else shards.sum_bias(sums.bias)
-    return Gradients(None, sums.weight, bias, scale)
+        scale = scale_gradient(rows.batch.hidden, sums.hidden, head.bias, sums.bias)
+        scale = psum(scale, shards.sums.logit_scale)
+    if needs_grad.down:
+        assert sums.low is not None
+        down = psum(_for_down(head, rows, sums.low), shards.sums.down)
+    bias = None if sums.bias is None or not needs_grad.bias else shards.sum_entries(sums.bias, shards.sums.bias)
+    up = None if sums.up is None else shards.sum_entries(sums.up, shards.sums.up)
+    return Gradients(None, sums.weight, bias, scale, up, down)
+
+
+def adds_in_place(head: Head, shards: Shards) -> bool:
+    """Whether a device adds to its part of `head.running` what it makes, where it lies; else what all devices made."""
+    running = head.running
+    return (
+        running is not None and running.dtype == head.spec.accumulator and not (shards.sums.weight or shards.gathered)
+    )
+
+
+def added(running: jax.Array, gradient: jax.Array) -> jax.Array:
+    """`running` with a gradient in the accumulator dtype, rounded once."""
+    return (running.astype(gradient.dtype) + gradient).astype(running.dtype)
 
 
 def finish(
@@ -134,4 +177,6 @@ def finish(
         None if (weight := rounded(sums.weight, head.weight, ())) is None else psum(weight, axes.weight),
         rounded(sums.bias, head.bias, axes.bias),
         None if sums.logit_scale is None else psum(upstream * sums.logit_scale, axes.logit_scale),
+        rounded(sums.up, head.up, axes.up),
+        rounded(sums.down, head.down, axes.down),
     )

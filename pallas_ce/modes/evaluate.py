@@ -92,7 +92,7 @@ def differentiable[Static, Out](
         return forward(static, operands, None)[0]
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
-        arrays = (primals.batch.hidden, primals.head.weight, primals.head.bias, primals.head.logit_scale)
+        arrays = (primals.batch.hidden, *(getattr(primals.head, name) for name in Gradients._fields[1:]))
         flags = [x is not None and x.perturbed for x in arrays]
         operands: Operands = values_of(primals)
         out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
@@ -142,10 +142,19 @@ def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Ar
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
         found = statistics(call, operands)
-    assert call.row_total is not None
-    values = row_values(call.row_total, found, operands.batch.leading, operands.mask, operands.inputs)
-    result = values.reshape(operands.batch.leading) if by_row else call.settings.total(jnp.sum(values)) + handle
+    result = _values(call, operands, found) if by_row else total(call, operands, found) + handle
     return result, jax.tree.map(jax.lax.stop_gradient, found)
+
+
+def total(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+    """`Σ row_total` over the rows that count, from their statistics `[...]`."""
+    return call.settings.total(jnp.sum(_values(call, operands, found)))
+
+
+def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array]) -> jax.Array:
+    assert call.row_total is not None
+    leading = operands.batch.leading
+    return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
 
 
 def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:

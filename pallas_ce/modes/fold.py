@@ -15,7 +15,7 @@ import jax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla.tiling import preferred, tiled_plan, tiles_bytes
-from pallas_ce.head import Head, HeadSpec, tempered
+from pallas_ce.head import Batch, Head, HeadSpec, tempered
 from pallas_ce.parallel.entry import over_rows_only
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile
 from pallas_ce.streaming.budget import budget
@@ -58,15 +58,15 @@ def fold_with_lse[Found](
     part: Callable[[jax.Array, Tile], Found],
     merge_parts: Callable[[Found, Found], Found],
     head: Head,
-    hidden: jax.Array,
-    inverse_temperature: jax.Array | None,
+    batch: Batch,
     columns: int,
 ) -> tuple[Found, Partial]:
     """`part` of the capped logits of each tile, joined, and the `Partial` that the tempered logits' lse is made of."""
+    untempered = head.with_low(batch._replace(inverse_temperature=None))
 
     def both(tile: Tile) -> tuple[Found, Partial]:
-        logits = head.tile_logits(hidden, tile)
-        return part(logits, tile), lse_partial(logits, tile.columns, tile.valid, inverse_temperature)
+        logits = head.tile_logits(untempered, tile)
+        return part(logits, tile), lse_partial(logits, tile.columns, tile.valid, batch.inverse_temperature)
 
     def join(a: tuple[Found, Partial], b: tuple[Found, Partial]) -> tuple[Found, Partial]:
         return merge_parts(a[0], b[0]), merge(a[1], b[1])

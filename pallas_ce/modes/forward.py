@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.dispatch.settings import Settings
@@ -66,10 +67,12 @@ def _local_statistics(
     gathered = min(max(_GATHERED_BYTES, tokens * row_bytes // _GATHERED_PARTS), _MOST_GATHERED_BYTES)
     parts = settings.block_sizes(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
     parts = parts._replace(columns=min(parts.columns, whole.columns))  # what the smaller blocks free stays free
-    if parts.rows >= whole.rows or not (parts.skips_rows and Tiles(tokens, parts.rows).few):
+    if parts.rows >= whole.rows or (parts.skips_rows and not Tiles(tokens, parts.rows).few):
         return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None
     # Rows do not depend on each other: those that do not count are worked on and left out.
-    found = device_cond(
+    # Where a way has a loop, the host is told of the choice anyway.
+    choice = device_cond if parts.skips_rows else lax.cond
+    found = choice(
         few_ignored(rows.mask),
         lambda: zeroed(rows.mask, visit(Rows.counted(None), whole)),
         lambda: visit(Rows.counted(rows.mask), parts),

@@ -17,10 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.backends.protocol import Gradient, HeadSums
+from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Head, NeedsGrad
-from pallas_ce.modes.call import Call, Gradients, Known, Operands, absent, finish, sum_over_devices
+from pallas_ce.head import Head, NeedsGrad, Products
+from pallas_ce.modes.call import (
+    Call,
+    Gradients,
+    Known,
+    Operands,
+    absent,
+    added,
+    adds_in_place,
+    finish,
+    sum_over_devices,
+    through_down,
+)
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
@@ -79,14 +90,15 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Kno
     if not (needs_grad and _varies(call)):
         return Known(forward_statistics(call.settings, call.names, operands))
     settings, (by_row, shared) = call.settings, operands.inputs
-    if settings.shards is not None:
+    if settings.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=Sums()))
     with jax.named_scope("pallas_ce.in_forward"):
         # Not the weight's dtype as the operation sees it: what is gathered may be narrower.
-        operation = functools.partial(_statistics_and_sums, call, needs_grad, operands.head.weight.dtype)
+        dtype = operands.head.weight.dtype if operands.head.running is None else operands.head.spec.accumulator
+        operation = functools.partial(_statistics_and_sums, call, needs_grad, dtype)
         rows = RowArrays(operands.batch, operands.mask, more=by_row)
-        (found, hidden_sum), of_head = streamed(settings, operation)(rows, operands.head, shared)
+        (found, hidden_sum), of_head = streamed(settings, operation)(rows, operands.head, shared, operands.cotangent)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
 
@@ -99,21 +111,24 @@ def _statistics_and_sums(
     rows: RowArrays,
     head: Head,
     shared_inputs: Any,
+    cotangent: jax.Array | None,
 ) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
     sum_bytes = settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
     plan = settings.block_sizes(spec, tokens, "in_forward", sum_bytes)
-    wide = spec.accumulator
+    wide, in_place = spec.accumulator, adds_in_place(head, shards)
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
-        found, hidden_sum, sums = carry
+        found, sums = carry
         block_batch = jax.tree.map(block.take, rows.batch)
         partial, stash = backend.stash(head, block_batch, names, plan, block)
         statistics = finalise(shards.merge(partial, head), names)
         block_inputs = (jax.tree.map(block.take, rows.more), shared_inputs)
         cotangents = row_cotangents(call, statistics, block, block_inputs)
+        if cotangent is not None:
+            cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
         gradient = Gradient(
@@ -122,11 +137,18 @@ def _statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs_grad,
             factor,
+            in_place,
         )
-        for_hidden, sums = backend.stash_products(head, block_batch, gradient, stash, sums, plan, block)
-        if for_hidden is not None:
-            hidden_sum = block.put(hidden_sum, factor * for_hidden)
-        return put_all(block, found, statistics), hidden_sum, sums
+        alone = sums._replace(hidden=None, low=None)
+        shares = backend.stash_products(head, block_batch, gradient, stash, alone, plan, block)
+        for_low = None if shares.low is None else block.select(shares.low, 0.0)
+        for_hidden = through_down(head, shares.hidden, for_low)
+
+        def put(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
+            return None if total is None or share is None else block.put(total, factor * share)
+
+        shares = shares._replace(hidden=put(sums.hidden, for_hidden), low=put(sums.low, for_low))
+        return put_all(block, found, statistics), shares
 
     # A block that is the only one rounds its sum at once.
     kept = settings.kept_dtype(spec, weight_dtype)
@@ -144,18 +166,24 @@ def _statistics_and_sums(
     of_weight = lax.empty if replaced and covered else jnp.zeros
     init: Any = (
         empty_statistics(call.names, rows.batch, head),
-        by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,
-        HeadSums(
-            of_weight(head.weight.shape, sum_dtype) if needs_grad.weight else None,
+        Products(
+            by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,
+            (head.running if in_place else of_weight(head.weight.shape, sum_dtype)) if needs_grad.weight else None,
             jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
+            by_row((tokens, spec.rank), wide) if needs_grad.down else None,
+            jnp.zeros((spec.weight_rows, spec.rank), wide) if needs_grad.up else None,
         ),
     )
-    found, hidden_sum, sums = blocks.for_each(body, init)
-    of_head = sum_over_devices(shards, rows.batch.hidden, head, needs_grad, Gradients(hidden_sum, *sums))
-    hidden_sum = shards.sum_hidden(hidden_sum, kept_hidden) if needs_grad.hidden else None
-    if of_head.weight is not None:
+    found, sums = blocks.for_each(body, init)
+    of_head = sum_over_devices(shards, rows, head, needs_grad, sums)
+    hidden_sum = None
+    if needs_grad.hidden:
+        assert sums.hidden is not None
+        hidden_sum = shards.sum_hidden(sums.hidden, kept_hidden)
+    if of_head.weight is not None and not in_place:
         own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
-        of_head = of_head._replace(weight=psum(own, shards.sums.weight))
+        own = psum(own, shards.sums.weight)
+        of_head = of_head._replace(weight=own if head.running is None else added(head.running, own))
     return (shards.own_rows(found), hidden_sum), of_head
 
 

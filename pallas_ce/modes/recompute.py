@@ -56,7 +56,8 @@ def backward(
     if settings.shards is not None:
         cotangents = {name: psum(g, settings.shards.cotangents_by_row) for name, g in cotangents.items()}
     with jax.named_scope("pallas_ce.recompute"):
-        gradients = functools.partial(_gradients, needs_grad, head.weight.dtype)
+        dtype = head.weight.dtype if head.running is None else head.spec.accumulator
+        gradients = functools.partial(_gradients, needs_grad, dtype)
         if kept.head is not None:
             settings, head = _handed_whole(settings), kept.head
         rows = RowArrays(operands.batch, operands.mask, (kept.statistics, cotangents))

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
-from pallas_ce.modes.call import Gradients, Operands, finish, sum_over_devices
+from pallas_ce.modes.call import Gradients, Operands, added, adds_in_place, finish, sum_over_devices, through_down
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -54,59 +54,73 @@ def gradient_sums(
     by_tile = not shards.gathered_vocabulary
     scattered = by_tile and bool(shards.gathered_width)
     directly = only is not None and not scattered
+    in_place = adds_in_place(head, shards)
 
-    def sums_of(tile: Tile, hidden_sum: jax.Array | None) -> Products:
-        """Of a tile over all blocks; hidden's by place: consecutive writes, put in place once at the end."""
+    def sums_of(tile: Tile, hidden_sum: jax.Array | None, low_sum: jax.Array | None) -> Products:
+        """Of a tile over all blocks; those by row by place: consecutive writes, put in place once at the end."""
         i = jnp.asarray(tile.number)
 
-        def block_body(block: RowBlock, sums: Products) -> Products:
-            given = None if sums[1] is None else WeightSum(sums[1], tile, None)
-            hidden_sum, for_weight, for_bias = (only or products(block))(i, sums[0], given)
-            return hidden_sum, for_weight, None if sums[2] is None or for_bias is None else sums[2] + for_bias
+        def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
+            return None if total is None or share is None else total + share
 
-        zeros = (
+        def block_body(block: RowBlock, sums: Products) -> Products:
+            given = None if sums.weight is None else WeightSum(sums.weight, tile, None)
+            share = (only or products(block))(i, sums.hidden, given)
+            bias, low, up = plus(sums.bias, share.bias), block.add(sums.low, share.low), plus(sums.up, share.up)
+            return Products(share.hidden, share.weight, bias, low, up)
+
+        zeros = Products(
+            hidden_sum,
             jnp.zeros(tile_shape, wide) if needs_grad.weight else None,
             jnp.zeros(plan.columns, wide) if needs_grad.bias_sum else None,
+            low_sum,
+            jnp.zeros((plan.columns, spec.rank), wide) if needs_grad.up else None,
         )
-        return blocks.for_each(block_body, (hidden_sum, *zeros))
+        return blocks.for_each(block_body, zeros)
 
     def tile_body(tile: Tile, carry: Products) -> Products:
-        hidden_sum, d_weight, bias_sum = carry
+        d_weight = carry.weight
         if directly:
             assert only is not None
-            whole = None if d_weight is None else WeightSum(d_weight, tile, scale)
-            hidden_sum, d_weight, tile_bias = only(jnp.asarray(tile.number), hidden_sum, whole)
+            whole = None if d_weight is None else WeightSum(d_weight, tile, scale, in_place)
+            found = only(jnp.asarray(tile.number), carry.hidden, whole)
+            d_weight = found.weight
+            found = found._replace(low=blocks.block(0).add(carry.low, found.low))
         else:
-            hidden_sum, tile_weight, tile_bias = sums_of(tile, hidden_sum)
-            if tile_weight is not None:
+            found = sums_of(tile, carry.hidden, carry.low)
+            if found.weight is not None:
                 assert d_weight is not None
-                tile_weight = scale * tile_weight
+                tile_weight = scale * found.weight
                 if scattered:
                     # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
                     tile_weight = lax.optimization_barrier(shards.scatter_weight(tile_weight, spec.vocab_axis))
-                d_weight = tile.put(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
-        if tile_bias is not None:
-            assert bias_sum is not None
-            bias_sum = tile.put(bias_sum, tile_bias)
-        return hidden_sum, d_weight, bias_sum
+                put_or_add = tile.add if in_place else tile.put
+                d_weight = put_or_add(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
+
+        def put(total: jax.Array | None, of_tile: jax.Array | None) -> jax.Array | None:
+            return None if total is None or of_tile is None else tile.put(total, of_tile)
+
+        return Products(found.hidden, d_weight, put(carry.bias, found.bias), found.low, put(carry.up, found.up))
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     # Every tile replaces its part; what no tile covers is padding.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
-    init = (
-        jnp.zeros(hidden.shape, wide) if needs_grad.hidden_product else None,
-        blank(weight_shape, weight_dtype if by_tile else wide) if needs_grad.weight else None,
-        jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
+    of_weight = head.running if in_place else blank(weight_shape, weight_dtype if by_tile else wide)
+    init = head.row_sums(rows.batch, needs_grad)._replace(
+        weight=of_weight if needs_grad.weight else None,
+        bias=jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
+        up=jnp.zeros((spec.weight_rows, spec.rank), wide) if needs_grad.up else None,
     )
-    hidden_sum, d_weight, bias_sum = tiles.for_each(tile_body, init)
-    if d_weight is not None:
+    sums = tiles.for_each(tile_body, init)
+    if (d_weight := sums.weight) is not None and not in_place:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
         d_weight = psum(own, shards.sums.weight)
-    if hidden_sum is not None:
-        hidden_sum = factor * counted.in_row_order(hidden_sum)
-    if bias_sum is not None:
-        bias_sum = factor * bias_sum
-    of_head = sum_over_devices(shards, hidden, head, needs_grad, Gradients(hidden_sum, d_weight, bias_sum))
+        d_weight = d_weight if head.running is None else added(head.running, d_weight)
+    by_row = jax.tree.map(lambda x: factor * counted.in_row_order(x), (sums.hidden, sums.low))
+    of_columns = jax.tree.map(lambda x: factor * x, (sums.bias, sums.up))
+    hidden_sum = through_down(head, *by_row)
+    sums = Products(hidden_sum, d_weight, of_columns[0], by_row[1], of_columns[1])
+    of_head = sum_over_devices(shards, rows, head, needs_grad, sums)
     if not needs_grad.hidden:
         return None, of_head
     assert hidden_sum is not None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum, tempered
+from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Gradients, Operands
 from pallas_ce.modes.evaluate import differentiable
@@ -74,12 +74,20 @@ def _backward(
 row_divergences = differentiable(_forward, _backward)
 
 
-def _tile_logits(
-    hidden: jax.Array, teacher_hidden: jax.Array, heads: tuple[Head, Head], tile: Tile
-) -> tuple[jax.Array, jax.Array]:
+# One block's rows of both heads, without temperatures, and the heads.
+Both = tuple[Batch, Batch, Head, Head]
+
+
+def _both(batch: Batch, teacher_hidden: jax.Array, head: Head, teacher: Head) -> Both:
+    student = head.with_low(batch._replace(inverse_temperature=None))
+    return student, teacher.with_low(Batch(teacher_hidden)), head, teacher
+
+
+def _tile_logits(both: Both, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Both heads' capped logits `[n, c]` in the student's accumulator dtype."""
-    logits = heads[0].tile_logits(hidden, tile)
-    return logits, heads[1].tile_logits(teacher_hidden, tile).astype(logits.dtype)
+    batch, teacher_batch, head, teacher = both
+    logits = head.tile_logits(batch, tile)
+    return logits, teacher.tile_logits(teacher_batch, tile).astype(logits.dtype)
 
 
 def _log_probs(
@@ -94,11 +102,12 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
     divergence, head, teacher = pair.divergence, operands.head, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
-        (hidden, _, inverse), teacher_hidden = by_row
+        batch, teacher_hidden = by_row
+        inverse, both = batch.inverse_temperature, _both(batch, teacher_hidden, *heads)
         tiles = Tiles(head.spec.vocab_size, plan.columns)
 
         def part(tile: Tile) -> PairPartial:
-            student, teacher = (tempered(z, inverse) for z in _tile_logits(hidden, teacher_hidden, heads, tile))
+            student, teacher = (tempered(z, inverse) for z in _tile_logits(both, tile))
             return pairs.partial_of_tiles(divergence, student, teacher, tile.columns, tile.valid)
 
         partial = tiles.fold(part, functools.partial(pairs.merge_pairs, divergence))
@@ -107,7 +116,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             return found
 
         def mixture_part(tile: Tile) -> tuple[jax.Array, jax.Array]:
-            logits = _tile_logits(hidden, teacher_hidden, heads, tile)
+            logits = _tile_logits(both, tile)
             return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
 
         value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
@@ -125,9 +134,9 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
 def _gradients(
     needs_grad: NeedsGrad, pair: Pair, shards: Shards, rows: RowArrays, head: Head, teacher: Head
 ) -> tuple[jax.Array | None, Gradients]:
-    (hidden, _, inverse), mask = rows.batch, rows.mask
+    inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more
-    plan = pair.streams.block_sizes(hidden.shape[0], "recompute")
+    plan = pair.streams.block_sizes(rows.batch.hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
     # Where the divergence is infinite no change of the logits helps: gradient 0.
     valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
@@ -137,23 +146,21 @@ def _gradients(
     cotangent = cotangent / factor
 
     def products(block: RowBlock) -> TileStep:
-        block_hidden, block_found = block.take(hidden), jax.tree.map(block.take, found)
-        block_teacher_hidden = block.take(teacher_hidden)
-        block_inverse = None if inverse is None else block.take(inverse)
+        block_batch, block_found = jax.tree.map(block.take, (rows.batch, found))
+        block_inverse = block_batch.inverse_temperature
+        both = _both(block_batch, block.take(teacher_hidden), head, teacher)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(tile_index)
-            logits = _tile_logits(block_hidden, block_teacher_hidden, (head, teacher), tile)
+            logits = _tile_logits(both, tile)
             log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
             slope = pairs.slope(pair.divergence, log_p, log_q, block_found.expected)
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-            for_hidden, for_weight, for_bias = head.tile_products(block_hidden, dlogits, tile, needs_grad)
-            if weight_sum is not None and for_weight is not None:
-                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
-            return block.add(hidden_sum, for_hidden), for_weight, for_bias
+            found = head.tile_products(both[0], dlogits, tile, needs_grad)
+            return found.added(block.add(hidden_sum, found.hidden), weight_sum, head.spec.vocab_axis)
 
         return step
 

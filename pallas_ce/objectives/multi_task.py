@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api import low_rank
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
+from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.statistics.cross_entropy import Metrics
 
@@ -26,7 +28,7 @@ class Task:
             Only `reduction="mean"` and "sum".
     """
 
-    weight: ArrayLike
+    weight: WeightLike
     labels: ArrayLike
     task_weight: ArrayLike = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -105,7 +107,7 @@ def multi_task_cross_entropy(
                 raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
             if task.options.get("reduction", "mean") == "none":
                 raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
-            compute = dtype or jnp.promote_types(hidden.dtype, arguments.array("weight", task.weight).dtype)
+            compute = dtype or jnp.promote_types(hidden.dtype, low_rank.read(task.weight).weight.dtype)
             options = {"dtype": compute, "precision": precision, **task.options}
             weights[name] = arguments.scalar("task_weight", task.task_weight)
             losses[name], metrics[name] = linear_cross_entropy(

@@ -5,11 +5,13 @@ auxiliary loss, such as a mixture of experts' load balance, is the model's own a
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import numbers
 import tomllib
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -36,12 +38,14 @@ class LossConfig:
         ce_chunk_size: `chunk_size` of `chunked_cross_entropy`; 0 means 4096. Other losses do not read it.
         z_loss_weight: β of `β·mean(lse²)`, added to any loss; 0.0 adds no work.
         label_smoothing: α of the cross entropies.
+        logit_softcap: c of the cap `c·tanh(z/c)` of the cross entropies' logits; 0.0 for none.
     """
 
     loss_fn: str = "cross_entropy"
     ce_chunk_size: int = 0
     z_loss_weight: float = 0.0
     label_smoothing: float = 0.0
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         _check_types(vars(self), "LossConfig")
@@ -50,21 +54,37 @@ class LossConfig:
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> "LossConfig":
         """From the keys and values of a `[train]` section, or of a document that has one.
 
+        Other keys of the section are the training program's own: they are left alone, with a warning that names them.
+
         Args:
             values: names of fields to values.
             source: where they come from, for error messages.
 
         Raises:
-            ValueError: an unknown key, naming the known ones.
+            ValueError: a key that looks like a misspelt one of these, or one of these outside the section.
             TypeError: a value of the wrong type.
         """
-        if isinstance(section := values.get("train"), Mapping):
-            values = section
         known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [name for name in values if name not in known]:
-            raise ValueError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
-        _check_types(values, source)
-        return cls(**values)
+        if isinstance(section := values.get("train"), Mapping):
+            if outside := [name for name in values if name in known]:
+                raise ValueError(f"{source} sets {outside[0]} outside its section [train]; move it there")
+            values, source = section, f"[train] of {source}"
+        others = [str(name) for name in values if name not in known]
+        for name in others:
+            begun = [key for key in known if key.startswith(name)]
+            if meant := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+                raise ValueError(
+                    f"{source} has the unknown key {name!r}; is {meant[0]!r} meant? known keys: {', '.join(known)}"
+                )
+        if others:
+            warnings.warn(
+                f"{source} has keys that are not the loss's, and that it does not heed: {', '.join(others)}; it reads "
+                f"{', '.join(known)}",
+                stacklevel=2,
+            )
+        mine = {name: value for name, value in values.items() if name in known}
+        _check_types(mine, source)
+        return cls(**mine)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "LossConfig":
@@ -72,16 +92,19 @@ class LossConfig:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not TOML, `train` is no section, or it has an unknown key.
+            ValueError: it is not TOML, `train` is no section, or as `from_mapping`.
             TypeError: a value of the wrong type.
         """
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("train", {})
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except RecursionError:
             raise ValueError(f"{path} holds values too deeply nested to be read; [train] needs none that are") from None
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{path} sets train to {arguments.shown(values)}; it must be a section, [train]")
-        return cls.from_mapping(values, f"[train] of {path}")
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
+        section = document.setdefault("train", {})
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{path} sets train to {arguments.shown(section)}; it must be a section, [train]")
+        return cls.from_mapping(document, str(path))
 
 
 def _check_types(values: Mapping[str, Any], source: str) -> None:
@@ -110,7 +133,11 @@ class LossEntry:
 
 
 def _options(config: LossConfig) -> dict[str, Any]:
-    return {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_weight}
+    return {
+        "label_smoothing": config.label_smoothing,
+        "z_loss": config.z_loss_weight,
+        "logit_softcap": config.logit_softcap or None,
+    }
 
 
 def _chunked_options(config: LossConfig) -> dict[str, Any]:
@@ -150,7 +177,8 @@ def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> Non
 
     Raises:
         ValueError: the name is taken, or `takes` is unknown.
-        TypeError: `name` is no string or `loss_fn` no function.
+        TypeError: `name` is no string, `loss_fn` no function, or one that cannot be called so or, by the names
+            of its arguments, in another order.
 
     Example:
         >>> import jax.numpy as jnp
@@ -171,10 +199,35 @@ def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> Non
         )
     if name in _REGISTRY:
         raise ValueError(f"name={name!r} is taken; registered are {', '.join(_REGISTRY)}")
+    _check_order(loss_fn, takes)
     _REGISTRY[name] = LossEntry(loss_fn, takes)
 
 
 _SIGNATURES = {"logits": "(logits, labels)", "hidden": "(hidden, weight, labels)"}
+
+# What losses elsewhere call the same arrays.
+_SYNONYMS = {"label": "labels", "target": "labels", "targets": "labels", "y_true": "labels", "y_pred": "logits"}
+
+
+def _check_order(loss_fn: LossFn, takes: Takes) -> None:
+    """Raises TypeError for a function that cannot be called as its kind is, or whose names tell of another order."""
+    called = _SIGNATURES[takes].strip("()").split(", ")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # what is not written in Python may have none
+        return
+    try:
+        bound = list(signature.bind(*called).arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn{signature} cannot be called {_SIGNATURES[takes]}, as takes={takes!r} says: {error}"
+        ) from error
+    for position, name in zip(called, bound, strict=False):
+        if (meant := _SYNONYMS.get(name, name)) != position and meant in ("logits", "hidden", "weight", "labels"):
+            raise TypeError(
+                f"loss_fn{signature} would be given {position} as its argument {name!r}: with takes={takes!r} it is "
+                f"called {_SIGNATURES[takes]}, in this order"
+            )
 
 
 def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn:
@@ -189,14 +242,14 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 
     Args:
         config: a `LossConfig`, a mapping with (some of) its fields, or the path of a TOML file with a `[train]`
-            section.
+            section. Keys of a training program's own may stand beside them, of which a warning tells.
 
     Returns:
         The loss function.
 
     Raises:
-        ValueError: an unknown loss or key, naming the known ones; a value out of range; label smoothing for a loss
-            that does not read it.
+        ValueError: an unknown loss or a misspelt key, naming the known ones; a value out of range; label smoothing or a
+            soft cap for a loss that does not read it; a file that is not TOML.
         TypeError: a value of the wrong type.
         OSError: the file cannot be read.
 
@@ -217,13 +270,15 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     arguments.chunk("ce_chunk_size", config.ce_chunk_size)
     arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
     arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
+    arguments.scalar("logit_softcap", config.logit_softcap, 0.0)
     if entry.options is not None:
         return functools.partial(entry.loss_fn, **entry.options(config))
-    if config.label_smoothing:
-        raise ValueError(
-            f"label_smoothing={config.label_smoothing} is not read by loss_fn={config.loss_fn!r}, a loss of your own: "
-            "smooth in it, and leave the option at 0.0"
-        )
+    for name in ("label_smoothing", "logit_softcap"):
+        if value := getattr(config, name):
+            raise ValueError(
+                f"{name}={value} is not read by loss_fn={config.loss_fn!r}, a loss of your own: apply it there, and "
+                "leave the option at 0.0"
+            )
     return _with_z_loss(entry, config.z_loss_weight) if config.z_loss_weight else entry.loss_fn
 
 

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
+from pallas_ce.head import Batch
 from pallas_ce.objectives import class_samplers
 from pallas_ce.objectives.class_samplers import ClassSampler, Name
 from pallas_ce.parallel.entry import program, replicated
+from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
@@ -22,7 +25,7 @@ from pallas_ce.statistics.logits import present
 
 def sampled_softmax_cross_entropy(
     hidden: ArrayLike,
-    weight: ArrayLike,
+    weight: WeightLike,
     labels: ArrayLike,
     *,
     key: ArrayLike,
@@ -133,7 +136,8 @@ def _sampled_softmax(
     count: int, sampler: ClassSampler, correction: bool, call: CheckedCall, key: Any, options: Options
 ) -> jax.Array:
     spec = call.spec
-    (hidden, ids, _), head, mask = call.flat_rows_that_count()
+    batch, head, mask = call.flat_rows_that_count()
+    hidden, ids = batch.hidden, batch.labels
     assert ids is not None
     assert mask is not None
     hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
@@ -150,8 +154,15 @@ def _sampled_softmax(
 
     # One gather, so that the weight's gradient is one scatter: the sampled classes first, then each row's label.
     gathered = jnp.concatenate([drawn.ids, targets])
-    columns = jnp.take(call.weight, gathered, axis=spec.vocab_axis)
     axis, scale = spec.vocab_axis, head.logit_scale
+    columns, up = (None if x is None else jnp.take(x, gathered, axis=axis) for x in (call.weight, call.up))
+
+    def of_samples(x: jax.Array) -> jax.Array:
+        return replicated(jax.lax.slice_in_dim(x, 0, count, axis=axis))  # or they would be split as the labels are
+
+    weight: Any = of_samples(present(columns))
+    if up is not None:
+        weight = LowRank(weight, of_samples(up), call.down, call.term_scale)
     biases: jax.Array | None = None if call.bias is None else call.bias.astype(spec.accumulator)[gathered]
     if correction:
         shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
@@ -159,7 +170,7 @@ def _sampled_softmax(
         biases = shift if biases is None else biases + shift
     found = linear_row_statistics(
         hidden,
-        replicated(jax.lax.slice_in_dim(columns, 0, count, axis=axis)),  # or they would be split as the labels are
+        weight,
         jnp.where(mask, places, NO_TARGET),
         row_mask=mask,
         bias=None if biases is None else replicated(biases[:count]),
@@ -169,15 +180,22 @@ def _sampled_softmax(
         precision=spec.precision,
         implementation=call.implementation,
         scratch_bytes=call.scratch_bytes,
+        mesh_axes=MeshAxes(),  # gathered for this device's labels
     )
-    own = jax.lax.slice_in_dim(columns, count, gathered.size, axis=axis)
-    products = jnp.einsum(
-        "nh,nh->n" if axis == 0 else "nh,hn->n",
-        hidden.astype(spec.dtype),
-        own.astype(spec.dtype),
-        precision=spec.precision,
-        preferred_element_type=spec.accumulator,
-    )
+
+    def own(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        """Of each row with its label's column."""
+        return jnp.einsum(
+            "nh,nh->n" if axis == 0 else "nh,hn->n",
+            rows.astype(spec.dtype),
+            jax.lax.slice_in_dim(columns, count, gathered.size, axis=axis).astype(spec.dtype),
+            precision=spec.precision,
+            preferred_element_type=spec.accumulator,
+        )
+
+    products = own(hidden, present(columns))
+    if up is not None:
+        products = products + own(present(head.with_low(Batch(hidden)).low), up)
     target = head.cap(products, None if biases is None else biases[count:])
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET

@@ -30,7 +30,7 @@ from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
 # `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions; those of
-# `of_head` are of the weight's shape, `[V']` or scalar; `shared` are whole arrays. Without a head it is None.
+# `of_head` are named as the head's arrays, and have their shapes; `shared` are whole arrays. Without a head it is None.
 Operation = Callable[..., tuple[Any, Any]]
 
 
@@ -43,7 +43,7 @@ def program[Out](
         static: so many arguments, the first ones, are static. The first array of the others is `[..., K]`: its leading
             dimensions are the rows'.
         by_row: of the arguments: a prefix of the result's tree, whether a result has the rows' leading dimensions and
-            lies as they do, or is a replicated scalar.
+            lies as they do, or is a replicated scalar; or the argument that it lies as.
     """
 
     def decorate(function: Callable[..., Out]) -> Callable[..., Out]:
@@ -55,14 +55,33 @@ def program[Out](
             shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
             mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
             if mesh is None:
-                return jitted(*arguments)
+                return _in_reverse_mode(jitted, *arguments)
             whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
-            places = jax.tree.map(lambda flag: as_rows if flag else whole, by_row(*arguments))
-            return jax.sharding.auto_axes(functools.partial(jitted, *facts), out_sharding=places)(*arrays)
+
+            def place(of: Any) -> NamedSharding:
+                return (as_rows if of else whole) if isinstance(of, bool) else jax.typeof(of).sharding
+
+            places = jax.tree.map(place, by_row(*arguments))
+            inside = functools.partial(jitted, *facts)
+            return _in_reverse_mode(jax.sharding.auto_axes(inside, out_sharding=places), *arrays)
 
         return run
 
     return decorate
+
+
+def _in_reverse_mode[Out](function: Callable[..., Out], *arguments: Any) -> Out:
+    """The call; where forward mode reaches a `custom_vjp` in it, an error that says what to do."""
+    try:
+        return function(*arguments)
+    except TypeError as error:
+        if "can't apply forward-mode autodiff" not in str(error):
+            raise
+        raise NotImplementedError(
+            "pallas_ce has derivatives in reverse mode only: in place of jax.jvp, jax.jacfwd or jax.linearize use "
+            "jax.grad, jax.vjp or jax.jacrev; or a function with a head by implementation='reference', which "
+            "materialises the logits, and in place of one of stored logits plain JAX on jax.nn.log_softmax"
+        ) from error
 
 
 class How(Protocol):
@@ -86,6 +105,7 @@ def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]]) -> Opera
 
     def on_device(shards: Shards, rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
         rows, head = shards.enter(rows, head)
+        rows = rows._replace(batch=head.with_low(rows.batch))
         return at_lowering(
             how.variants(head), lambda how, *arrays: operation(how, shards, *arrays), rows, head, *shared
         )
@@ -196,6 +216,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too.
         names, out_names = _names(rows, head, (shared, consts)), _out_names(results, rows, head)
+        running = None if head is None else head.running
+        is_running = [x is running for x in (*leaves, *consts)]
 
         @custom_partitioning
         def call(*operands: jax.Array) -> list[jax.Array]:
@@ -223,7 +245,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
                 with jax.sharding.use_abstract_mesh(alone):
                     return jax.tree.leaves(flat(shards, operands[:count]))
 
-            return mesh, local, [place(d, axes) for d in out_names], tuple(place(d, taken) for d in names)
+            places = tuple(place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True))
+            return mesh, local, [place(d, axes) for d in out_names], places
 
         rule = SdyShardingRule(
             tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
@@ -236,19 +259,22 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
 
 def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
     """The dimensions of every leaf of `(rows, head, *shared)`."""
-    given = {"weight": weight_names(head), "bias": ("vocabulary",)}
-    arrays = [field.name for field in dataclasses.fields(Head) if field.name != "spec" and head is not None]
-    of_head = [given.get(name, ()) for name in arrays if getattr(head, name) is not None]
     leaves = jax.tree.leaves((rows, head, *shared))
-    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + of_head
+    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + _names_of_head(head, head)
     return _with_whole("in", leaves, known)
 
 
 def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> list[Names]:
     """The dimensions of every leaf of an operation's results."""
-    by_row, of_head = (jax.tree.leaves(result) for result in results)
-    kinds = {0: (), 1: ("vocabulary",), 2: weight_names(head)}
-    return _with_whole("out", by_row + of_head, [row_names(rows)] * len(by_row) + [kinds[x.ndim] for x in of_head])
+    by_row = [row_names(rows)] * len(jax.tree.leaves(results[0]))
+    return _with_whole("out", jax.tree.leaves(results), by_row + _names_of_head(results[1], head))
+
+
+def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
+    """Those of the dimensions of the leaves of `arrays`, which are named as the head's, that may be split."""
+    weight = weight_names(head)
+    given = {"weight": weight, "bias": ("vocabulary",), "up": ("vocabulary",), "running": weight}
+    return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]
 
 
 def _with_whole(prefix: str, leaves: list[jax.Array], known: list[Names]) -> list[Names]:

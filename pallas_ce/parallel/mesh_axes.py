@@ -26,6 +26,7 @@ class MeshAxes:
     * `width` (its axes must be among `rows`): FSDP over H. Means and sums are as above.
     * Axes that split the rows only (data parallelism) need no mention. A mean or sum is that of the device's own rows:
       pass the global count as `normalizer` and add up.
+    * `MeshAxes()` says that each device has a whole weight, gathered or its own, where JAX knows that it varies.
 
     How gradients meet collectives depends on where differentiation happens. With `check_vma=True` JAX tracks which
     values differ along which axes, and every gradient is right wherever `jax.grad` stands. With `check_vma=False` it
@@ -89,7 +90,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
 
     Args:
         mesh_axes: what the caller says.
-        arrays: has the fields hidden, weight, bias and logit_scale.
+        arrays: has the fields of `Sums`.
         others: a pytree of the call's further arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -98,11 +99,10 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
             f"the surrounding shard_map leaves the mesh axes {left} automatic, where XLA would gather the weight: make "
             "all axes manual (leave axis_names out of shard_map), or call under jit alone"
         )
-    axes = varying((arrays, others))
-    if mesh_axes is None and not axes:
-        return None
-    said = mesh_axes or MeshAxes()
+    axes, said = varying((arrays, others)), mesh_axes or MeshAxes()
     vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
+    if not (axes or vocabulary or rows or width):
+        return None
     if axes:
         rows = _typed_rows(said, arrays)
     elif said.grad is None:
@@ -119,8 +119,9 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     weight_bytes = arrays.weight.size * arrays.weight.dtype.itemsize * _devices(width)
     shards = lay_out(rows, vocabulary, width, arrays.hidden.size * arrays.hidden.dtype.itemsize, weight_bytes)
     if axes:
-        sums = (axes - varying(x) for x in (arrays.hidden, arrays.weight, arrays.bias, arrays.logit_scale))
-        return dataclasses.replace(shards, sums=Sums(*(tuple(sorted(missing)) for missing in sums)), typed=True)
+        names = [field.name for field in dataclasses.fields(Sums)]
+        sums = {name: tuple(sorted(axes - varying(getattr(arrays, name)))) for name in names}
+        return dataclasses.replace(shards, sums=Sums(**sums), typed=True)
     if said.grad == "inside":
         return shards
     # shard_map's own differentiation divides the cotangent of an output by the number of devices that hold a copy, and
@@ -132,6 +133,60 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
         cotangents_by_row=tuple(axis for axis in copies if axis not in rows),
         cotangents_of_total=copies,
     )
+
+
+def refuse_unsaid_split(weight: Any, rows: Any) -> None:
+    """Raises ValueError where `weight` surely is a part of one: it varies over axes over which nothing of `rows` does.
+
+    For calls without mesh_axes, which take a device's weight for the whole vocabulary.
+    """
+    if axes := _of_several_devices(varying(weight) - varying(rows)):
+        name = _named(axes)
+        raise ValueError(
+            f"weight varies over the mesh axes {list(axes)} of the surrounding shard_map, and the rows do not: each "
+            "device would take its own for the whole vocabulary. If it is a part of that, pass "
+            f"mesh_axes=MeshAxes(vocabulary={name!r}); if each device has a whole weight, mesh_axes=MeshAxes(). To a "
+            f"function without mesh_axes pass jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, "
+            f"to='invarying'), or, with a weight for each device, jax.lax.pcast(hidden, {name!r}, to='varying')"
+        )
+
+
+def doubt_of_split(weight: Any, hidden: Any) -> str | None:
+    """What to warn of where `weight` may be a part of one: it varies as the rows do. None where it does not.
+
+    For calls without mesh_axes. JAX types a gathered weight, and a copy for each device, as it types parts.
+    """
+    if not (axes := _of_several_devices(varying(weight))):
+        return None
+    rows = _of_several_devices(varying(weight) & varying(hidden))
+    parts = f"vocabulary={_named(axes)!r}" + (f", rows={_named(rows)!r}" if rows else "")
+    return (
+        f"weight varies over the mesh axes {list(axes)} of the surrounding shard_map, as the tokens do, and mesh_axes "
+        "is None: each device takes its own for the whole vocabulary. If it is that, gathered or made for each device, "
+        f"pass mesh_axes=MeshAxes(); if it is a part, the results are wrong: pass mesh_axes=MeshAxes({parts})"
+    )
+
+
+def refuse_shift(shift: int, rows: Any, others: Any) -> None:
+    """Raises ValueError inside a `shard_map` that may split the positions, so that a device lacks its last one's label.
+
+    Where JAX knows of none of the call's arrays that it varies, it may not track that (`check_vma=False`).
+    """
+    known = varying((rows, others))
+    if axes := _of_several_devices(varying(rows) if known else jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"shift={shift} inside a shard_map whose axes {list(axes)} may split the positions, where the label of a "
+            f"device's last one lies on another: shift before the shard_map, as by jnp.pad(labels[:, {shift}:], "
+            f"((0, 0), (0, {shift})), constant_values=ignore_index), and leave shift out"
+        )
+
+
+def _of_several_devices(axes: Iterable[str]) -> Axes:
+    return tuple(sorted(axis for axis in axes if lax.axis_size(axis) > 1))
+
+
+def _named(axes: Axes) -> str | Axes:
+    return axes[0] if len(axes) == 1 else axes
 
 
 def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:

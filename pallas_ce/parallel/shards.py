@@ -54,6 +54,8 @@ class Sums:
     weight: Axes = ()
     bias: Axes = ()
     logit_scale: Axes = ()
+    up: Axes = ()
+    down: Axes = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,11 @@ class Shards:
         sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
         gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
         gathered_width: H is split over these in memory only; they split the rows too.
-        sums: over which axes the gradients of hidden, weight, bias and scale are added up and left whole.
+        sums: over which axes each input's gradient is added up and left whole.
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
         cotangents_of_total: over which axes that of a loss summed over rows is.
         typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
-        handed_whole: whether the weight and the bias come in gathered already.
+        handed_whole: whether weight, bias and a low-rank term's `up` come in gathered already.
     """
 
     rows: Axes = ()
@@ -110,15 +112,15 @@ class Shards:
         return jnp.where((columns >= 0) & (columns < local.spec.weight_rows), columns, NO_TARGET)
 
     def gather(self, head: Head) -> Head:
-        """`head` with the whole weight and bias over the axes that split them in memory only."""
+        """`head` with whole arrays over the axes that split them in memory only."""
         if not self.gathered or self.handed_whole:
             return head
         weight, bias, axis = head.weight, head.bias, head.spec.vocab_axis
         if jnp.dtype(head.spec.dtype).itemsize < weight.dtype.itemsize:
             weight = weight.astype(head.spec.dtype)  # what is computed with is what is moved
         weight = _gather(_gather(weight, self.gathered_width, 1 - axis), self.gathered_vocabulary, axis)
-        bias = None if bias is None else _gather(bias, self.gathered_vocabulary, 0)
-        return dataclasses.replace(head, weight=weight, bias=bias)
+        bias, up = jax.tree.map(lambda x: _gather(x, self.gathered_vocabulary, 0), (bias, head.up))
+        return dataclasses.replace(head, weight=weight, bias=bias, up=up)
 
     def _local_head(self, head: Head) -> Head:
         """The columns that this device streams."""
@@ -192,9 +194,9 @@ class Shards:
         """The part of the weight's gradient that this device holds, from the sum over this device's rows."""
         return _scatter(_scatter(partial, self.gathered_width, 1 - vocab_axis), self.gathered_vocabulary, vocab_axis)
 
-    def sum_bias(self, partial: jax.Array) -> jax.Array:
-        """The part of the bias's gradient that this device holds, over all rows."""
-        return _scatter(psum(partial, self.sums.bias), self.gathered_vocabulary, 0)
+    def sum_entries(self, partial: jax.Array, axes: Axes) -> jax.Array:
+        """The part that this device holds of a gradient `[V', ...]` that all rows have a share in, over `axes`."""
+        return _scatter(psum(partial, axes), self.gathered_vocabulary, 0)
 
     def own_shape(self, shape: tuple[int, ...], vocab_axis: int) -> tuple[int, ...]:
         """The shape of `scatter_weight`'s result for a weight gradient of `shape` whose vocabulary is not gathered."""
@@ -238,11 +240,14 @@ def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight
     gathered: Axes = ()
     if common and weight_bytes < hidden_bytes and vocabulary == others + common:
         vocabulary, sequence, gathered = others, (), common
+    entries, all_of_it = without(rows, sequence + gathered), tuple(dict.fromkeys(rows + vocabulary))
     sums = Sums(
         hidden=without(vocabulary, sequence),
         weight=without(rows, sequence + gathered + width),
-        bias=without(rows, sequence + gathered),
-        logit_scale=tuple(dict.fromkeys(rows + vocabulary)),
+        bias=entries,
+        logit_scale=all_of_it,
+        up=entries,
+        down=all_of_it,
     )
     return Shards(rows, vocabulary, sequence, gathered, width, sums)
 

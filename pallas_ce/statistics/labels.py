@@ -46,7 +46,14 @@ def targets(ids: jax.Array, ignore_index: int | None, row_axes: int) -> tuple[ja
     return jnp.where(counts, ids, NO_TARGET), counts if ids.ndim == row_axes else jnp.any(counts, axis=-1)
 
 
-def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int) -> None:
+def shifted(values: jax.Array, shift: int, axis: int, fill: int) -> jax.Array:
+    """What stands `shift` places later along `axis`, and `fill` where that is behind the last."""
+    gone = min(shift, values.shape[axis])
+    places = [(-gone, gone, 0) if i == axis else (0, 0, 0) for i in range(values.ndim)]
+    return jax.lax.pad(values, jnp.asarray(fill, values.dtype), places)
+
+
+def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: int, name: str = "labels") -> None:
     """Raises ValueError naming the first label that is neither `ignore_index` nor in the vocabulary.
 
     Raises:
@@ -65,6 +72,6 @@ def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: 
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
-            f"labels{list(where)}={int(values[where])} is neither in [0, vocab_size={vocab_size}) "
+            f"{name}{list(where)}={int(values[where])} is neither in [0, vocab_size={vocab_size}) "
             f"nor ignore_index={ignore_index}"
         )

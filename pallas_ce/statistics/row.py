@@ -109,6 +109,12 @@ def merge(a: Partial, b: Partial) -> Partial:
     return add(a, b)
 
 
+def without_columns(like: Partial) -> Partial:
+    """The neutral `Partial` with the fields, shapes and dtypes of another one."""
+    fields = {field: x for field, x in like._asdict().items() if x is not None}
+    return Partial(**{field: jnp.full(x.shape, FIELDS[field].neutral, x.dtype) for field, x in fields.items()})
+
+
 def moved(part: Partial, distance: jax.Array) -> Partial:
     """The sums measured from M, where `distance = m - M`; `max` stays."""
     scale, rules = jnp.exp(distance), ((f, FIELDS[f].moved) for f, x in part._asdict().items() if x is not None)

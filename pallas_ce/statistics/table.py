@@ -8,7 +8,7 @@ backend with a language of its own translates fields and terms; tests compare it
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,14 @@ class RowStatistics(NamedTuple):
     max_logit: jax.Array | None = None
     argmax: jax.Array | None = None
     varentropy: jax.Array | None = None
+
+    # A type checker finds unknown names itself, unless it sees a `__getattr__`.
+    if not TYPE_CHECKING:  # type: ignore[misc]
+
+        def __getattr__(self, name: str) -> jax.Array:
+            raise AttributeError(
+                f"RowStatistics has no {name!r}; its statistics are {', '.join(self._fields)}", name=name, obj=self
+            )
 
 
 class Partial(NamedTuple):

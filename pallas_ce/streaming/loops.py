@@ -28,13 +28,21 @@ def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_
 
 def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop`, whose carry varies from the start over the mesh axes that the body makes it vary over."""
+    return lax.fori_loop(start, stop, body, _varying_as_after(lambda carry: body(jnp.int32(0), carry), init))
+
+
+def while_loop[Carry](cond: Callable[[Carry], jax.Array], body: Callable[[Carry], Carry], init: Carry) -> Carry:
+    """`lax.while_loop`, likewise."""
+    return lax.while_loop(cond, body, _varying_as_after(body, init))
+
+
+def _varying_as_after[Carry](body: Callable[[Carry], Carry], init: Carry) -> Carry:
     while jax.sharding.get_abstract_mesh().manual_axes:
-        after = jax.eval_shape(body, jnp.int32(0), init)
-        declared = jax.tree.map(vary_like, init, after)
+        declared = jax.tree.map(vary_like, init, jax.eval_shape(body, init))
         if all(map(operator.is_, jax.tree.leaves(declared), jax.tree.leaves(init))):
             break
         init = declared
-    return lax.fori_loop(start, stop, body, init)
+    return init
 
 
 def vary_like(x: jax.Array, other: Any) -> jax.Array:

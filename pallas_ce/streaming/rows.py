@@ -10,8 +10,10 @@ from jax import lax
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.tiles import Tile, Tiles
 
-# Of so few rows each may be compared with each: two launches on a GPU, where a prefix sum and a scatter take five.
+# Of so few rows each may be compared with each: two launches on a GPU, where parts and a scatter take five. More are
+# taken in parts.
 _FEW_ROWS = 2048
+_PART_ROWS = 32
 
 # Where at most one row in so many is ignored, packing the others saves less than it costs.
 _FEW_IGNORED = 16
@@ -141,10 +143,23 @@ def _counted_up_to(mask: jax.Array) -> jax.Array:
 
     Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
     """
-    if mask.shape[0] > _FEW_ROWS:
-        return lax.optimization_barrier(jnp.cumsum(mask, dtype=jnp.int32))
-    ids = jnp.arange(mask.shape[0])
-    return lax.optimization_barrier(jnp.sum(mask[None, :] & (ids[None, :] <= ids[:, None]), axis=1, dtype=jnp.int32))
+    return lax.optimization_barrier(_prefix_sum(mask))
+
+
+def _prefix_sum(x: jax.Array) -> jax.Array:
+    """Of `x [n]`, n ≥ 1, int32: in parts, of which each entry is compared with each, and over the parts.
+
+    XLA's own takes as long to compile as ten of its other fusions.
+    """
+    n = x.shape[0]
+    size = n if n <= _FEW_ROWS else _PART_ROWS
+    ids = jnp.arange(size)
+    parts = jnp.pad(x, (0, -n % size)).reshape(-1, 1, size)
+    within = jnp.sum(jnp.where((ids[None, :] <= ids[:, None])[None], parts, 0), axis=2, dtype=jnp.int32)
+    if len(parts) == 1:
+        return within[0, :n]
+    totals = within[:, -1]
+    return (within + (_prefix_sum(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +263,12 @@ class RowBlock:
         if self.only is not None:  # to read each row's value is cheaper than to write it where it belongs
             return self.only.put_all(buffer, values)
         if self.index is not None:
-            outside = buffer.shape[0]
-            index = self.index if self.valid is None else jnp.where(self.valid, self.index, outside)
-            return buffer.at[index].set(values, mode="drop")
+            assert self.valid is not None
+            # Those that are dropped have places of their own, too: where an entry might be written twice, XLA writes
+            # atomically, or sorts all entries first where it is to be deterministic.
+            outside = buffer.shape[0] + jnp.arange(self.tile.size, dtype=jnp.int32)
+            index = jnp.where(self.valid, self.index, outside)
+            return buffer.at[index].set(values, mode="drop", unique_indices=True)
         return self.tile.put(buffer, self.select(values, self.tile.take(buffer)))
 
     def select(self, values: jax.Array, otherwise: jax.Array | float) -> jax.Array:

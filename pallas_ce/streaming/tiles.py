@@ -96,13 +96,25 @@ class Tiles:
         """How many, the first ones, a loop goes over."""
         return self.total // self.size if self.last_apart else self.count
 
-    def fold[State](self, part: Callable[["Tile"], State], merge: Callable[[State, State], State]) -> State:
-        """`part` of each tile, joined from the left. The first tile's columns are all its own."""
+    def fold[State](
+        self,
+        part: Callable[["Tile"], State],
+        merge: Callable[[State, State], State],
+        neutral: Callable[[State], State] | None = None,
+    ) -> State:
+        """`part` of each tile, joined from the left. The first tile's columns are all its own.
+
+        Where `neutral` makes a part without columns, like one whose shapes and dtypes it is given, the program holds
+        the work on one tile of several only once: the first is one of the loop's.
+        """
 
         def joined(i: jax.Array | int, done: State) -> State:
             return merge(done, part(self.tile(i)))
 
-        done = self._loop(1, self._looped, joined, part(self.tile(0)))
+        if neutral is not None and self._looped > 1:
+            done = self._loop(0, self._looped, joined, neutral(jax.eval_shape(lambda: part(self.tile(0)))))
+        else:
+            done = self._loop(1, self._looped, joined, part(self.tile(0)))
         return _behind(joined, self.count - 1, done) if self._looped < self.count else done
 
     def for_each[Carry](self, body: Callable[["Tile", Carry], Carry], init: Carry) -> Carry:

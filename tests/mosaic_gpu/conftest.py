@@ -18,8 +18,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 import pallas_ce.backends.mosaic_gpu
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
+from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
 
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 _copy = threading.local()
@@ -86,6 +87,7 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         stack.enter_context(mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add))
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))
+        stack.enter_context(mock.patch.object(launch, "name_dumps"))  # it has no program to write
         yield wrap
 
 
@@ -157,4 +159,4 @@ def logits_of(problem: Problem) -> jax.Array:
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis).astype(jnp.float32)
     wide = dataclasses.replace(spec, dtype=np.dtype(np.float32))
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
-    return dataclasses.replace(head, spec=wide).logits(problem.hidden.astype(jnp.float32), weight, bias)
+    return dataclasses.replace(head, weight=weight, bias=bias, spec=wide).logits(Batch(problem.hidden))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import resource
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,10 +68,25 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_rubbish(
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
+def test_a_table_that_does_not_fit_the_disk_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
+    path, limits = tmp_path / "table.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    tables.save(path, Table(DEVICE))
+    before = path.read_text()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tables.add(path, Table(DEVICE), {KEY: Entry(CONFIG, 1.0, 1.0)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "Expecting value"),
+        (pickle.dumps(Path), "codec can't decode"),
         (b"import os; os.system('true')", "Expecting value"),
         (b"\xff\xfe\x00", "codec can't decode"),
         (b"[" * 200_000, "recursion"),

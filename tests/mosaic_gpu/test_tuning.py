@@ -1,5 +1,6 @@
 """Which tiles a kernel takes: the user's table, then the shipped one, then the rule; how the tuner fills a table."""
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -243,3 +244,33 @@ def test_the_command_tunes_writes_and_goes_on(tmp_path: Path, gpu: Fake, capsys:
     path.write_text("broken")
     assert tune.main(words) == 2
     assert "Delete it" in capsys.readouterr().err
+
+
+def test_two_commands_at_once_keep_what_each_has_measured(tmp_path: Path, gpu: Fake) -> None:
+    """As on a host of several GPUs of one model."""
+    path, other = tmp_path / "table.json", dataclasses.replace(TUNED, row_group=16)
+    both = [Table(DEVICE), Table(DEVICE)]
+    for table in both:
+        tables.add(path, table, {})
+    few, many = CLASS._replace(rows=1024), CLASS._replace(rows=16384)
+    tables.add(path, both[0], {CLASS: Entry(TUNED, 1.0, 2.0), few: Entry(TUNED, 1.0, 2.0)})
+    tables.add(path, both[1], {few: Entry(other, 1.0, 2.0), many: Entry(other, 1.0, 2.0)})
+    found = tables.load(path, DEVICE).entries
+    assert {key: entry.config for key, entry in found.items()} == {CLASS: TUNED, few: other, many: other}
+    assert [x.name for x in tmp_path.iterdir() if x.is_file()] == ["table.json"]
+
+
+def test_a_table_that_is_written_and_read_at_once_is_always_whole(tmp_path: Path) -> None:
+    path, keys = tmp_path / "table.json", [CLASS._replace(rows=2**power) for power in range(24)]
+    tables.save(path, Table(DEVICE))
+
+    def add(some: list[Shape]) -> None:
+        for key in some:
+            tables.add(path, Table(DEVICE), {key: Entry(TUNED, 1.0, 2.0)})
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        adding = [threads.submit(add, keys[start::4]) for start in range(4)]
+        while not all(future.done() for future in adding):
+            assert tables.load(path, DEVICE).entries.keys() <= set(keys)
+        assert [future.result() for future in adding] == [None] * 4
+    assert tables.load(path, DEVICE).entries.keys() == set(keys)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from pallas_ce import chunked_cross_entropy, cross_entropy, linear_cross_entropy
+from pallas_ce import LowRank, chunked_cross_entropy, cross_entropy, linear_cross_entropy
 from tests.pallas_ce import oracle
+from tests.pallas_ce.oracle import LOW_RANK_SCALE
 from tests.pallas_ce.problems import Problem
 
 Results = tuple[Any, dict[str, Any]]
@@ -18,9 +20,10 @@ Results = tuple[Any, dict[str, Any]]
 def call(function: Callable[..., Any], p: Problem, arrays: dict[str, Any], **options: Any) -> Any:
     """`function` of the problem's head, in its layout, of its labels and options, and of more options."""
     arrays = dict(arrays)
-    hidden, weight = arrays.pop("hidden"), arrays.pop("weight")
+    hidden, *of_weight = (arrays.pop(name) for name in ("hidden", "weight", "up", "down") if name in arrays)
+    weight, *term = of_weight if p.vocab_axis == 0 else (x.T for x in of_weight)
     given = {"vocab_axis": p.vocab_axis, **arrays, **p.options, **options}
-    return function(hidden, weight if p.vocab_axis == 0 else weight.T, p.labels, **given)
+    return function(hidden, LowRank(weight, *term, LOW_RANK_SCALE) if term else weight, p.labels, **given)
 
 
 def _of_stored_logits(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +39,9 @@ def _of_stored_logits(loss: Callable[..., Any]) -> Callable[..., Any]:
         logit_scale: Any = 1.0,
         **options: Any,
     ) -> Any:
+        if isinstance(weight, LowRank):
+            a, b = (weight.up, weight.down) if vocab_axis == 0 else (weight.down, weight.up)
+            weight = weight.weight + weight.scale * a @ b
         logits = logit_scale * (hidden @ (weight.T if vocab_axis == 0 else weight) + bias)
         return loss(logits, labels, **{k: x for k, x in options.items() if k not in ("backward", "scratch_bytes")})
 
@@ -82,22 +88,72 @@ def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
     """`library_results` in float32, or float64 where `wide`, beside `oracle_results`.
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
-    unit in the last place of the terms' sum without their signs; the scale's gradient, multiplied by logits. A token
-    weight's, `(loss_i - loss)/Σw`, is a difference of losses.
+    unit in the last place of the terms' sum without their signs; a gradient, multiplied by the head's other arrays, and
+    the scale's by logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
     """
     want, bound = oracle_results(p), 1e-12 if wide else 1e-5
     unit = bound / 2**7
     scale = abs(p.arrays.get("logit_scale", 1.0))
-    terms = float((np.abs(p.arrays["hidden"]) @ np.abs(p.arrays["weight"]).T * scale).max())
+    weight = np.abs(p.arrays["weight"])
+    if "up" in p.arrays:
+        weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
+    terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
     floor = unit * max(4.0, 4.0 * abs(want[0]), terms)
     (loss, gradients), (right_loss, right_gradients) = got, want
-    counted = np.where(p.labels < 0, 0.0, p.arrays.get("token_weights", 1.0)).sum()
-    beside = {"logit_scale": terms, "token_weights": 1.0 / max(counted, 0.01)}
+    counts = oracle.counted(p.labels, p.arrays, p.options)
+    weights = np.where(counts, p.arrays.get("token_weights", 1.0), 0.0)
+    beside = {
+        "hidden": scale * np.abs(p.arrays["weight"]).max(),
+        "weight": scale * np.abs(p.arrays["hidden"]).max(initial=0.0),
+        "logit_scale": terms,
+        "token_weights": 1.0 / max(weights.sum(), 0.01),
+    }
     for name in gradients:
         of_it = floor * max(1.0, beside.get(name, 1.0))
         assert_close({name: gradients[name]}, {name: right_gradients[name]}, bound, of_it)
     assert gradients.keys() == right_gradients.keys()
     assert_close(loss, right_loss, bound, floor)
+
+
+def assert_as_accurate_as_rounded_dlogits(p: Problem, got: Results, backward: str) -> None:
+    """`library_results` of 16-bit operands beside `oracle_results`: the loss to 2e-5, gradients relative to roundings.
+
+    In each gradient at most 1.5 times the error of exact dlogits that are rounded to the operands' dtype, multiplied
+    exactly, and rounded to the result's. Where few numbers are added, one rounding may happen to be kind, so the worst
+    of many is taken, drawn at random. The in_forward mode rounds probabilities, but for the targets', and not dlogits,
+    which are smaller where label smoothing asks for nearly that probability; in float16 it does so over a narrow range
+    of exponents and has 2.5 times.
+    """
+    want, exact = oracle_results(p)
+    assert abs(float(got[0]) - want) <= 2e-5 * abs(want) + 1e-6
+    dtype = p.arrays["hidden"].dtype
+    factor = 2.5 if dtype == np.float16 and backward == "in_forward" else 1.5
+    unit = float(ml_dtypes.finfo(dtype).eps) / 2
+    rng = np.random.default_rng(0)
+
+    def disturb(x: np.ndarray) -> np.ndarray:
+        return x * (1 + unit * rng.uniform(-1, 1, x.shape))
+
+    _, rounded = oracle.cross_entropy(p.arrays, p.labels, p.options, round_dlogits=dtype)
+    for name in ("hidden", "weight", "bias", "logit_scale"):
+        if name in p.arrays:
+            # The scale's gradient is one number, in which errors that all rows share add up.
+            wide = name == "logit_scale"
+            floor = 3e-6 + 0.25 * unit * wide
+            baseline = relative_error(rounded[name].astype(p.arrays[name].dtype), exact[name])
+            error = relative_error(got[1][name], exact[name])
+            others = disturb if backward == "in_forward" else None
+            for _ in range(64 * (error > factor * baseline + floor)):
+                _, disturbed = oracle.cross_entropy(
+                    p.arrays, p.labels, p.options, disturb=disturb, disturb_others=others
+                )
+                result = disturbed[name] if wide else disturb(disturbed[name])
+                baseline = max(baseline, relative_error(result, exact[name]))
+            assert error <= factor * baseline + floor, f"{name}: {error} against {baseline}"
+    if "token_weights" in p.arrays:
+        found, want = got[1]["token_weights"], exact["token_weights"]
+        small = np.max(np.abs(np.asarray(found, np.float64) - want)) <= 1e-5
+        assert small or relative_error(found, want) <= 2e-2
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import linear_cross_entropy
+from pallas_ce import LowRank, linear_cross_entropy
+from tests.pallas_ce.oracle import LOW_RANK_SCALE
 
 B, T, H = 8, 8, 16
 DIFFERENTIATED = (0, 1, 2, 3, 5)
@@ -19,21 +20,26 @@ DIFFERENTIATED = (0, 1, 2, 3, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How hidden `[B, T, H]` and the weight `[V, H]` lie on the mesh `data=2, tensor=4`."""
+    """How hidden `[B, T, H]` and the weight `[V, H]` lie on the mesh `data=2, tensor=4`; the weight may have a term."""
 
     name: str
     hidden: P
     weight: P
     vocabulary: int = 64
+    low_rank: bool = False
 
     @property
     def bias(self) -> P:
         return P(self.weight[0] if len(self.weight) else None)
 
     @property
-    def specs(self) -> tuple[P, ...]:
+    def specs(self) -> tuple[Any, ...]:
         """Of hidden, weight, bias, scale, labels and token weights."""
-        return self.hidden, self.weight, self.bias, P(), self.hidden, self.hidden
+        weight = LowRank(self.weight, self.bias, P(), LOW_RANK_SCALE) if self.low_rank else self.weight
+        return self.hidden, weight, self.bias, P(), self.hidden, self.hidden
+
+    def with_term(self, low_rank: bool) -> "Layout":
+        return dataclasses.replace(self, low_rank=low_rank)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -73,12 +79,15 @@ def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> Mes
     return jax.make_mesh(shape, ALL, axis_types=(kind,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
 
 
-def arrays(vocabulary: int, padded: bool) -> tuple[Any, ...]:
+def arrays(vocabulary: int, padded: bool, low_rank: bool = False) -> tuple[Any, ...]:
     """hidden, weight, bias, scale, labels, token weights; with padding the last three entries do not exist."""
-    keys = jax.random.split(jax.random.key(vocabulary), 5)
+    keys = jax.random.split(jax.random.key(vocabulary), 7)
     labels = jax.random.randint(keys[3], (B, T), 0, vocabulary - 3 * padded).at[3].set(-100).at[:, 1].set(-100)
     weights = jax.random.uniform(keys[4], (B, T))
     hidden, weight = jax.random.normal(keys[0], (B, T, H)), jax.random.normal(keys[1], (vocabulary, H))
+    if low_rank:
+        up, down = jax.random.normal(keys[5], (vocabulary, 3)), jax.random.normal(keys[6], (3, H))
+        weight = LowRank(weight, up, 0.3 * down, LOW_RANK_SCALE)
     return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
 
 
@@ -86,7 +95,7 @@ def loss(
     hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, token_weights: Any, *, padded: bool, **options: Any
 ) -> Any:
     """Every term of the loss at once."""
-    vocabulary = weight.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
+    vocabulary = bias.shape[0] if "vocabulary" not in options else options.pop("vocabulary")
     classes = 0.5 + jnp.arange(vocabulary - 3 * padded) % 3
     return linear_cross_entropy(
         hidden, weight, labels, bias=bias, logit_scale=scale, token_weights=token_weights, class_weights=classes,
@@ -108,11 +117,12 @@ def same(got: Any, want: Any) -> None:
 
 
 @functools.cache
-def expected(vocabulary: int, padded: bool) -> Any:
+def expected(vocabulary: int, padded: bool, low_rank: bool = False) -> Any:
     function = functools.partial(loss, padded=padded, implementation="reference")
-    return gradients(function)(*arrays(vocabulary, padded))
+    return gradients(function)(*arrays(vocabulary, padded, low_rank))
 
 
 def placed(layout: Layout, on: Mesh, padded: bool) -> tuple[Any, ...]:
-    given = arrays(layout.vocabulary, padded)
-    return tuple(jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(given, layout.specs, strict=True))
+    given = arrays(layout.vocabulary, padded, layout.low_rank)
+    places = jax.tree.map(lambda spec: NamedSharding(on, spec), layout.specs, is_leaf=lambda x: isinstance(x, P))
+    return tuple(jax.device_put(x, place) for x, place in zip(given, places, strict=True))

@@ -6,6 +6,7 @@ Every check compares a sharded call with the materialised loss on one device: it
 import functools
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +22,14 @@ from pallas_ce import (
     explain,
     linear_chain_crf,
     linear_cross_entropy,
+    linear_cross_entropy_and_gradients,
     linear_distillation,
     linear_row_statistics,
     linear_sample,
     linear_top_k,
     sampled_softmax_cross_entropy,
 )
+from pallas_ce.streaming.loops import varying
 from tests.pallas_ce.layouts import (
     ALL,
     DIFFERENTIATED,
@@ -58,12 +61,14 @@ def auto() -> Iterator[str]:
     for i, (layout, mode, padded) in enumerate(itertools.product(LAYOUTS, MODES, (True, False))):
         if i % 8 in (1, 7):  # without padding in one of the modes
             continue
+        layout = layout.with_term(padded)
         given = placed(layout, mesh(), padded)
         step = jax.jit(gradients(functools.partial(loss, padded=padded, backward=mode)))
         got = step(*given)
-        same(got, expected(layout.vocabulary, padded))
-        for gradient, place in zip(got[1], DIFFERENTIATED, strict=True):
-            assert gradient.sharding.is_equivalent_to(given[place].sharding, gradient.ndim), (layout, mode, place)
+        same(got, expected(layout.vocabulary, padded, layout.low_rank))
+        of = [given[place] for place in DIFFERENTIATED]
+        for gradient, x in zip(*map(jax.tree.leaves, (got[1], of)), strict=True):
+            assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim), (layout, mode, x.shape)
         jax.tree.map(np.testing.assert_array_equal, step(*given), got)
         yield f"{layout.name}, {mode}, padded={padded}"
 
@@ -73,13 +78,15 @@ def explicit() -> Iterator[str]:
     on = mesh(AxisType.Explicit)
     with jax.set_mesh(on):
         for layout, mode in itertools.product(LAYOUTS, MODES):
+            layout = layout.with_term(mode == "in_forward")
             given = placed(layout, on, True)
             function = gradients(functools.partial(loss, padded=True, backward=mode))
-            for step in (jax.jit(function), *((function,) if layout is LAYOUTS[2] else ())):
+            for step in (jax.jit(function), *((function,) if layout.name == LAYOUTS[2].name else ())):
                 got = step(*given)
-                same(got, expected(layout.vocabulary, True))
-                for gradient, i in zip(got[1], DIFFERENTIATED, strict=True):
-                    assert jax.typeof(gradient) == jax.typeof(given[i])
+                same(got, expected(layout.vocabulary, True, layout.low_rank))
+                of = [given[i] for i in DIFFERENTIATED]
+                for gradient, x in zip(*map(jax.tree.leaves, (got[1], of)), strict=True):
+                    assert jax.typeof(gradient) == jax.typeof(x)
             yield f"{layout.name}, {mode}"
         hidden, weight, *_ = placed(LAYOUTS[2], on, False)
         alone = arrays(LAYOUTS[2].vocabulary, False)[:2]
@@ -88,6 +95,7 @@ def explicit() -> Iterator[str]:
             lambda h, w: linear_top_k(h, w, 3),
             lambda h, w: linear_sample(key, h, w),
             lambda h, w: linear_sample(key, h, w, top_k=3),
+            lambda h, w: linear_sample(key, h, w, top_p=0.8, min_p=0.01),
             jax.value_and_grad(sampled),
             jax.value_and_grad(lambda h, w: linear_chain_crf(h, jnp.argmax(h, axis=-1), w[:H])),
             jax.value_and_grad(lambda h, w: linear_distillation(h, w, h[..., ::-1], w)),
@@ -111,7 +119,8 @@ def differentiated(
         if checked:
             return jax.value_and_grad(part, argnums)(*args)
         value, found = jax.value_and_grad(local, argnums)(*args)
-        return add(value), tuple(add(x) if i in OF_HEAD else x for i, x in zip(argnums, found, strict=True))
+        added = (jax.tree.map(add, x) if i in OF_HEAD else x for i, x in zip(argnums, found, strict=True))
+        return add(value), tuple(added)
 
     if inside:
         out_specs = P(), tuple(specs[i] for i in argnums)
@@ -122,9 +131,10 @@ def differentiated(
 
 def manual(checked: bool) -> Iterator[str]:
     """Inside shard_map, by axis name, differentiated inside and outside."""
-    for layout, mode, inside in itertools.product(LAYOUTS, MODES, (False, True)):
+    for i, (layout, mode, inside) in enumerate(itertools.product(LAYOUTS, MODES, (False, True))):
+        layout = layout.with_term(i % 8 in (0, 1, 6, 7))  # in one of the modes
         grad: Any = None if checked else "inside" if inside else "outside"
-        given = arrays(layout.vocabulary, True)
+        given = arrays(layout.vocabulary, True, layout.low_rank)
         count = jnp.sum(jnp.where(given[4] >= 0, given[5] * (0.5 + given[4] % 3), 0))
         local = functools.partial(
             loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
@@ -254,19 +264,188 @@ def others() -> Iterator[str]:
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"leaves the mesh axes \['tensor'\] automatic"):
         jax.jit(some)(rows[:2])
+    with pytest.raises(
+        ValueError, match=r"vocab_size=24 must be .* mesh_axes must tell"
+    ):  # known without check_vma, too
+        jax.shard_map(
+            lambda h, w: linear_top_k(h, w, 3, vocab_size=24).ids,
+            mesh=on, in_specs=(P(), P("tensor")), out_specs=P(), check_vma=False,
+        )(rows, weight_alone)  # fmt: skip
     width = jax.device_put(weight_alone, NamedSharding(on, P(None, "tensor")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="width H is split over the mesh axes"):
         jax.jit(linear_cross_entropy)(rows, width, ids)
     yield "refusals"
 
 
+def running() -> Iterator[str]:
+    """Gradients added to sums that lie as weight and bias, which stay where they are."""
+
+    def options_of(layout: Any, labels: Any) -> dict[str, Any]:
+        count = jnp.sum(labels >= 0)
+        return {"label_smoothing": 0.1, "z_loss": 1e-2, "normalizer": count, "vocab_size": layout.vocabulary - 3}
+
+    def added(layout: Any, mode: Any, given: Any, **options: Any) -> Any:
+        hidden, weight, bias, scale, labels, _ = given
+        return linear_cross_entropy_and_gradients(
+            hidden, weight, labels, 2 * weight, bias=bias, bias_sum=2 * bias, loss_scale=0.5, logit_scale=scale,
+            backward=mode, **{**options_of(layout, labels), **options},
+        )  # fmt: skip
+
+    def wanted(layout: Any) -> Any:
+        hidden, weight, bias, scale, labels, _ = arrays(layout.vocabulary, True)
+
+        def plain(hidden: Any, weight: Any, bias: Any) -> Any:
+            return linear_cross_entropy(
+                hidden, weight, labels, bias=bias, logit_scale=scale, implementation="reference",
+                **options_of(layout, labels),
+            )  # fmt: skip
+
+        loss, (d_hidden, d_weight, d_bias) = jax.value_and_grad(plain, (0, 1, 2))(hidden, weight, bias)
+        return loss, 0.5 * d_hidden, 2 * weight + 0.5 * d_weight, 2 * bias + 0.5 * d_bias
+
+    explicit = mesh(AxisType.Explicit)
+    for layout, mode in itertools.product(LAYOUTS, MODES):
+        given = placed(layout, mesh(), True)
+        got = jax.jit(functools.partial(added, layout, mode))(given)
+        same(got, wanted(layout))
+        assert got.weight_sum.sharding.is_equivalent_to(given[1].sharding, 2)
+        assert got.hidden.sharding.is_equivalent_to(given[0].sharding, 3)
+        if layout in LAYOUTS[2:6]:
+            with jax.set_mesh(explicit):
+                given = placed(layout, explicit, True)
+                typed = jax.jit(functools.partial(added, layout, mode))(given)
+                same(typed, wanted(layout))
+                assert jax.typeof(typed.weight_sum) == jax.typeof(given[1])
+        yield f"{layout.name}, {mode}"
+    for layout, checked in itertools.product(LAYOUTS[1:4], (True, False)):
+        hidden, weight, bias, scale, labels, weights = arrays(layout.vocabulary, True)
+        axes = MeshAxes(**layout.axes, grad=None if checked else "inside")
+        count = jnp.sum(labels >= 0)
+
+        def local(*given: Any, layout: Any = layout, axes: MeshAxes = axes, count: Any = count) -> Any:
+            loss, d_hidden, *sums = added(layout, "in_forward", given, mesh_axes=axes, normalizer=count)
+            if layout.only_rows:
+                loss = jax.lax.psum(loss, layout.only_rows)
+            return loss, d_hidden, *sums
+
+        out = P(), layout.hidden, layout.weight, layout.bias
+        if layout.only_rows and not checked:
+            continue  # each device would add up its own rows' gradients to a sum of its own
+        mapped = jax.shard_map(local, mesh=mesh(), in_specs=layout.specs, out_specs=out, check_vma=checked)
+        same(jax.jit(mapped)(hidden, weight, bias, scale, labels, weights), wanted(layout))
+        yield f"{layout.name}, checked={checked}"
+
+
+def unsaid() -> Iterator[str]:
+    """A weight that varies inside a shard_map, and no mesh_axes."""
+    hidden, weight = arrays(64, False)[:2]
+    labels = jnp.arange(B * T).reshape(B, T)
+    whole = functools.partial(linear_cross_entropy, implementation="reference")
+
+    def mapped(part: Callable[..., Any], rows: P, split: P, on: Any = None, **options: Any) -> Any:
+        def mean_over_devices(*given: Any) -> Any:
+            total = jnp.sum(part(*given, **options))
+            return jax.lax.pmean(jax.lax.pcast(total, tuple(set(ALL) - varying(total)), to="varying"), ALL)
+
+        specs = (rows, split, rows)
+        mapped = jax.shard_map(mean_over_devices, mesh=on or mesh(), in_specs=specs, out_specs=P())
+        return jax.jit(mapped)(hidden, weight, labels)
+
+    for function in (
+        linear_cross_entropy,
+        lambda h, w, t: linear_row_statistics(h, w, t).lse,
+        lambda h, w, t: linear_top_k(h, w, 2).logits,
+        lambda h, w, t: linear_distillation(h, w, h, w),
+    ):
+        with pytest.raises(ValueError, match=r"weight varies over the mesh axes \['tensor'\].*vocabulary='tensor'"):
+            mapped(function, P("data"), P("tensor"))
+    same(mapped(linear_cross_entropy, P("data"), P("tensor"), mesh_axes=MeshAxes("tensor")),
+         whole(hidden, weight, labels))  # fmt: skip
+    yield "an error where the rows are the same along its axes"
+
+    parts = [whole(hidden, part, labels) for part in jnp.split(weight, 4)]
+    same(mapped(linear_cross_entropy, P(), P("tensor"), mesh_axes=MeshAxes()), jnp.mean(jnp.array(parts)))
+
+    def sampled_apart(h: Any, w: Any, t: Any) -> Any:
+        return linear_sample(jax.random.key(0), jax.lax.pcast(h, ALL, to="varying"), w, top_p=0.8, min_p=0.01).ids
+
+    mapped(sampled_apart, P(), P("tensor"))
+    alone = jax.jit(functools.partial(linear_cross_entropy, mesh_axes=MeshAxes()))  # as without it
+    same(alone(hidden, weight, labels), whole(hidden, weight, labels))
+    unchecked = jax.shard_map(alone, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False)
+    same(jax.jit(jax.grad(unchecked, 1))(hidden, weight, labels), jax.grad(whole, 1)(hidden, weight, labels))
+    yield "a head for each device"
+
+    def gathered(h: Any, w: Any, t: Any, **options: Any) -> Any:
+        return linear_cross_entropy(h, jax.lax.all_gather(w, "data", axis=0, tiled=True), t, **options)
+
+    for given in ({}, {"mesh_axes": MeshAxes()}):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got = [mapped(gathered, P("data"), P("data"), **given) for _ in range(2)]
+        same(got[0], whole(hidden, weight, labels))
+        assert [str(x.message).count("vocabulary='data', rows='data'") for x in told] == ([] if given else [1])
+        assert all(x.filename == __file__ for x in told)
+    yield "one warning where the rows vary, too, and none where it is said to be whole"
+
+    def invariant(h: Any, w: Any, t: Any) -> Any:
+        return linear_top_k(h, jax.lax.all_gather(w, "tensor", axis=0, tiled=True, to="invarying"), 2).ids
+
+    same(mapped(invariant, P(), P("tensor")), jnp.sum(linear_top_k(hidden, weight, 2).ids))
+    same(mapped(linear_cross_entropy, P(), P("tensor"), mesh(shape=(8, 1))), whole(hidden, weight, labels))
+    yield "nothing where the weight is whole: gathered, or on an axis of one device"
+
+
+def shifted() -> Iterator[str]:
+    """Labels that stand a position later, where the positions may be split."""
+    layout = LAYOUTS[3]
+    hidden, weight, _, _, labels, token_weights = arrays(layout.vocabulary, False)
+
+    def by_shift(hidden: Any, weight: Any, labels: Any, token_weights: Any, **options: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, shift=1, **options)
+
+    def sliced(h: Any, w: Any, t: Any, weights: Any) -> Any:
+        return linear_cross_entropy(h[:, :-1], w, t[:, 1:], token_weights=weights[:, 1:], implementation="reference")
+
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1, 3))
+    want = grad(sliced)(hidden, weight, labels, token_weights)
+    for kind, mode in itertools.product((AxisType.Auto, AxisType.Explicit), MODES):
+        on = mesh(kind)
+        with jax.set_mesh(on):
+            given = [placed(layout, on, False)[i] for i in (0, 1, 4, 5)]
+            same(jax.jit(grad(functools.partial(by_shift, backward=mode)))(*given), want)
+    yield "under jit, with positions split over an axis"
+
+    def mapped(rows: P, check_vma: bool, **options: Any) -> Any:
+        def part(*given: Any) -> Any:
+            axes = MeshAxes("tensor", grad="outside")
+            return by_shift(*given, mesh_axes=axes, **options)
+
+        specs = rows, P("tensor"), rows, rows
+        function = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return jax.jit(grad(function))(hidden, weight, labels, token_weights)
+
+    same(mapped(P(), True), want)
+    for rows, check_vma, axes in (
+        (P("data"), True, "data"),
+        (P(None, "data"), True, "data"),
+        (P(), False, "data.*tensor"),
+    ):
+        with pytest.raises(ValueError, match=rf"shift=1 inside a shard_map whose axes \['{axes}'\] may split"):
+            mapped(rows, check_vma)
+    yield "inside a shard_map where no axis may split them, and refused elsewhere"
+
+
 if __name__ == "__main__":
     sections = {
+        "unsaid": unsaid,
+        "shifted": shifted,
         "auto": auto,
         "explicit": explicit,
         "checked": functools.partial(manual, True),
         "unchecked": functools.partial(manual, False),
         "others": others,
+        "running": running,
     }
     for passed in sections[sys.argv[1]]():
         print(f"passed: {passed}", flush=True)

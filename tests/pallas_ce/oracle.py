@@ -10,6 +10,9 @@ import numpy as np
 
 Arrays = dict[str, Any]
 
+# That of a weight's low-rank term, where there are `up` and `down`.
+LOW_RANK_SCALE = 1.5
+
 
 def to64(tree: Arrays) -> Arrays:
     """Arrays and numbers as float64, exactly; None and integers stay."""
@@ -45,7 +48,8 @@ class Logits:
         self.v = v = vocab_size or a["weight"].shape[0]
         self.scale = a.get("logit_scale", np.float64(1.0))
         bias = a.get("bias")
-        self.linear = a["hidden"] @ a["weight"][:v].T + (0.0 if bias is None else bias[:v])
+        self.weight = a["weight"] + (LOW_RANK_SCALE * a["up"] @ a["down"] if "up" in a else 0.0)
+        self.linear = a["hidden"] @ self.weight[:v].T + (0.0 if bias is None else bias[:v])
         raw = self.scale * self.linear
         self.z = raw if logit_softcap is None else logit_softcap * np.tanh(raw / logit_softcap)
         self.slope = 1.0 if logit_softcap is None else 1.0 - np.tanh(raw / logit_softcap) ** 2
@@ -57,11 +61,14 @@ class Logits:
         self.p = np.exp(self.log_p)
 
     def gradients(self, dz: np.ndarray) -> Arrays:
-        """Gradients of hidden, weight and, where given, bias and logit_scale."""
+        """Gradients of hidden, weight and, where given, up and down, bias and logit_scale."""
         dx = dz * self.slope
         weight = np.zeros_like(self.a["weight"])
         weight[: self.v] = self.scale * dx.T @ self.a["hidden"]
-        out = {"hidden": self.scale * dx @ self.a["weight"][: self.v], "weight": weight}
+        out = {"hidden": self.scale * dx @ self.weight[: self.v], "weight": weight}
+        if "up" in self.a:
+            out["up"] = LOW_RANK_SCALE * weight @ self.a["down"].T
+            out["down"] = LOW_RANK_SCALE * self.a["up"].T @ weight
         if "bias" in self.a:
             out["bias"] = np.zeros_like(self.a["bias"])
             out["bias"][: self.v] = self.scale * dx.sum(0)
@@ -128,6 +135,12 @@ def divergence(name: str, beta: float, p: np.ndarray, q: np.ndarray) -> np.ndarr
     return {"forward_kl": kl(q, p), "reverse_kl": kl(p, q), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}[name]
 
 
+def counted(labels: np.ndarray, arrays: Arrays, options: Arrays) -> np.ndarray:
+    """Which rows are part of the loss."""
+    inside = (labels >= 0) & (labels < (options.get("vocab_size") or arrays["weight"].shape[0]))
+    return inside & (labels != options.get("ignore_index", -100))
+
+
 def cross_entropy(
     arrays: Arrays,
     labels: np.ndarray,
@@ -146,8 +159,7 @@ def cross_entropy(
     o = to64(options)
     logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))
     p, v, n = logits.p, logits.v, labels.size
-    labels = labels.astype(np.int64)
-    counts = (labels >= 0) & (labels < v) & (labels != options.get("ignore_index", -100))
+    counts, labels = counted(labels, arrays, options), labels.astype(np.int64)
     safe = np.where(counts, labels, 0)
     c = o.get("class_weights", np.ones(v))
     alpha, beta = o.get("label_smoothing", 0.0), o.get("z_loss", 0.0)

@@ -1,9 +1,12 @@
 """Problems for the tests: one set of drawn shapes and options that every backend goes through."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import hypothesis
 import hypothesis.strategies as st
+import ml_dtypes
 import numpy as np
 
 # Each way of computing a differentiated loss: (implementation, backward mode).
@@ -21,7 +24,7 @@ LOGIT_OPTIONS = ("vocab_size", "logit_softcap")
 
 @dataclasses.dataclass
 class Problem:
-    """What is differentiated (hidden, weight `[V, H]`; maybe bias, logit_scale, token_weights), labels and options."""
+    """What is differentiated (hidden, weight `[V, H]`; maybe up and down, bias, scale, token weights), and the rest."""
 
     arrays: dict[str, Any]
     labels: np.ndarray
@@ -39,13 +42,19 @@ def make(seed: int, n: int, h: int, v: int, scale: float = 1.0, vocab_axis: int 
     return Problem({"hidden": hidden, "weight": weight}, labels, {}, vocab_axis)
 
 
+def small_scratch(p: Problem, divisor: int) -> int:
+    """A budget for several blocks and tiles, which no backend refuses."""
+    (n, h), v = p.arrays["hidden"].shape, p.arrays["weight"].shape[0]
+    return max(12 * n * v // divisor, 4 * v + 12 + 24 * (h + len(p.arrays.get("down", ()))))
+
+
 @st.composite
-def statistics_problems(draw: Any) -> Problem:
+def statistics_problems(draw: Any, low_rank: bool = True) -> Problem:
     """`problems` for the functions on statistics: also K targets for each row, and temperatures of every kind.
 
     Small vocabularies make targets repeat within a row; labels of -100 and V are no targets.
     """
-    p = draw(problems())
+    p = draw(problems(low_rank=low_rank))
     n, v = p.labels.size, p.options.get("vocab_size", p.arrays["weight"].shape[0])
     p.arrays.pop("token_weights", None)
     p.options = {k: x for k, x in p.options.items() if k in LOGIT_OPTIONS}
@@ -60,12 +69,15 @@ def statistics_problems(draw: Any) -> Problem:
 
 
 @st.composite
-def problems(draw: Any) -> Problem:
-    """Any shape from 1 up, both layouts, any combination of options; small and large logits."""
-    n, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+def problems(draw: Any, multiple: int = 1, low_rank: bool = True) -> Problem:
+    """Any shape, its sizes multiples of a number; both layouts, any options, maybe a term of `low_rank`."""
+    n, h, v = (multiple * draw(st.integers(1, most // multiple)) for most in (40, 33, 130))
     seed = draw(st.integers(0, 2**16))
     p = make(seed, n, h, v, draw(st.sampled_from([0.01, 1.0, 5.0])), draw(st.sampled_from([0, 1])))
     rng = np.random.default_rng(seed + 1)
+    if rank := draw(st.sampled_from([0, 0, 1, 3] if low_rank else [0])):
+        p.arrays["up"] = rng.normal(size=(v, rank)).astype(np.float32)
+        p.arrays["down"] = (rng.normal(size=(rank, h)) * 0.3 / np.sqrt(h)).astype(np.float32)
     if draw(st.booleans()):
         p.arrays["bias"] = rng.normal(size=v).astype(np.float32)
     if draw(st.booleans()):
@@ -93,4 +105,16 @@ def problems(draw: Any) -> Problem:
     # A mean over negative and positive class weights may have a normaliser near 0, where no float32 result is accurate.
     if "class_weights" in p.options and p.options["reduction"] == "mean":
         p.options["class_weights"] = np.abs(p.options["class_weights"]) + 0.1
+    return p
+
+
+@st.composite
+def narrow_problems(draw: Any, dtypes: Sequence[Any] = (ml_dtypes.bfloat16, np.float16)) -> Problem:
+    """`problems` whose operands have 16 bits.
+
+    Of two classes at least: the gradient of a single one is 0, and the roundings of float32 all that there is.
+    """
+    p, dtype = draw(problems(low_rank=False)), draw(st.sampled_from(dtypes))
+    hypothesis.assume(p.options.get("vocab_size", p.arrays["weight"].shape[0]) > 1)
+    p.arrays |= {name: p.arrays[name].astype(dtype) for name in ("hidden", "weight", "bias") if name in p.arrays}
     return p

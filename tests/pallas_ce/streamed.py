@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_ce.head import Head
+from pallas_ce.head import Batch, Head
+from pallas_ce.streaming.tiles import Tile
 
 
 def exact_head(seed: int, n: int, h: int, v: int, closed: float = 0.0) -> dict[str, Any]:
@@ -49,10 +50,10 @@ def counted_rows(monkeypatch: Any) -> Iterator[list[int]]:
     seen: list[int] = []
     plain = Head.tile_logits
 
-    def counting(self: Head, hidden: jax.Array, *others: Any) -> jax.Array:
-        rows = hidden.shape[0]
+    def counting(self: Head, batch: Batch, tile: Tile) -> jax.Array:
+        rows = batch.hidden.shape[0]
         jax.debug.callback(lambda: seen.append(rows))
-        return plain(self, hidden, *others)
+        return plain(self, batch, tile)
 
     with monkeypatch.context() as patched:
         patched.setattr(Head, "tile_logits", counting)

@@ -158,3 +158,11 @@ def test_what_rows_share_has_gradient_zero_where_no_row_counts(counts: bool) -> 
     gradient = jax.grad(lambda x: constant_unless_any(mask, {"x": x})["x"] * jnp.inf)(2.0)
     assert float(gradient) == (np.inf if counts else 0.0)
     assert float(constant_unless_any(mask, jnp.float32(2.0))) == 2.0
+
+
+@pytest.mark.parametrize("n", [1, 2048, 2049, 2176, 20_001])
+def test_counted_rows_are_added_up_whatever_their_number(n: int) -> None:
+    mask = np.random.default_rng(n).random(n) < 0.7
+    found = jax.jit(rows._counted_up_to)(mask)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, np.cumsum(mask))

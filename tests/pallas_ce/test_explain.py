@@ -1,5 +1,6 @@
 """`explain` tells the truth: products, mode and its reason, and tiles; `test_compiled.py` has the memory."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -111,6 +112,41 @@ def test_no_tokens_can_be_explained() -> None:
     assert explain(jax.ShapeDtypeStruct((0, H), jnp.float32), weight, implementation="xla").logits_bytes == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"scratch_bytes": 8 * MIB}, {"backward": "recompute", "temperature": 2.0}])
+def test_the_other_mode_stands_beside_the_one_taken(options: dict[str, Any]) -> None:
+    told = _xla(**options)
+    assert told.alternative is not None
+    other = _xla(**options | {"backward": told.alternative.backward})
+    assert {told.backward, other.backward} == {"in_forward", "recompute"}
+    assert told.alternative == dataclasses.replace(other, alternative=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"differentiate": ()}, {"reduction": "none"}, {"implementation": "reference"}, {"scratch_bytes": 20_000}],
+)
+def test_where_there_is_no_choice_no_alternative_is_told(options: dict[str, Any]) -> None:
+    assert _xla(**options).alternative is None
+
+
+@pytest.mark.parametrize("differentiate", [(), ("hidden",), ("hidden", "weight")])
+def test_peaks_are_compared_with_those_of_a_program_that_stores_logits(differentiate: tuple[str, ...]) -> None:
+    """Logits, their gradient and the gradients returned: what XLA plans for the plain loss."""
+    n, h, v = 512, 32, 4096
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, h), (v, h))]
+
+    def plain(hidden: Any, weight: Any) -> Any:
+        log_probs = jax.nn.log_softmax(jnp.matmul(hidden, weight.T, precision="highest"))
+        return -jnp.mean(log_probs[:, 7])
+
+    places = tuple(("hidden", "weight").index(name) for name in differentiate)
+    function = jax.value_and_grad(plain, places) if places else plain
+    planned = jax.jit(function).lower(*given).compile().memory_analysis()
+    used = planned.temp_size_in_bytes + planned.output_size_in_bytes
+    told = explain(*given, differentiate=differentiate, implementation="xla").stored_bytes
+    assert 0.9 <= used / told <= 1.2
+
+
 def test_str_is_a_summary_one_can_read() -> None:
     told = _xla()
     lines = str(told).splitlines()
@@ -118,7 +154,8 @@ def test_str_is_a_summary_one_can_read() -> None:
     assert lines[1].startswith("backward        in_forward: a scalar loss")
     assert lines[2] == "products        3 (2·N·H·V operations each)"
     assert lines[3] == f"tiles           blocks of {told.rows} rows x {told.columns} columns"
-    assert lines[-1].startswith("predicted peak  ")
-    assert lines[-1].endswith("MiB (float32 logits: 256.0 MiB)")
+    assert lines[-2].startswith("predicted peak  ")
+    assert lines[-2].endswith("MiB (with stored float32 logits: 532.0 MiB)")
+    assert lines[-1].startswith("alternative     recompute, xla: 4 products, predicted peak ")
     assert "tiles           materialised logits" in str(_xla(implementation="reference"))
     assert "backward        none: nothing is differentiated" in str(_xla(differentiate=()))

@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def started(devices: int, program: str, *arguments: str, **environment: str) -> subprocess.Popen[Any]:
-    """A process with so many CPU devices that runs a program of this folder."""
+def started(devices: int, module: str, *arguments: str, **environment: str) -> subprocess.Popen[Any]:
+    """A process with so many CPU devices that runs a module as a program."""
     flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
-        [sys.executable, "-m", f"tests.pallas_ce.{program}", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -39,13 +39,23 @@ def assert_passed(processes: list[subprocess.Popen[Any]], checks: int, timeout: 
     [
         ("auto", 24),
         ("others", 10),
+        pytest.param("running", 20, marks=pytest.mark.slow),
+        ("unsaid", 4),
+        ("shifted", 2),
         pytest.param("explicit", 17, marks=pytest.mark.slow),
         pytest.param("checked", 35, marks=pytest.mark.slow),
         pytest.param("unchecked", 34, marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
 )
 def test_eight_devices_give_the_result_of_one(section: str, checks: int) -> None:
-    assert_passed([started(8, "mesh_program", section)], checks)
+    assert_passed([started(8, "tests.pallas_ce.mesh_program", section)], checks)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_any_options_split_over_four_devices() -> None:
+    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
+    assert_passed([started(4, "pytest", *plugins, "tests/pallas_ce/on_a_mesh.py")], 1)
 
 
 @pytest.mark.slow
@@ -54,4 +64,6 @@ def test_two_processes_give_the_result_of_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
-    assert_passed([started(4, "hosts_program", address, str(index), **gloo) for index in range(2)], 8, timeout=600)
+    assert_passed(
+        [started(4, "tests.pallas_ce.hosts_program", address, str(index), **gloo) for index in range(2)], 8, timeout=600
+    )

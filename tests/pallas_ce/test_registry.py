@@ -84,7 +84,7 @@ def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
     assert LossConfig.from_toml(path) == LossConfig()
 
 
-UNKNOWN_KEY = r"\[train\] of .*run.toml has the unknown key 'loss'; known keys: loss_fn, ce"
+UNKNOWN_KEY = r"\[train\] of .*run.toml has the unknown key 'loss'; is 'loss_fn' meant\? known keys: loss_fn, ce"
 TOO_DEEP = r"run.toml holds values too deeply nested to be read; \[train\]"
 # What a file says in its section [train], or by itself, and what is said of it.
 IN_TRAIN: list[tuple[str, type[Exception], str]] = [
@@ -95,6 +95,9 @@ IN_TRAIN: list[tuple[str, type[Exception], str]] = [
     ("ce_chunk_size = -1", ValueError, "ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
     ("z_loss_weight = -1.0", ValueError, "z_loss_weight=-1.0 must be a finite number, at least 0"),
     ("z_loss_weight = nan", ValueError, "z_loss_weight=nan must be a finite number"),
+    ("z_loss = 0.1", ValueError, "has the unknown key 'z_loss'; is 'z_loss_weight' meant"),
+    ("label_smothing = 0.1", ValueError, "has the unknown key 'label_smothing'; is 'label_smoothing' meant"),
+    ("logit_softcap = -1.0", ValueError, "logit_softcap=-1.0 must be a finite number, at least 0"),
     ("label_smoothing = 2.0", ValueError, "label_smoothing=2.0 must be between 0 and 1"),
     ("loss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
     ("z_loss_weight = 1" + 400 * "0", ValueError, "z_loss_weight=1000.*… must be a finite number, at least 0"),
@@ -103,13 +106,14 @@ IN_TRAIN: list[tuple[str, type[Exception], str]] = [
 ]
 WHOLE: list[tuple[str, type[Exception], str]] = [
     ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
-    ("[train", ValueError, "Expected"),
+    ("[train", ValueError, "run.toml is not valid TOML: Expected"),
+    ("z_loss_weight = 0.1", ValueError, r"run.toml sets z_loss_weight outside its section \[train\]; move it there"),
     ("a = " + 5000 * "[" + 5000 * "]", ValueError, TOO_DEEP),
 ]
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(15)
+    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(19)
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
     path = tmp_path / "run.toml"
@@ -139,6 +143,36 @@ def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
         register_loss("three", jnp.mean, takes="both")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "takes", "message"),
+    [
+        (lambda labels, logits: 0.0, "logits", r"would be given logits as its argument 'labels'.*\(logits, labels\)"),
+        (lambda target, x: 0.0, "logits", "would be given logits as its argument 'target'"),
+        (lambda weight, hidden, labels: 0.0, "hidden", "would be given hidden as its argument 'weight'"),
+        (lambda hidden, weight, labels: 0.0, "logits", r"cannot be called \(logits, labels\).*missing .*'labels'"),
+        (lambda logits, labels: 0.0, "hidden", r"cannot be called \(hidden, weight, labels\).*too many"),
+    ],
+)
+def test_a_loss_of_another_order_of_arguments_is_refused(loss_fn: Any, takes: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        register_loss("mine", loss_fn, takes=takes)
+
+
+def test_keys_of_the_training_programs_own_are_left_alone_with_a_warning() -> None:
+    with pytest.warns(
+        UserWarning, match=r"\[train\] of config has keys .* not heed: steps, learning_rate; it reads loss"
+    ):
+        config = LossConfig.from_mapping({"train": {"steps": 3, "learning_rate": 0.1, "z_loss_weight": 0.5}})
+    assert config == LossConfig(z_loss_weight=0.5)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_soft_cap_of_the_configuration_is_that_of_the_loss(name: str) -> None:
+    got = _called({"loss_fn": name, "logit_softcap": 2.0}, HIDDEN, WEIGHT)
+    want = linear_cross_entropy(HIDDEN, WEIGHT, LABELS, logit_softcap=2.0, implementation="reference")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"bias": jnp.arange(11.0) / 3}, {"vocab_size": 5}, {"ignore_index": 5}, {}])
 def test_the_z_loss_of_a_users_loss_is_of_the_labels_and_the_head_of_the_call(options: Any) -> None:
     register_loss("nothing", lambda hidden, weight, labels, **options: jnp.zeros(()), takes="hidden")
@@ -161,6 +195,8 @@ def test_what_the_z_loss_or_a_users_loss_would_not_honour_is_refused() -> None:
         loss_fn(HIDDEN, LABELS, token_weights=1.0)
     with pytest.raises(ValueError, match=r"label_smoothing=0\.1 is not read by loss_fn='mine'"):
         build_loss_fn({"loss_fn": "mine", "label_smoothing": 0.1})
+    with pytest.raises(ValueError, match=r"logit_softcap=30\.0 is not read by loss_fn='mine'"):
+        build_loss_fn({"loss_fn": "mine", "logit_softcap": 30.0})
 
 
 def test_a_document_with_a_train_section_is_a_configuration_and_types_are_checked_wherever_they_come_from() -> None:

@@ -13,7 +13,7 @@ from pallas_ce import linear_sample
 from pallas_ce.streaming import noise
 from tests.pallas_ce import oracle
 from tests.pallas_ce.problems import make
-from tests.pallas_ce.streamed import exact_head, log_softmax, stored_logits
+from tests.pallas_ce.streamed import exact_head, log_softmax, no_stored_logits, stored_logits
 
 KEY = jax.random.key(7)
 
@@ -26,12 +26,34 @@ def _p_value(observed: np.ndarray, expected: np.ndarray) -> float:
     return float(jax.scipy.stats.chi2.sf(statistic, kept.sum() - 1))
 
 
-def _drawn(logits: np.ndarray, added: np.ndarray, temperature: Any, top_k: int | None) -> tuple[Any, Any, Any]:
+def _kept(logits: np.ndarray, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Logits with -inf for what is not sampled from, and the least distance of a sum that decides from p, by row."""
+    inverse = 1 / np.where(np.equal(temperature, 0), 1.0, temperature)
+    order = np.argsort(-logits, axis=1, kind="stable")
+    z = np.take_along_axis(logits, order, axis=1)
+    z[:, top_k or z.shape[1] :] = -np.inf
+    with np.errstate(invalid="ignore"):
+        p = np.nan_to_num(np.exp((z - z[:, :1]) * np.broadcast_to(inverse, len(z))[:, None]))
+    p /= np.maximum(p.sum(axis=1, keepdims=True), 1e-300)
+    before, left = np.cumsum(p, axis=1) - p, np.ones(z.shape, bool)
+    distance = np.ones(len(z))
+    if top_p is not None:
+        limit = np.broadcast_to(top_p, len(z))[:, None]
+        left &= (before < limit) | (limit == 1)
+        distance = np.where(limit[:, 0] == 1, 1, np.abs(before - limit).min(axis=1))
+    if min_p is not None:
+        limit = np.broadcast_to(min_p, len(z))[:, None] * p[:, :1]
+        left &= (p >= limit) | (z == z[:, :1])
+        near = np.abs(p - limit) + (p == p[:, :1])
+        distance = np.minimum(distance, (near / np.maximum(limit, 1e-300)).min(axis=1))
+    kept = np.full(z.shape, -np.inf)
+    np.put_along_axis(kept, order, np.where(left, z, -np.inf), axis=1)
+    return kept, distance
+
+
+def _drawn(z: np.ndarray, added: np.ndarray, temperature: Any) -> tuple[Any, Any, Any]:
     """By rows: ids, their log-probabilities, and by how much the best sum of logit and noise leads where T > 0."""
-    rows, temperature = np.arange(len(logits)), np.broadcast_to(temperature, len(logits))
-    z = logits.copy()
-    if top_k is not None:
-        np.put_along_axis(z, np.argsort(-z, axis=1, kind="stable")[:, top_k:], -np.inf, axis=1)
+    rows, temperature = np.arange(len(z)), np.broadcast_to(temperature, len(z))
     scores = z + temperature[:, None] * added
     ids = scores.argmax(1)
     best = np.sort(np.pad(scores, ((0, 0), (1, 0)), constant_values=-np.inf), axis=1)
@@ -44,13 +66,15 @@ def _drawn(logits: np.ndarray, added: np.ndarray, temperature: Any, top_k: int |
 
 @hypothesis.given(data=st.data())
 def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
-    """Noise of key, row and column alone: neither the budget nor the mask nor `top_k` changes it."""
+    """Noise of key, row and column alone: neither the budget nor the mask nor what is left out changes it."""
     n, h, v = data.draw(st.sampled_from([20, 1])), 6, data.draw(st.sampled_from([90, 7, 1]))
     arrays = exact_head(data.draw(st.integers(0, 99)), n, h, v, data.draw(st.sampled_from([0.3, 0.0, 0.95])))
     key = jax.random.key(data.draw(st.integers(0, 99)))
     vocab_size = data.draw(st.sampled_from([v, (v + 1) // 2]))
     top_k = data.draw(st.sampled_from([None, min(5, vocab_size), vocab_size]))
     temperature = data.draw(st.sampled_from([np.linspace(0, 3, n).astype(np.float32), 1.0, 0.5, 0.0]))
+    top_p = data.draw(st.sampled_from([None, 0.37, np.linspace(1e-3, 1, n).astype(np.float32), 0.9999]))
+    min_p = data.draw(st.sampled_from([None, 0.11, np.linspace(0, 1, n).astype(np.float32)]))
     wide = data.draw(st.booleans())
     least = (1 + wide) * (80 if top_k is None else 16 * top_k + 4 * h * (1 + top_k))
     head = {
@@ -65,16 +89,18 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
         given = {name: x.astype(dtype) for name, x in arrays.items()}
         weight = given["weight"] if axis == 0 else given["weight"].T
         found = linear_sample(
-            key, given["hidden"], weight, bias=given["bias"], temperature=temperature, top_k=top_k, row_mask=mask,
+            key, given["hidden"], weight, bias=given["bias"], temperature=temperature, row_mask=mask,
+            top_k=top_k, top_p=top_p, min_p=min_p,
             vocab_axis=axis, vocab_size=vocab_size, logit_softcap=head["logit_softcap"], logit_scale=head["scale"],
             scratch_bytes=scratch,
         )  # fmt: skip
         added = np.asarray(noise.gumbel(noise.row_keys(key, n), jnp.arange(vocab_size), dtype), np.float64)
         got = jax.tree.map(np.asarray, found)
     assert got.log_probs.dtype == dtype
-    ids, log_p, lead = _drawn(stored_logits(**oracle.to64(arrays), **head), added, temperature, top_k)
+    z, distance = _kept(stored_logits(**oracle.to64(arrays), **head), temperature, top_k, top_p, min_p)
+    ids, log_p, lead = _drawn(z, added, temperature)
     counts, unit = np.ones(n, bool) if mask is None else mask, np.finfo(dtype).eps
-    clear = ~counts | (lead > 64 * unit)
+    clear = ~counts | ((lead > 64 * unit) & (distance > 64 * unit))
     np.testing.assert_array_equal(got.ids[clear], np.where(counts, ids, -1)[clear])
     # It is the difference of a tempered logit, of up to 6/T here, and a log-sum-exp, both rounded at their own size.
     size = 5.0 + 6.0 / np.where(np.equal(temperature, 0), 1.0, temperature)
@@ -84,15 +110,14 @@ def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-@pytest.mark.parametrize("top_k", [None, 9])
-def test_samples_pass_a_chi_square_test(temperature: float, top_k: int | None) -> None:
+@pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}])
+def test_samples_pass_a_chi_square_test(temperature: float, limits: dict[str, Any]) -> None:
     rows, v = 20_000, 37
     row, weight = jax.random.normal(jax.random.key(0), (1, 8)), 0.5 * jax.random.normal(jax.random.key(1), (v, 8))
-    found = linear_sample(KEY, jnp.tile(row, (rows, 1)), weight, temperature=temperature, top_k=top_k)
-    z = stored_logits(np.asarray(row, np.float64), np.asarray(weight, np.float64)) / temperature
-    if top_k is not None:
-        z = np.where(z >= np.sort(z[0])[-top_k], z, -np.inf)
-    log_p = log_softmax(z)[0]
+    found = linear_sample(KEY, jnp.tile(row, (rows, 1)), weight, temperature=temperature, **limits)
+    z = stored_logits(np.asarray(row, np.float64), np.asarray(weight, np.float64))
+    z, _ = _kept(z, temperature, *(limits.get(name) for name in ("top_k", "top_p", "min_p")))
+    log_p = log_softmax(z / temperature)[0]
     assert _p_value(np.bincount(found.ids, minlength=v), rows * np.exp(log_p)) > 1e-3
     np.testing.assert_allclose(found.log_probs, log_p[np.asarray(found.ids)], rtol=1e-5, atol=1e-6)
 
@@ -136,3 +161,83 @@ def test_a_key_for_each_example_and_keys_of_the_old_kind() -> None:
         np.testing.assert_array_equal(found.ids[i], linear_sample(keys[i], hidden[i], weight).ids)
     old, new = (linear_sample(key, hidden[0], weight).ids for key in (jax.random.PRNGKey(7), KEY))
     np.testing.assert_array_equal(old, new)
+
+
+def _ids(probabilities: list[float], **limits: Any) -> set[int]:
+    """All that is drawn in a thousand rows of these probabilities."""
+    bias = jnp.log(jnp.array(probabilities))
+    found = linear_sample(KEY, jnp.ones((1000, 1)), jnp.zeros((len(probabilities), 1)), bias=bias, **limits)
+    return set(np.asarray(found.ids).tolist())
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_the_column_that_reaches_p_is_kept_and_the_next_is_not(top_k: int | None) -> None:
+    p = [0.125, 0.5, 0.25, 0.125]
+    for top_p, ids in (
+        (1e-6, {1}),
+        (0.5, {1}),
+        (0.51, {1, 2}),
+        (0.75, {1, 2}),
+        (0.76, {0, 1, 2}),
+        (0.9, {0, 1, 2, 3}),
+        (1, {0, 1, 2, 3}),
+    ):
+        assert _ids(p, top_p=top_p, top_k=top_k) == ids, top_p
+    for min_p, ids in ((0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2}), (0.51, {1}), (1, {1})):
+        assert _ids(p, min_p=min_p, top_k=top_k) == ids, min_p
+
+
+def test_temperature_comes_first_and_each_limit_reads_what_the_one_before_has_left() -> None:
+    p = [0.5, 0.25, 0.125, 0.125]
+    assert _ids(p, top_p=0.75) == {0, 1}
+    assert _ids(p, top_p=0.75, temperature=4.0) == {0, 1, 2}
+    assert _ids(p, top_p=0.6, top_k=2) == {0}  # of the two, the first has two thirds
+    assert _ids(p, top_p=0.6, top_k=3) == {0, 1}
+    assert _ids(p, top_p=0.8, min_p=0.4) == {0, 1}
+    assert _ids(p, top_p=0.8, temperature=0.0) == {0}
+
+
+def test_limits_may_be_traced_and_differ_by_row_and_key() -> None:
+    p = make(0, 12, 5, 31)
+    hidden, weight = jnp.asarray(p.arrays["hidden"]), jnp.asarray(p.arrays["weight"])
+    shares, keys = jnp.linspace(0.1, 1.0, 12), jax.random.split(KEY, 3)
+
+    def sample(key: Any, share: Any) -> Any:
+        return linear_sample(key, hidden, weight, top_p=share, min_p=1 - share)
+
+    found = jax.jit(jax.vmap(sample, (0, None)))(keys, shares)
+    for i, share in enumerate(shares):
+        one = linear_sample(keys[1], hidden, weight, top_p=float(share), min_p=1 - float(share))
+        assert one.ids[i] == found.ids[1, i]
+        np.testing.assert_allclose(one.log_probs[i], found.log_probs[1, i], rtol=1e-5, atol=1e-6)
+
+
+def test_no_logits_are_stored_for_a_limit() -> None:
+    n, v = 257, 30_011
+    scratch = 2**20
+
+    def sample(hidden: Any, weight: Any) -> Any:
+        return linear_sample(KEY, hidden, weight, top_p=0.9, min_p=0.01, scratch_bytes=scratch)
+
+    no_stored_logits(sample, n, v, 2 * scratch, ((n, 4), jnp.float32), ((v, 4), jnp.float32))
+
+
+@pytest.mark.parametrize("wrong", [0, -0.1, 1.5, float("nan"), np.array([0.5, 2.0], np.float32)])
+def test_a_share_out_of_range_is_named(wrong: Any) -> None:
+    shown = "2" if isinstance(wrong, np.ndarray) else wrong
+    with pytest.raises(ValueError, match=f"top_p={shown} must be above 0 and at most 1"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), top_p=wrong)
+    if not np.array_equal(wrong, 0):
+        with pytest.raises(ValueError, match=f"min_p={shown} must be at least 0 and at most 1"):
+            linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), min_p=wrong)
+
+
+def test_shapes_and_dtypes_of_shares_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"top_p has shape \(3,\); it must be a scalar or have hidden's leading shape \(2,\)"
+    ):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), top_p=jnp.ones(3))
+    with pytest.raises(TypeError, match="min_p has dtype int32; it must be a floating dtype"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), min_p=jnp.ones(2, int))
+    with pytest.raises(TypeError, match="top_p is a str that JAX cannot read"):
+        linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), top_p="0.9")

@@ -75,3 +75,10 @@ def test_varentropy_is_accurate_however_little_of_the_row_the_maximum_holds(row:
     parts = (part(z[:, i : i + 512], columns[i : i + 512]) for i in range(0, 4096, 512))
     got = finalise(functools.reduce(merge, parts), NAMES)["varentropy"]
     np.testing.assert_allclose(got[0], want, rtol=1e-5)
+
+
+def test_an_unknown_statistic_is_answered_with_those_there_are():
+    with pytest.raises(
+        AttributeError, match=r"no 'logprob'; its statistics are lse, target_logit, log_prob, .*varentropy"
+    ):
+        _ = RowStatistics().logprob

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.protocol import Backend, Gradient, HeadSums, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -41,9 +41,9 @@ class ToyBackend(Backend):
         def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = tiles.tile(index)
             part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
-            for_hidden, for_weight = products(head, batch, part, tile.take(head.weight, axis), gradient.needs)
-            added = None if weight_sum is None or for_weight is None else weight_sum.add(for_weight, axis)
-            return block.add(hidden_sum, for_hidden), added, part.sum(axis=0) if gradient.needs.bias_sum else None
+            found = products(head.columns(tile.take), batch, part, gradient.needs)
+            added = None if weight_sum is None or found.weight is None else weight_sum.add(found.weight, axis)
+            return found._replace(hidden=block.add(hidden_sum, found.hidden), weight=added)
 
         return step
 
@@ -54,25 +54,24 @@ class ToyBackend(Backend):
         return partial(head, batch, z), z
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: HeadSums, plan: Plan, block: RowBlock
-    ) -> tuple[jax.Array | None, HeadSums]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Products, plan: Plan, block: RowBlock
+    ) -> Products:
         dz = dlogits(head, batch, stash, gradient)
-        axis, v, padding = head.spec.vocab_axis, head.spec.vocab_size, head.spec.weight_rows - head.spec.vocab_size
-        weight = jax.lax.slice_in_dim(head.weight, 0, v, axis=axis)
-        for_hidden, for_weight = products(head, batch, dz, weight, gradient.needs)
-        widths = [(0, padding), (0, 0)] if axis == 0 else [(0, 0), (0, padding)]
+        existing = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, head.spec.vocab_size, axis=axis))
+        found = products(existing, batch, dz, gradient.needs)
 
-        def total(before: jax.Array | None, share: jax.Array | None, widths: Any) -> jax.Array | None:
+        def total(before: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
             if before is None or share is None:
                 return None
-            before_block = jnp.where(block.number == 0, 0, before)
-            return (before_block + jnp.pad(gradient.factor * share, widths)).astype(before.dtype)
+            before_block = before if gradient.adds else jnp.where(block.number == 0, 0, before)
+            padding = [(0, n - own) for n, own in zip(before.shape, share.shape, strict=True)]
+            return (before_block + jnp.pad(gradient.factor * share, padding)).astype(before.dtype)
 
-        shares = total(sums.weight, for_weight, widths), total(sums.bias, dz.sum(axis=0), (0, padding))
-        return for_hidden, HeadSums(*shares)
+        names = ("weight", "bias", "up")
+        return found._replace(**{name: total(getattr(sums, name), getattr(found, name)) for name in names})
 
 
-def dot(head: Head, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(head: Head, subscripts: str, a: Any, b: Any) -> jax.Array:
     wide, operands = head.spec.accumulator, (a.astype(head.spec.dtype), b.astype(head.spec.dtype))
     return jnp.einsum(subscripts, *operands, precision="highest", preferred_element_type=wide)
 
@@ -81,6 +80,7 @@ def logits(head: Head, batch: Batch) -> jax.Array:
     """`[n, V]`, -inf in columns that do not exist."""
     v = head.spec.vocab_size
     z = dot(head, "nh,vh->nv" if head.spec.vocab_axis == 0 else "nh,hv->nv", batch.hidden, head.weight)[:, :v]
+    z = z if head.up is None else z + dot(head, "nr,vr->nv", batch.low, head.up)[:, :v]
     z = z if head.bias is None else z + head.bias[None, :v].astype(z.dtype)
     z = z if head.logit_scale is None else z * head.logit_scale
     z = z if head.spec.softcap is None else head.spec.softcap * jnp.tanh(z / head.spec.softcap)
@@ -133,13 +133,15 @@ def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.A
     return dz if head.valid_columns is None else jnp.where(jnp.arange(v)[None, :] < head.valid_columns, dz, 0)
 
 
-def products(
-    head: Head, batch: Batch, dz: jax.Array, weight: jax.Array, needs_grad: NeedsGrad
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """`dlogits·weight [n, H]`, and `dlogitsᵀ·hidden` in the weight's layout; None where not needed."""
-    for_hidden = for_weight = None
+def products(head: Head, batch: Batch, dz: jax.Array, needs_grad: NeedsGrad) -> Products:
+    """Of a head whose columns are those of the dlogits."""
+    for_hidden = for_weight = for_low = for_up = None
     if needs_grad.hidden_product:
-        for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, weight)
+        for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, head.weight)
     if needs_grad.weight:
         for_weight = dot(head, "nv,nh->vh" if head.spec.vocab_axis == 0 else "nv,nh->hv", dz, batch.hidden)
-    return for_hidden, for_weight
+    if head.up is not None and needs_grad.low_product:
+        for_low = dot(head, "nv,vr->nr", dz, head.up)
+    if needs_grad.up:
+        for_up = dot(head, "nv,nr->vr", dz, batch.low)
+    return Products(for_hidden, for_weight, dz.sum(axis=0) if needs_grad.bias_sum else None, for_low, for_up)

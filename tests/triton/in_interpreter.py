@@ -7,16 +7,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_ce import linear_row_statistics
+from pallas_ce.backends.triton import backend, binding
 from pallas_ce.backends.triton.configs import Config
 from tests.pallas_ce import oracle, test_contract
-from tests.pallas_ce.checks import assert_near_oracle, call, library_results, relative_error
-from tests.pallas_ce.problems import Problem, make, problems
+from tests.pallas_ce.checks import (
+    assert_as_accurate_as_rounded_dlogits,
+    assert_near_oracle,
+    call,
+    library_results,
+    relative_error,
+)
+from tests.pallas_ce.problems import Problem, make, narrow_problems, problems, statistics_problems
 from tests.triton import interpreted
 
 MODES = ["recompute", "in_forward"]
@@ -33,19 +41,32 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
 
 @both_modes
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=problems())
+@hypothesis.given(p=problems(low_rank=False))
 def test_loss_and_gradients_match_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
 
 
-def test_statistics_and_any_cotangents_match_the_oracle() -> None:
+@hypothesis.settings(
+    max_examples=max(1, hypothesis.settings.default.max_examples // 8),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(p=narrow_problems([np.float16]), backward=st.sampled_from(MODES))
+def test_any_options_in_float16(p: Problem, backward: Any) -> None:
+    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(p=statistics_problems(low_rank=False), data=st.data())
+def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any) -> None:
     """K labels, temperatures of every kind, masked rows and a given u among them."""
-    test_contract.test_statistics_and_any_cotangents_match_the_oracle(implementation="triton")
+    test_contract.assert_statistics_and_any_cotangents(p, data, "triton")
 
 
 @both_modes
-def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> None:
-    test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle(implementation="triton", backward=backward)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(p=statistics_problems(low_rank=False), data=st.data())
+def test_a_summed_loss_of_any_statistics_matches_the_oracle(p: Problem, data: Any, backward: Any) -> None:
+    test_contract.assert_a_summed_loss_of_any_statistics(p, data, "triton", backward)
 
 
 @both_modes
@@ -72,6 +93,33 @@ def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -
     assert abs(float(loss) - want) <= 1e-5 * abs(want)
     for name, gradient in gradients.items():
         # dlogits and the result are rounded, each by at most half a unit in the last place.
+        assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("ignored", [0, 30, 43])
+def test_products_of_parts_of_the_vocabulary(
+    tiles: Config, axis: int, ignored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four parts, of which the last has few columns of its own: read and written in place where there are tiles for it.
+
+    The weight is wider than the products' operands, and rows that are ignored are nan.
+    """
+    monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
+    p = make(8, 43, 48, 808, vocab_axis=axis)
+    p.arrays["bias"] = np.random.default_rng(0).normal(size=808).astype(np.float32)
+    p.labels[:ignored] = -100
+    p.arrays["hidden"] = p.arrays["hidden"].astype(np.float16)
+    p.arrays["hidden"][:ignored] = np.nan
+    launched: list[str] = []
+    launch = binding.call
+    monkeypatch.setattr(binding, "call", lambda name, *a, **k: (launched.append(name), launch(name, *a, **k))[1])
+    found = library_results(p, "triton", "recompute", dtype=jnp.float16, scratch_bytes=300 * 256 + 30_000)
+    assert launched.count("product_kernel") == (2 if tiles.descriptors else 0)
+    rounded = {**p.arrays, "hidden": np.nan_to_num(p.arrays["hidden"]), "weight": p.arrays["weight"].astype(np.float16)}
+    want, exact = oracle.cross_entropy(rounded, p.labels, p.options)
+    assert abs(float(found[0]) - want) <= 1e-5 * abs(want)
+    for name, gradient in found[1].items():
         assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
 
 

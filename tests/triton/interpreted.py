@@ -2,7 +2,7 @@
 
 Whether a kernel is interpreted is decided when it is imported, by TRITON_INTERPRET=1. Triton 3.6's interpreter needs
 help: it makes Python's numbers of arrays `[1]`, which NumPy refuses from 2.4 on, and it multiplies bfloat16 as if
-it were integers, so that operands here have 16 bits as float16 only.
+it were integers, so that operands here have 16 bits as float16 only. And it has no additions by tensor descriptors.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from triton.runtime import interpreter
 
 from pallas_ce.backends import device
-from pallas_ce.backends.triton import binding, configs, kernel
+from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Entry
 
 SMALL = Config(16, 32, 16)
@@ -31,13 +31,24 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
+    patch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", _added, raising=False)
     patch.setattr(binding, "capability", lambda: 90)
     patch.setattr(device, "interpreted", lambda: True)
     entry = Entry(0, *[config] * 5, pointers=config._replace(descriptors=False))
     patch.setattr(configs, "NARROW", {90: entry})
     patch.setattr(configs, "WIDE", entry)
+    patch.setattr(configs, "PRODUCTS", {90: config} if config.descriptors else {})
     patch.setattr(configs, "multiprocessors", lambda: programs)
     mlir.register_lowering(binding._call_p, mlir.lower_fun(_called_back, multiple_results=True), platform="cpu")
+
+
+def _added(builder: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
+    """What `atomic_add` of a descriptor does."""
+    assert kind.name == "ADD"
+    before = builder.create_descriptor_load(descriptor, indices, None, None)
+    return builder.create_descriptor_store(
+        descriptor, interpreter.TensorHandle(before.data + value.data, value.dtype), indices
+    )
 
 
 def _called_back(*operands: Any, kernel: binding.Kernel, results: Any) -> Any:
@@ -55,7 +66,7 @@ def _run(call: binding.Kernel, results: Any, operands: list[np.ndarray]) -> list
     if binding.BEFORE in names:
         outputs[names.index(binding.STORED) - len(inputs)] = inputs[names.index(binding.BEFORE)]
     given = dict(zip(names, inputs + outputs, strict=False)) | dict(call.constants)
-    function = getattr(kernel, call.function)
+    function = binding._function(call.function)
     with np.errstate(all="ignore"):  # what is not selected may be inf·0
         function[(call.programs,)](**{name: given.get(name) for name in function.arg_names})
     return [x.numpy() for x in outputs]

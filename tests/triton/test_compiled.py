@@ -14,10 +14,11 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import binding, configs, launch
-from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.backends.triton import binding, configs, launch, part_products
+from pallas_ce.head import Batch, Head, HeadSpec, WeightSum
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
+from pallas_ce.streaming.tiles import Tiles
 from tests import compile_for_h200 as h200
 
 pytest.importorskip("triton")
@@ -85,6 +86,29 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
     return kernel
 
 
+def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
+    """The kernel of a gradient product of a part of 16384 columns, with a weight's gradient of that dtype."""
+    rows, columns, size, vocabulary = 1000, 16384, 4096, 50_000
+    spec = HeadSpec(size, vocabulary, vocabulary, axis, np.dtype(jnp.bfloat16), None)
+    shape = (vocabulary, size) if axis == 0 else (size, vocabulary)
+    head = Head(jax.ShapeDtypeStruct(shape, jnp.bfloat16), None, None, None, spec)
+    dlogits, hidden = (jax.ShapeDtypeStruct((rows, of), jnp.bfloat16) for of in (columns, size))
+    tile = Tiles(vocabulary, columns).tile(0)
+
+    def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
+        if use == "for hidden":
+            return part_products.add_for_hidden(head, dlogits, total, start, None)
+        return part_products.put_for_weight(head, dlogits, hidden, WeightSum(total, tile, scale), start, None)
+
+    total = (
+        jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)
+    )
+    start, scale = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    calls = jax.make_jaxpr(run)(head, dlogits, hidden, total, start, scale).jaxpr.eqns
+    (kernel,) = [call.params["kernel"] for call in calls if call.primitive is binding._call_p]
+    return kernel
+
+
 def spilled(built: binding.Compiled, capability: int, folder: Path) -> int:
     """Bytes that Triton's assembler stores or loads because registers ran out."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
@@ -96,6 +120,22 @@ def spilled(built: binding.Compiled, capability: int, folder: Path) -> int:
     found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     assert found
     return sum(map(int, found))
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("use", "dtype"), [("for hidden", jnp.float32), ("for weight", jnp.bfloat16), ("for weight", jnp.float32)]
+)
+@pytest.mark.parametrize("capability", list(configs.PRODUCTS))
+def test_no_product_spills_or_is_too_large(
+    capability: int, use: str, dtype: Any, axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: capability)
+    built = binding.compiled(product_of(use, axis, dtype))
+    assert spilled(built, capability, tmp_path) == 0
+    assert built.shared_bytes <= 1024 * binding.shared_kib(capability)
+    assert MULTIPLIES[capability // 10] in built.ptx
 
 
 @pytest.mark.nightly(keep=8)
@@ -124,6 +164,13 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
 
 
+@pytest.mark.parametrize("capability", list(configs.PRODUCTS))
+def test_products_read_only_rows_of_dlogits_that_are_written(capability: int) -> None:
+    tiles = [config for config in configs.NARROW[capability] if isinstance(config, configs.Config)]
+    assert len(tiles) == 6
+    assert all(config.rows % configs.PRODUCTS[capability].window == 0 for config in tiles)
+
+
 def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "capability", lambda: 86)
     deep = configs.NARROW[86].forward._replace(stages=5)
@@ -135,7 +182,7 @@ def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -> None:
     """Down to machine code, by JAX's assembler; scratch is a result of the launch, so nothing is allocated in it."""
-    mesh, (n, v, h) = h200.h200_mesh(), (8192, 131072, 4096)
+    mesh, (n, v, h) = h200.h200_mesh(), (16384, 131072, 4096)
     shapes = [((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((n,), jnp.int32)]
 
     def loss(*arrays: Any) -> Any:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends.triton import binding, configs
-from tests.pallas_ce.checks import assert_near_oracle, library_results
+from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
 from tests.pallas_ce.problems import Problem, make, problems
-from tests.pallas_ce.test_on_gpu import assert_as_accurate_as_rounded_dlogits, drawn, narrow
+from tests.pallas_ce.test_on_gpu import drawn, narrow
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +33,12 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(1000))
 def test_a_drawn_problem(seed: int) -> None:
     p, backward = drawn(seed)
-    assert_as_accurate_as_rounded_dlogits(p, backward, "triton")
+    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
 
 
 @both_modes
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=problems())
+@hypothesis.given(p=problems(low_rank=False))
 def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
 
@@ -48,7 +48,7 @@ def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
 def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any, axis: int) -> None:
     """From the second call on XLA replays a CUDA graph, which may hold no allocation."""
     p = narrow(make(1, 3000, 256, 20000, vocab_axis=axis))
-    assert_as_accurate_as_rounded_dlogits(p, backward, "triton")
+    assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
     run = jax.jit(lambda: library_results(p, "triton", backward, scratch_bytes=2**24))
     first, *others = (jax.tree.map(np.asarray, run()) for _ in range(5))
     for other in others:

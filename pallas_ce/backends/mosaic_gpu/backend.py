@@ -27,8 +27,8 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
 )
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
-from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, TileStep
+from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.streaming.rows import RowBlock
 
@@ -55,7 +55,7 @@ class MosaicGpuBackend(Backend):
 
     name = "mosaic_gpu"
     # Pallas has no rule for kernels that write in place inside checked regions.
-    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True)
+    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True, casts_whole=True)
     materialized = materialized_kernel
     config: Config | None = None
 
@@ -66,6 +66,8 @@ class MosaicGpuBackend(Backend):
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
                 "into the head, or use 'xla'"
             )
+        if spec.rank:
+            return "its kernels multiply hidden states and weight only, and the weight is a LowRank; use 'xla'"
         if spec.dtype not in _DTYPES:
             return (
                 f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
@@ -140,15 +142,17 @@ class MosaicGpuBackend(Backend):
         return products.Kernels(head, batch, skipped, config, fallback).make(names)
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: HeadSums, plan: Plan, block: RowBlock
-    ) -> tuple[jax.Array | None, HeadSums]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
+    ) -> Products:
         """See `products.products`."""
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
         configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=True)
         skipped = products.skipped_from(head.spec, block)
-        return products.Products(head, batch, skipped, configs).products(gradient, stash, sums, block.number != 0)
+        return products.Products(head, batch, skipped, configs).products(
+            gradient, stash, sums, gradient.adds or block.number != 0
+        )
 
     def _gradient_configs(
         self, head: Head, batch: Batch, gradient: Gradient, hidden: Config, plan: Plan, *, rare: bool = False

@@ -99,7 +99,7 @@ class _InPlace(_Work):
                 axis,
                 configs.weight,
                 weight_sum.array,
-                replaced=weight_sum.whole,
+                replaced=weight_sum.whole and not weight_sum.adds,
                 valid_rows=valid_rows,
                 multiplier=weight_sum.scale,
                 part=place,
@@ -107,7 +107,7 @@ class _InPlace(_Work):
         if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
             for_bias = jnp.roll(own, shift)
-        return hidden_sum, for_weight, for_bias
+        return Products(hidden_sum, for_weight, for_bias)
 
 
 class _BySlices(_Work):
@@ -127,7 +127,7 @@ class _BySlices(_Work):
             for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), spec.vocab_axis)
         if self.gradient.needs.bias_sum:
             for_bias = self.bias_sum(stored)
-        return hidden_sum, for_weight, for_bias
+        return Products(hidden_sum, for_weight, for_bias)
 
     def _slice(self, tile: Tile, weight: jax.Array) -> Head:
         """The head of the tile's columns, which the kernel knows as a vocabulary of their own."""

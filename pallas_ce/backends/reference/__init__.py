@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence
-from pallas_ce.statistics.logits import LogitsTile, Row
+from pallas_ce.statistics.logits import LogitsTile, Row, present
 from pallas_ce.statistics.row import fields_of, only, spread
 from pallas_ce.statistics.table import PRIMITIVES
 
@@ -13,19 +13,21 @@ from pallas_ce.statistics.table import PRIMITIVES
 def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     """Logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
     spec = head.spec
-    hidden, _, inverse_temperature = batch
+    hidden, inverse_temperature = batch.hidden, batch.inverse_temperature
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, 0)  # even a nan there must not reach the weight's gradient
         inverse_temperature = None if inverse_temperature is None else jnp.where(mask, inverse_temperature, 1)
     weight = jax.lax.slice_in_dim(head.weight, 0, spec.vocab_size, axis=spec.vocab_axis)
     bias = None if head.bias is None else head.bias[: spec.vocab_size]
-    z = jnp.tensordot(
-        _operand(hidden, spec),
-        _operand(weight, spec),
-        axes=(1, 1 - spec.vocab_axis),
-        precision=_precision(spec),
-    )
+    z = _product(hidden, weight, 1 - spec.vocab_axis, spec)
+    if head.up is not None:
+        z = z + _product(_product(hidden, present(head.down), 1, spec), head.up[: spec.vocab_size], 1, spec)
     return head.cap(z, bias, inverse_temperature)
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
+    """`a [N, k]` times `b`, whose `axis` has k entries."""
+    return jnp.tensordot(_operand(a, spec), _operand(b, spec), axes=(1, axis), precision=_precision(spec))
 
 
 def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Array | None) -> dict[str, jax.Array]:
@@ -94,4 +96,5 @@ def _precision(spec: HeadSpec) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
     """`x` rounded to the compute dtype, in the accumulator dtype; its gradient is rounded to `x`'s own dtype only."""
     wide = x.astype(spec.accumulator)
-    return wide + jax.lax.stop_gradient(x.astype(spec.dtype).astype(spec.accumulator) - wide)
+    rounding = jnp.where(jnp.isinf(wide), 0, x.astype(spec.dtype).astype(spec.accumulator) - wide)  # inf - inf is nan
+    return wide + jax.lax.stop_gradient(rounding)

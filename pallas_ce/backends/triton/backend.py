@@ -8,14 +8,14 @@ import numpy as np
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
-from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, HeadSums, Launch, Mode, Plan
-from pallas_ce.backends.triton import binding, configs, launch, products
+from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
+from pallas_ce.backends.triton import binding, configs, launch, products, recomputation
 from pallas_ce.backends.triton.configs import Use
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tiles, shrink
+from pallas_ce.streaming.tiles import shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -29,7 +29,7 @@ _RECOMPUTE_COLUMNS = 16384
 _LEAST_COLUMNS = 2048
 
 # Rows of a block and columns of a tile are a multiple of this where there are that many, so that tiles are full.
-_STEP = 128
+_STEP = 256
 
 
 # What each pass makes logits for.
@@ -40,10 +40,12 @@ class TritonBackend(Backend):
     """See `protocol.Backend`."""
 
     name = "triton"
-    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True)
+    capabilities = Capabilities(checked_regions=False, large_blocks=True, cuda_only=True, casts_whole=True)
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Float64, precisions that the kernel has not, and devices without an entry in the table."""
+        if spec.rank:
+            return "its kernel multiplies hidden states and weight only, and the weight is a LowRank; use 'xla'"
         if spec.dtype not in _DTYPES:
             return f"its kernel multiplies bfloat16, float16 and float32 operands, not {spec.dtype.name}; use 'xla'"
         if configs.precision(spec) is None:
@@ -64,15 +66,7 @@ class TritonBackend(Backend):
         """As many rows as fit, all of them best; all columns, but for the recompute mode."""
         columns = spec.vocab_size
         if mode == "recompute":
-            start, scratch = min(columns, _RECOMPUTE_COLUMNS), functools.partial(_scratch, spec, mode)
-            whole = functools.partial(scratch, tokens, several=False)
-            fitting = min(start, (scratch_bytes - whole(0)) // (whole(1) - whole(0)))
-            if fitting >= min(start, _LEAST_COLUMNS):
-                rows, columns = tokens, fitting
-            else:
-                rows, columns = shrink(tokens, start, scratch, scratch_bytes)
-            columns = columns if columns == spec.vocab_size else _down(columns)
-            return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
+            return _recompute_plan(spec, tokens, scratch_bytes)
         of_row = _scratch(spec, mode, 1, columns)
         rows = min(tokens, max(1, scratch_bytes // of_row))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
@@ -96,27 +90,8 @@ class TritonBackend(Backend):
         return entries.with_targets(launch.statistics(head, batch, names, filled), head, batch, names)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
-        """dlogits of the tile's columns by one launch, single entries and products by XLA."""
-        head = head.on_gpu()
-        spec, axis, needs = head.spec, head.spec.vocab_axis, gradient.needs
-        exact = entries.exact(head, batch, gradient)
-        gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
-        tiles = Tiles(spec.vocab_size, plan.columns, head.valid_columns)
-
-        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
-            tile, first = tiles.tile(index), jnp.int32(index) * plan.columns
-            dz = launch.dlogits(head, batch, gradient, tile, None if tile.own is None else first)
-            dz = entries.put_among(dz, exact, tile.start, first, plan.columns)
-            for_weight = for_bias = None
-            if hidden_sum is not None:
-                hidden_sum = block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
-            if weight_sum is not None:
-                for_weight = products.add_for_weight(head, dz, batch.hidden, weight_sum)
-            if needs.bias_sum:
-                for_bias = dz.sum(axis=0, dtype=spec.accumulator)
-            return hidden_sum, for_weight, for_bias
-
-        return step
+        """See `recomputation`."""
+        return recomputation.step(head, batch, gradient, plan, block)
 
     def stash(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
@@ -125,10 +100,11 @@ class TritonBackend(Backend):
         return products.Kernels(head, batch, None).make(names)
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: HeadSums, plan: Plan, block: RowBlock
-    ) -> tuple[jax.Array | None, HeadSums]:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
+    ) -> Products:
         """See `exponentials`."""
-        return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, block.number != 0)
+        adds = gradient.adds or block.number != 0
+        return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
 
 
 def _device_refusal() -> str | None:
@@ -143,6 +119,22 @@ def _device_refusal() -> str | None:
         f"its table has tiles for compute capability {served}, and this device is of "
         f"{capability // 10}.{capability % 10}; use 'xla'"
     )
+
+
+def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
+    """All rows if that leaves columns enough, in parts of nearly equal size."""
+    scratch = functools.partial(_scratch, spec, "recompute")
+    whole = functools.partial(scratch, tokens, several=False)
+    most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
+    fitting = min(most, (scratch_bytes - whole(0)) // (whole(1) - whole(0)))
+    if fitting >= min(most, _LEAST_COLUMNS):
+        rows, columns = tokens, fitting
+    else:
+        rows, columns = shrink(tokens, most, scratch, scratch_bytes)
+    if columns < spec.vocab_size:
+        equal = -(-spec.vocab_size // -(-spec.vocab_size // columns))
+        columns = min(_down(columns), -(-equal // _STEP) * _STEP)
+    return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
 
 
 def _down(count: int) -> int:

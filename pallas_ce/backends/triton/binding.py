@@ -40,8 +40,8 @@ _LEAST_SHARED_KIB = 99
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
-# Of a kernel that makes two descriptors, which is what its programs have room for.
-SCRATCH_BYTES = 2 * 128
+# Of a kernel that makes three descriptors, which is what its programs have room for.
+SCRATCH_BYTES = 3 * 128
 
 
 class Kernel(NamedTuple):
@@ -105,9 +105,10 @@ def shared_kib(capability: int | None) -> int:
 
 def _function(name: str) -> Any:
     """A kernel, imported on first use: without Triton the backend can still say that it is missing."""
-    from pallas_ce.backends.triton import kernel as kernels
+    from pallas_ce.backends.triton import kernel, product_kernel
 
-    return getattr(kernels, name)
+    kernels = {"head_kernel": kernel.head_kernel, "product_kernel": product_kernel.product_kernel}
+    return kernels[name]
 
 
 @functools.lru_cache(maxsize=1024)

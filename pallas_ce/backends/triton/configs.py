@@ -7,6 +7,7 @@ of Ampere's too, whose code runs there.
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
 from pallas_ce.head import HeadSpec
@@ -63,8 +64,8 @@ class Entry(NamedTuple):
     pointers: Config
 
 
-_SMALL_POINTERS = Config(128, 64, 64)
-_SMALL = Config(128, 64, 64, stages=4, descriptors=True)
+_SMALL_POINTERS = Config(64, 128, 64)
+_SMALL = Config(64, 128, 64, stages=4, descriptors=True)
 _SQUARE_POINTERS = Config(128, 128, 64)
 _SQUARE = Config(128, 128, 64, stages=4, descriptors=True)
 _WIDE_POINTERS = Config(128, 256, 64)
@@ -72,9 +73,9 @@ _WIDE = Config(128, 256, 64, descriptors=True, group=16)
 _TALL = Config(256, 128, 64, descriptors=True)
 
 _AMPERE = Entry(1, _WIDE_POINTERS, _SQUARE_POINTERS, _WIDE_POINTERS, _SQUARE_POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
-_HOPPER = Entry(3, _WIDE, _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
+_HOPPER = Entry(3, _TALL._replace(stages=4), _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
 _SHALLOW = Config(128, 128, 64, descriptors=True)
-_BLACKWELL = Entry(_SOME, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _SMALL, _SMALL_POINTERS)
+_BLACKWELL = Entry(3, _SHALLOW, _SHALLOW, _SHALLOW, _SMALL, _SMALL, _SMALL_POINTERS)
 
 # By compute capability, for 16-bit operands.
 NARROW: dict[int, Entry] = {
@@ -118,7 +119,11 @@ _PRECISIONS = {
     DotAlgorithmPreset.F32_F32_F32: "ieee",
 }
 
-# What tensor descriptors read: rows that are multiples of this long.
+# For gradient products of 16-bit operands, where that was found faster than XLA's and the copies that those need. The
+# rows of every tile of dlogits are whole windows: a product goes on to the end of one, and reads what was written.
+PRODUCTS: dict[int, Config] = {90: _WIDE}
+
+# What tensor descriptors read and write: rows that are multiples of this long.
 _ROW_BYTES = 16
 
 # Multiprocessors where the device does not tell.
@@ -153,8 +158,23 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
     found: Config = getattr(entry, use) if taken <= entry.room else entry.some if taken <= _SOME else entry.many
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     lengths = (spec.hidden_size, length, step * spec.vocab_axis)
-    readable = all(size * spec.dtype.itemsize % _ROW_BYTES == 0 for size in lengths)
+    readable = all(described(size, spec.dtype) for size in lengths)
     return found if readable or not found.descriptors else entry.pointers
+
+
+def product_for(spec: HeadSpec, capability: int | None, columns: int) -> Config | None:
+    """The tiles of the products of so many columns' dlogits, read and written in place; None: XLA makes them."""
+    found = PRODUCTS.get(capability or 0)
+    if found is None or spec.dtype.itemsize > 2:
+        return None
+    whole = columns == spec.vocab_size or columns % max(found.rows, found.columns) == 0
+    readable = all(described(size, spec.dtype) for size in (columns, spec.hidden_size, spec.weight_rows))
+    return found if whole and readable else None
+
+
+def described(length: int, dtype: np.dtype) -> bool:
+    """Whether a tensor descriptor can stand for rows of so many entries."""
+    return length * dtype.itemsize % _ROW_BYTES == 0
 
 
 def narrowest(spec: HeadSpec, capability: int | None) -> int:

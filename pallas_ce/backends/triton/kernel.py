@@ -23,7 +23,6 @@ COLUMNS columns are worked on, those from `bounds[3]` on. Only those below `boun
 `bounds[0]` on, and rows up to `bounds[2]`: behind it nothing is computed, because fewer tiles are visited. Offsets of
 rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
 
-Tiles are handed out in bands of row blocks, so that those worked on at one time share rows and columns in the cache.
 With tensor descriptors a program works on many tiles, and the loop over tiles and windows is flattened to one: loads of
 the next tile's windows are under way during the epilogue.
 """
@@ -34,6 +33,16 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 FARTHEST = tl.constexpr(-200.0)
 TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def in_bands(tile, row_blocks, column_blocks: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row and column block of a tile, numbered band by band of row blocks, so that neighbours share a cache."""
+    band: tl.constexpr = GROUP * column_blocks
+    in_band = tile % band
+    start = (tile // band) * GROUP
+    height = tl.minimum(row_blocks - start, GROUP)
+    return start + in_band % height, in_band // height
 
 
 @triton.jit
@@ -91,6 +100,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     GRADIENT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    STORES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -102,7 +112,6 @@ def head_kernel(  # type: ignore[no-untyped-def]
     row_blocks = tl.cdiv(tl.load(bounds + 2), BLOCK_ROWS)
     origin = tl.multiple_of(tl.load(bounds + 3), ORIGIN) if ORIGIN else 0
     column_blocks: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    band: tl.constexpr = GROUP * column_blocks
     ragged: tl.constexpr = H % WINDOW != 0
     if DESCRIPTORS:
         hidden_windows = tl.make_tensor_descriptor(hidden, [ROWS, H], [H, 1], [BLOCK_ROWS, WINDOW])
@@ -110,13 +119,11 @@ def head_kernel(  # type: ignore[no-untyped-def]
             weight_windows = tl.make_tensor_descriptor(weight, [VOCABULARY, H], [H, 1], [BLOCK_COLUMNS, WINDOW])
         else:
             weight_windows = tl.make_tensor_descriptor(weight, [H, VOCABULARY], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
+        if STORES:
+            stored_tiles = tl.make_tensor_descriptor(stored, [ROWS, COLUMNS], [COLUMNS, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
 
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=DESCRIPTORS):
-        in_band = tile % band
-        start = (tile // band) * GROUP
-        height = tl.minimum(row_blocks - start, GROUP)
-        row_block = start + in_band % height
-        column_block = in_band // height
+        row_block, column_block = in_bands(tile, row_blocks, column_blocks, GROUP)
         row = row_block * BLOCK_ROWS
         column = column_block * BLOCK_COLUMNS
         rows = row + tl.arange(0, BLOCK_ROWS)
@@ -229,6 +236,9 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)
 
         if stored is not None:
-            kept = z if GRADIENT else e
-            at = stored + rows.to(tl.int64)[:, None] * COLUMNS + places[None, :]
-            tl.store(at, kept.to(stored.dtype.element_ty), mask=has_row[:, None] & (places < COLUMNS)[None, :])
+            kept = (z if GRADIENT else e).to(stored.dtype.element_ty)
+            if STORES:
+                stored_tiles.store([row, column], kept)
+            else:
+                at = stored + rows.to(tl.int64)[:, None] * COLUMNS + places[None, :]
+                tl.store(at, kept, mask=has_row[:, None] & (places < COLUMNS)[None, :])

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import Partial, add, fields_for, from_reference, merge
 from pallas_ce.statistics.table import FIELDS
-from pallas_ce.streaming.tiles import Tile
 
 # What numbers take of registers, where options and other numbers take 1, and a mask.
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
@@ -23,6 +22,20 @@ _OF_MASK = 2
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
 _STEP = 16
+
+
+class Part(NamedTuple):
+    """Columns of the vocabulary, those behind its end included, which have dlogits of 0.
+
+    Attributes:
+        start: `[]`, the first.
+        size: how many.
+        first: `[]`, columns before this one have dlogits of 0, too; None: all count.
+    """
+
+    start: jax.Array | int
+    size: int
+    first: jax.Array | None = None
 
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
@@ -49,20 +62,18 @@ def dlogits(
     head: Head,
     batch: Batch,
     gradient: Gradient,
-    tile: Tile | None = None,
-    first: Any = None,
+    part: Part | None = None,
     *,
     into: jax.Array | None = None,
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """dlogits without single entries, in the compute dtype: `[n, V]`, or of a tile's columns.
+    """dlogits without single entries, in the compute dtype: `[n, V]`, or of a part's columns.
 
     Args:
         head: the head.
         batch: the rows.
         gradient: theirs, without coefficients of single entries.
-        tile: which columns; None: all.
-        first: columns of the tile before this one have 0; None: none has.
+        part: which columns; None: all.
         into: what is kept in rows that are not worked on, and whose memory the result takes; None: nothing.
         rows: `[]`, about how many are worked on; None: all.
     """
@@ -75,20 +86,20 @@ def dlogits(
         inputs[binding.BEFORE] = into
     if "logit_weights" in coefficients and head.logit_weights is not None:
         inputs["u"] = head.logit_weights
-    columns = head.spec.vocab_size if tile is None else tile.size
+    columns = head.spec.vocab_size if part is None else part.size
     outputs = {binding.STORED: jax.ShapeDtypeStruct((batch.hidden.shape[0], columns), head.spec.dtype)}
-    config = _config(head, batch, "dlogits", tuple(coefficients), tile, masked=first is not None)
-    return _run(head, batch, config, inputs, outputs, rows, tile=tile, first=first, gradient=True)[binding.STORED]
+    config = _config(head, batch, "dlogits", tuple(coefficients), part)
+    return _run(head, batch, config, inputs, outputs, rows, part=part, gradient=True)[binding.STORED]
 
 
-def _config(
-    head: Head, batch: Batch, use: Use, numbers: Sequence[str], tile: Tile | None = None, *, masked: bool = False
-) -> Config:
+def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
     options = (head.bias, head.spec.softcap, batch.inverse_temperature)
     taken = sum(_REGISTERS.get(number, 1) for number in numbers) + sum(option is not None for option in options)
-    find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, tile))
-    masked = masked or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
+    find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
+    masked = (
+        _overlaps(head, part) or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
+    )
     return find(taken + _OF_MASK * masked)
 
 
@@ -97,9 +108,14 @@ def _ragged(head: Head, config: Config) -> bool:
     return head.spec.vocab_size % config.columns != 0
 
 
-def _step(head: Head, tile: Tile | None) -> int:
-    """What the kernel is told that the tile begins at a multiple of; 0 where it begins at the first column."""
-    return 0 if tile is None else math.gcd(tile.size, head.spec.vocab_size, _STEP)
+def _overlaps(head: Head, part: Part | None) -> bool:
+    """Whether some columns of a part do not count, or of another of its size."""
+    return part is not None and (part.first is not None or head.spec.vocab_size % part.size != 0)
+
+
+def _step(head: Head, part: Part | None) -> int:
+    """What the kernel is told that the part begins at a multiple of; 0 where it begins at the first column."""
+    return 0 if part is None else math.gcd(part.size, head.spec.vocab_size, _STEP)
 
 
 def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
@@ -118,7 +134,7 @@ def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Part
     return lax.reduce(Partial(**found), neutral, rule, (0,))
 
 
-def _apart(x: jax.Array) -> jax.Array:
+def apart(x: jax.Array) -> jax.Array:
     """`x` as an array that begins where the kernel needs it to: XLA hands slices to a kernel wherever they lie."""
     return lax.optimization_barrier(x)
 
@@ -131,23 +147,17 @@ def _run(
     outputs: dict[str, jax.ShapeDtypeStruct],
     filled: jax.Array | None = None,
     *,
-    tile: Tile | None = None,
-    first: Any = None,
+    part: Part | None = None,
     gradient: bool = False,
 ) -> dict[str, jax.Array]:
     spec, rows = head.spec, batch.hidden.shape[0]
     vocabulary = spec.vocab_size
-    columns = vocabulary if tile is None else tile.size
+    start, columns, first = part or Part(0, vocabulary)
     last = vocabulary if head.valid_columns is None else head.valid_columns
-    bounds = (
-        0 if first is None else first,
-        last,
-        rows if filled is None else filled,
-        0 if tile is None else tile.start,
-    )
+    bounds = (0 if first is None else first, last, rows if filled is None else filled, start)
     given = {
-        "hidden": _apart(batch.hidden.astype(spec.dtype)),
-        "weight": _apart(head.weight.astype(spec.dtype)),
+        "hidden": apart(batch.hidden.astype(spec.dtype)),
+        "weight": apart(head.weight.astype(spec.dtype)),
         "bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds]),
         "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
@@ -157,23 +167,24 @@ def _run(
     arrays = {name: x for name, x in given.items() if x is not None}
     for name in arrays:
         if name not in ("hidden", "weight", "bounds", binding.BEFORE):
-            arrays[name] = _apart(arrays[name].astype(jnp.float32))
+            arrays[name] = apart(arrays[name].astype(jnp.float32))
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
     ragged = not gradient and _ragged(head, config)
     constants: dict[str, Any] = {
         "ROWS": rows,
         "COLUMNS": columns,
         "VOCABULARY": vocabulary,
-        "ORIGIN": _step(head, tile),
+        "ORIGIN": _step(head, part),
         "H": spec.hidden_size,
         "STRIDE": spec.weight_rows,
         "AXIS": spec.vocab_axis,
         "CAP": spec.softcap,
         "UNIFORM": spec.uniform_weight,
         "PRECISION": configs.precision(spec),
-        "MASKED": ragged or head.valid_columns is not None or first is not None,
+        "MASKED": ragged or head.valid_columns is not None or _overlaps(head, part),
         "GRADIENT": gradient,
         "DESCRIPTORS": config.descriptors,
+        "STORES": config.descriptors and binding.STORED in outputs and configs.described(columns, spec.dtype),
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
         "WINDOW": config.window,

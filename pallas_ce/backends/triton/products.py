@@ -19,7 +19,7 @@ def add_for_weight(head: Head, dlogits: jax.Array, hidden: jax.Array, total: Wei
     Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written. Its scale
     rides on the hidden states, exactly where it is a power of two that they have the exponents for.
     """
-    if total.scale is None or head.logit_scale is not None or head.spec.dtype == jnp.float16:
+    if total.scale is None or total.adds or head.logit_scale is not None or head.spec.dtype == jnp.float16:
         return total.add(_for_weight(head, dlogits, hidden), head.spec.vocab_axis)
     scaled = hidden.astype(head.spec.dtype) * total.scale.astype(head.spec.dtype)
     product = _for_weight(head, dlogits, scaled, total.array.dtype)
@@ -68,6 +68,8 @@ class Products(Multiplying):
 
         if adds is False:
             return product(total.dtype).astype(total.dtype)
+        if adds is True:
+            return (total + product()).astype(total.dtype)
         # XLA lets both branches write where the total lies.
         return device_cond(
             jnp.asarray(adds), lambda: (total + product()).astype(total.dtype), lambda: product().astype(total.dtype)

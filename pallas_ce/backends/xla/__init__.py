@@ -7,16 +7,15 @@ pass over the vocabulary needs no third product.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, HeadSums, Mode, Plan
+from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
 from pallas_ce.statistics.gradient import dlogits
-from pallas_ce.statistics.row import Partial, merge, partial_of_tile
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile, without_columns
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -77,9 +76,9 @@ class XlaBackend(Backend):
         head = self._head(head)
 
         def step(tile: Tile) -> Partial:
-            return _partial(head, tile, _tile_logits(head, batch, tile), batch.labels, names)
+            return _partial(head, tile, head.tile_logits(batch, tile), batch.labels, names)
 
-        return _tiles(head, plan).fold(step, merge)
+        return _tiles(head, plan).fold(step, merge, without_columns)
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
         """The logits of one tile once more, and their products."""
@@ -87,11 +86,8 @@ class XlaBackend(Backend):
 
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
             tile = _tiles(head, plan).tile(tile_index)
-            logits = _tile_logits(head, batch, tile)
-            for_hidden, for_weight, for_bias = _products(head, batch, gradient, tile, logits)
-            if weight_sum is not None and for_weight is not None:
-                for_weight = weight_sum.add(for_weight, head.spec.vocab_axis)
-            return block.add(hidden_sum, for_hidden), for_weight, for_bias
+            found = _products(head, batch, gradient, tile, head.tile_logits(batch, tile))
+            return found.added(block.add(hidden_sum, found.hidden), weight_sum, head.spec.vocab_axis)
 
         return step
 
@@ -104,7 +100,7 @@ class XlaBackend(Backend):
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
 
         def logits(tile: Tile) -> jax.Array:
-            return _tile_logits(head, batch, tile)
+            return head.tile_logits(batch, tile)
 
         def put(tile: Tile, kept: jax.Array, made: jax.Array) -> jax.Array:
             return lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
@@ -130,7 +126,7 @@ class XlaBackend(Backend):
         def read(tile: Tile) -> Partial:
             return partial(tile, lax.dynamic_index_in_dim(kept, tile.number, 0, keepdims=False))
 
-        return tiles.fold(read, merge), kept
+        return tiles.fold(read, merge, without_columns), kept
 
     def stash_products(
         self,
@@ -138,10 +134,10 @@ class XlaBackend(Backend):
         batch: Batch,
         gradient: Gradient,
         stash: jax.Array,
-        sums: HeadSums,
+        sums: Products,
         plan: Plan,
         block: RowBlock,
-    ) -> tuple[jax.Array | None, HeadSums]:
+    ) -> Products:
         """A second pass over the tiles, on the stashed logits."""
         head = self._head(head)
         tiles, factor, c = _tiles(head, plan), gradient.factor, gradient.coefficients
@@ -149,29 +145,34 @@ class XlaBackend(Backend):
         # Else it stands between the product and the sum that it is added to in place.
         narrow = head.spec.dtype == np.float16
         gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
-        alone = isinstance(block.number, int)
+        replaced = isinstance(block.number, int) and not gradient.adds
 
-        def with_share(total: jax.Array, tile: Tile, share: jax.Array, axis: int = 0) -> jax.Array:
+        def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
+            return None if total is None or share is None else total + share
+
+        def with_share(total: jax.Array | None, tile: Tile, share: jax.Array | None, axis: int = 0) -> jax.Array | None:
+            if total is None or share is None:
+                return None
             share = factor * share if narrow else share
-            return tile.put(total, share.astype(total.dtype), axis) if alone else tile.add(total, share, axis)
+            return tile.put(total, share.astype(total.dtype), axis) if replaced else tile.add(total, share, axis)
 
         def body(tile: Tile, carry: Products) -> Products:
             logits = lax.dynamic_index_in_dim(stash, tile.number, 0, keepdims=False)
-            for_hidden, for_weight, for_bias = _products(head, batch, gradient, tile, logits)
-            hidden, weight, bias = carry
-            if hidden is not None and for_hidden is not None:
-                hidden = hidden + for_hidden
-            if weight is not None and for_weight is not None:
-                weight = with_share(weight, tile, for_weight, head.spec.vocab_axis)
-            if bias is not None and for_bias is not None:
-                bias = with_share(bias, tile, for_bias)
-            return hidden, weight, bias
+            share = _products(head, batch, gradient, tile, logits)
+            return Products(
+                plus(carry.hidden, share.hidden),
+                with_share(carry.weight, tile, share.weight, head.spec.vocab_axis),
+                with_share(carry.bias, tile, share.bias),
+                plus(carry.low, share.low),
+                with_share(carry.up, tile, share.up),
+            )
 
-        zeros = jnp.zeros(batch.hidden.shape, head.spec.accumulator) if gradient.needs.hidden_product else None
-        for_hidden, *found = tiles.for_each(body, (zeros, sums.weight, sums.bias))
-        if for_hidden is not None and not narrow:
-            for_hidden = for_hidden / factor
-        return for_hidden, HeadSums(*found)
+        zeros = head.row_sums(batch, gradient.needs)
+        found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, low=zeros.low))
+        if narrow:
+            return found
+        hidden, low = jax.tree.map(lambda x: x / factor, (found.hidden, found.low))
+        return found._replace(hidden=hidden, low=low)
 
 
 BACKEND = XlaBackend()
@@ -181,19 +182,15 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
     return Tiles(head.spec.vocab_size, plan.columns, head.valid_columns, plan.last_apart)
 
 
-def _tile_logits(head: Head, batch: Batch, tile: Tile) -> jax.Array:
-    return head.tile_logits(batch.hidden, tile, batch.inverse_temperature)
-
-
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
     weights = head.tile_logit_weights(tile.start, tile.size) if "mean_logit" in names else None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 
 
 def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Products:
-    """The three products of one tile."""
-    c, lse, argmax, needs, _ = gradient
+    """The products of one tile."""
+    c, lse, argmax, needs, *_ = gradient
     weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
     bound = head.bound(batch.inverse_temperature)
     dz = dlogits(c, logits, lse, tile.columns, tile.valid, batch.labels, argmax, weights, bound)
-    return head.tile_products(batch.hidden, dz, tile, needs)
+    return head.tile_products(batch, dz, tile, needs)

@@ -130,7 +130,7 @@ def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, 
     backward, as products and as sums.
     """
     sums = 2 * max(spec.accumulator.itemsize for spec in specs) if mode else 0
-    operands = sum((spec.dtype.itemsize + sums) * spec.hidden_size for spec in specs)
+    operands = sum((spec.dtype.itemsize + sums) * spec.width for spec in specs)
     return entry_bytes * rows * columns + operands * (rows + columns)
 
 
@@ -164,4 +164,4 @@ def scratch(
     # but for what has to be rounded first.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
     of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
-    return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.hidden_size
+    return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width

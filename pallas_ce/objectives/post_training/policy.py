@@ -65,15 +65,13 @@ def policy_loss(
         level="sequence"        r_i = exp(mean over the sequence's tokens of (log π_it - log π_old,it))
         level="sequence_token"  the value of r_i with the gradient of each token: sg(r_i)·π_it/sg(π_it)
 
-    and the tokens are then aggregated:
+    and the tokens are then aggregated. The arguments of each method:
 
-    | method | arguments |
-    |---|---|
-    | PPO | `advantages [..., T]`, `old_log_probs`, `entropy`, `entropy_coefficient` |
-    | GRPO | `group_advantages`, `aggregation="sequence_mean"`, `ref_log_probs`, `kl_coefficient` |
-    | DAPO | `clip_high=0.28`, `aggregation="token_mean"` with the global batch's token count as `normalizer` |
-    | Dr. GRPO | `group_advantages(scale="none")`, `aggregation="fixed_length"`, `length` |
-    | GSPO | `level="sequence"`, `aggregation="sequence_mean"`, `clip_low=3e-4`, `clip_high=4e-4` |
+    * PPO: `advantages [..., T]`, `old_log_probs`, `entropy`, `entropy_coefficient`
+    * GRPO: `group_advantages`, `aggregation="sequence_mean"`, `ref_log_probs`, `kl_coefficient`
+    * DAPO: `clip_high=0.28`, `aggregation="token_mean"` with the global batch's token count as `normalizer`
+    * Dr. GRPO: `group_advantages(scale="none")`, `aggregation="fixed_length"`, `length`
+    * GSPO: `level="sequence"`, `aggregation="sequence_mean"`, `clip_low=3e-4`, `clip_high=4e-4`
 
     Args:
         log_probs: `[..., T]`, log π of the sampled tokens; what is differentiated.

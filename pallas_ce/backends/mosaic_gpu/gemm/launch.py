@@ -9,6 +9,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import mlir
 
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Product
@@ -60,6 +61,20 @@ def _at_run_time(x: jax.Array) -> jax.Array:
     return x + lax.optimization_barrier(jnp.zeros((), x.dtype))
 
 
+def name_dumps(name: str) -> None:
+    """Within a kernel: what JAX's debugging options write of it is called so.
+
+    Else JAX numbers the kernels of a process, and the number is part of a kernel: the same one would be compiled again
+    for the next program, and a persistent compilation cache would not know a program that is compiled after others.
+    """
+
+    @plgpu.inline_mgpu()
+    def set_name(context: Any) -> None:
+        context.module.operation.attributes["mosaic_gpu.dump_basename"] = mlir.ir.StringAttr.get(name)
+
+    set_name()
+
+
 @functools.lru_cache(maxsize=1024)
 def kernel_function(
     body: Body,
@@ -79,6 +94,7 @@ def kernel_function(
     names = (*input_names, *[_NUMBERS][: len(numbers)], *(output for output, _, _ in outputs))
 
     def kernel_body(*arrays: Any) -> None:
+        name_dumps(name)
         refs = dict(zip(names, arrays[matrices:], strict=True))
         refs |= {number: refs[_NUMBERS].at[pl.ds(place, 1)] for place, number in enumerate(numbers)}
         body(list(arrays[:matrices]), refs, facts, epilogue)

@@ -21,7 +21,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue, multiply
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
-from pallas_ce.head import Head, HeadSpec
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, partial_of_tile
 from pallas_ce.streaming.tiles import pad as pad
 
@@ -104,8 +104,7 @@ def tail(head: Head, hidden: jax.Array) -> Tail | None:
         logit_weights=head.tile_logit_weights(first, left),
         spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
     )
-    logits = rest.logits(hidden, rest.weight, rest.bias)
-    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), logits)
+    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), rest.logits(Batch(hidden)))
 
 
 def apart(x: jax.Array) -> jax.Array:

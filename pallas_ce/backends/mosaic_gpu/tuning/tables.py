@@ -13,13 +13,14 @@ nearest to its sizes. A table is data: each value that is used must be one of th
 with, so that a broken file can be refused but never believed.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import reprlib
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -123,6 +124,23 @@ def save(path: Path, table: Table) -> None:
         new = Path(folder) / path.name
         new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         os.replace(new, path)
+
+
+def add(path: Path, table: Table, entries: Mapping[Shape, Entry]) -> None:
+    """Adds entries to a table and saves it, with what other processes have added to the file since it was read."""
+    import fcntl  # tables are made where the kernels run: on Linux
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError, TableError):
+            table.entries = load(path, table.device).entries
+        table.entries |= entries
+        save(path, table)
+    finally:
+        os.close(folder)
 
 
 def _table(document: Any, device: str) -> Table:

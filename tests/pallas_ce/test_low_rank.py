@@ -1,0 +1,94 @@
+"""A weight with a low-rank term: every function beside the weight with the term added to it, programs, errors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import LowRank, explain, linear_cross_entropy
+from tests import compile_for_h200 as h200
+from tests.pallas_ce.checks import assert_close
+from tests.pallas_ce.functions import DISTILLATIONS, FUNCTIONS, SERVED
+
+N, H, V, R = 12, 5, 31, 2
+RNG = np.random.default_rng(0)
+HIDDEN, WEIGHT = RNG.normal(size=(N, H)).astype(np.float32), RNG.normal(size=(V, H)).astype(np.float32)
+UP, DOWN = RNG.normal(size=(V, R)).astype(np.float32), RNG.normal(size=(R, H)).astype(np.float32)
+LABELS = np.where(np.arange(N) % 5 == 4, -100, np.arange(N))
+MERGED = WEIGHT + 0.7 * UP @ DOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    # The list makes a distillation's teacher of the weight itself, as an array.
+    [(name, how) for name in FUNCTIONS if name not in DISTILLATIONS for how in SERVED[name]],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_every_function_takes_it(name: str, implementation: Any, vocab_axis: int) -> None:
+    given = (LowRank(WEIGHT, UP, DOWN, 0.7), MERGED)
+    if vocab_axis == 1:
+        given = LowRank(WEIGHT.T, UP.T, DOWN.T, 0.7), MERGED.T
+    options = {"vocab_axis": vocab_axis} | ({} if implementation is None else {"implementation": implementation})
+    got, want = (FUNCTIONS[name](HIDDEN, weight, LABELS, **options) for weight in given)
+    assert_close(got, want, 1e-5, floor=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "words"),
+    [
+        ((WEIGHT, UP[:, :1], DOWN), ValueError, r"weight.down has shape \(2, 5\).* that of weight.up, 1"),
+        ((WEIGHT, UP[1:], DOWN), ValueError, r"up.*\(30, 2\)"),
+        ((WEIGHT, UP, DOWN[:, 1:]), ValueError, r"down.*\(2, 4\)"),
+        ((WEIGHT, UP[:, 0], DOWN), ValueError, "up"),
+        ((WEIGHT, UP.astype(int), DOWN), TypeError, "up"),
+        ((WEIGHT, UP, DOWN, "2"), TypeError, "weight.scale is a str"),
+        ((WEIGHT, UP, DOWN, jnp.ones(())), TypeError, "weight.scale is a .* multiply weight.up"),
+        ((WEIGHT, UP, DOWN, float("nan")), ValueError, "weight.scale"),
+    ],
+)
+def test_errors_name_the_part(arrays: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        linear_cross_entropy(HIDDEN, LowRank(*arrays), LABELS)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_kernels_refuse_it_by_name(implementation: Any) -> None:
+    given = (jnp.bfloat16(x) for x in (HIDDEN, WEIGHT, UP, DOWN))
+    hidden, *of_weight = given
+    with pytest.raises(ValueError, match=f"{implementation}.*LowRank"):
+        linear_cross_entropy(hidden, LowRank(*of_weight), LABELS, implementation=implementation)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_an_h200s_program_makes_no_array_of_the_weights_size(backward: Any) -> None:
+    """With the weight frozen it takes two large products' memory: the plain head's, and 64 MiB at most."""
+    n, h, v, r = 8192, 2048, 65536, 16
+    mesh = h200.h200_mesh()
+    hidden, weight, up, down, labels = (
+        h200.shaped(mesh, shape, dtype)
+        for shape, dtype in (
+            ((n, h), jnp.bfloat16), ((v, h), jnp.bfloat16), ((v, r), jnp.float32), ((r, h), jnp.float32),
+            ((n,), jnp.int32),
+        )
+    )  # fmt: skip
+    options = {"implementation": "xla", "backward": backward}
+
+    def plain(hidden: Any, weight: Any, labels: Any) -> Any:
+        return jax.value_and_grad(lambda x: linear_cross_entropy(x, weight, labels, **options))(hidden)
+
+    def with_term(hidden: Any, weight: Any, up: Any, down: Any, labels: Any) -> Any:
+        def loss(hidden: Any, up: Any, down: Any) -> Any:
+            return linear_cross_entropy(hidden, LowRank(weight, up, down, 2.0), labels, **options)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(hidden, up, down)
+
+    alone = h200.compile_for_h200(plain, hidden, weight, labels)[0].memory_analysis()
+    compiled = h200.compile_for_h200(with_term, hidden, weight, up, down, labels)[0]
+    assert compiled.memory_analysis().temp_size_in_bytes <= alone.temp_size_in_bytes + 64 * 2**20
+    made = [line for line in compiled.as_text().splitlines() if f"[{v},{h}]" in line.split(" = ")[-1].split("(")[0]]
+    assert all("parameter(" in line or "get-tuple-element(" in line for line in made), made
+    told = explain(hidden, LowRank(weight, up, down, 2.0), differentiate=("hidden",), **options)
+    assert told.peak_bytes <= 1.25 * alone.temp_size_in_bytes

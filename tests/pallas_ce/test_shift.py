@@ -1,0 +1,128 @@
+"""`shift`: the loss of sliced hidden states and labels, without slices; and where it is refused."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_cross_entropy, linear_log_probs, linear_loss
+from tests.pallas_ce.checks import assert_close, with_gradients
+
+H, V = 5, 17
+
+
+def _focal(statistics: Any, power: Any) -> Any:
+    log_p = jnp.sum(jnp.atleast_2d(statistics.log_prob.T), axis=0)
+    return -power * log_p * jnp.exp(log_p)
+
+
+def _loss(x: Any, labels: Any, by_row: Any, **options: Any) -> Any:
+    return linear_cross_entropy(
+        x["hidden"], x["weight"], labels, token_weights=x.get("weights"), label_smoothing=0.1, z_loss=1e-2, **options
+    )
+
+
+def _row_loss(x: Any, labels: Any, by_row: Any, **options: Any) -> Any:
+    return linear_loss(
+        _focal,
+        x["hidden"],
+        x["weight"],
+        labels,
+        by_row,
+        token_weights=x.get("weights"),
+        temperature=1 + by_row,
+        **options,
+    )
+
+
+def _log_probs(x: Any, labels: Any, by_row: Any, *, reduction: str, **options: Any) -> Any:
+    found = linear_log_probs(x["hidden"], x["weight"], labels, temperature=1 + by_row, return_entropy=True, **options)
+    if reduction == "none":
+        several = tuple(range(found.entropy.ndim, found.log_probs.ndim))
+        return jnp.sum(found.log_probs, axis=several) + found.entropy
+    return jnp.sum(found.log_probs) + jnp.sum(jnp.sin(found.entropy))
+
+
+FUNCTIONS = {"cross_entropy": _loss, "loss": _row_loss, "log_probs": _log_probs}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@hypothesis.given(data=st.data())
+def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:
+    """Of values and all gradients; what hidden states without a label hold does not matter."""
+    function, draw = FUNCTIONS[name], data.draw
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    leading = (*draw(st.sampled_from([(), (3,)])), length := draw(st.sampled_from([6, 1, 2])))
+    shift = draw(st.sampled_from([1, 2, 7]))
+    kept = max(length - shift, 0)
+    several = name != "cross_entropy" and draw(st.booleans())
+    dtype = draw(st.sampled_from([np.int32, np.uint8]))
+    labels = rng.integers(0, V + 4, (*leading, *([2] if several else []))).astype(dtype)  # some lie outside
+    arrays = {"hidden": rng.normal(size=(*leading, H)), "weight": rng.normal(size=(V, H))}
+    if name != "log_probs" and draw(st.booleans()):
+        arrays["weights"] = rng.uniform(size=leading)
+    arrays = {key: np.float32(x) for key, x in arrays.items()}
+    by_row = np.float32(rng.uniform(size=leading))
+    options = {
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "ignore_index": draw(st.sampled_from([-100, 3, None])),
+        "implementation": draw(st.sampled_from(["reference", "xla"])),
+    }
+    along = len(leading) - 1
+
+    def cut(x: Any, first: int, last: int) -> Any:
+        return x[(*[slice(None)] * along, slice(first, last))]
+
+    def sliced(x: Any) -> Any:
+        parts = {"hidden": cut(x["hidden"], 0, kept), "weight": x["weight"]}
+        if "weights" in x:
+            parts["weights"] = cut(x["weights"], length - kept, length)
+        values = function(parts, cut(labels, length - kept, length), cut(by_row, 0, kept), **options)
+        return jnp.pad(values, [(0, 0)] * along + [(0, length - kept)]) if values.ndim else values
+
+    def by_shift(x: Any) -> Any:
+        without = (jnp.arange(length) >= kept)[:, None]
+        given = x | {"hidden": jnp.where(without, jnp.nan, x["hidden"])}
+        return function(given, labels, by_row, shift=shift, **options)
+
+    def squares(values: Any) -> Any:
+        return jnp.sum(jnp.sin(values))
+
+    got, want = (with_gradients(way, arrays, squares) for way in (by_shift, sliced))
+    assert_close(got, want, 1e-5, floor=1e-6)
+
+
+def test_positions_without_a_label_have_loss_and_gradient_0_and_no_place_in_the_mean() -> None:
+    hidden, weight, labels = jnp.ones((2, 4, H)), jnp.eye(V, H), jnp.arange(8).reshape(2, 4)
+    each = linear_cross_entropy(hidden, weight, labels, shift=1, reduction="none")
+    np.testing.assert_array_equal(each > 0, [[True, True, True, False]] * 2)
+    loss, metrics = linear_cross_entropy(hidden, weight, labels, shift=1, return_metrics=True)
+    assert int(metrics.num_tokens) == 6
+    np.testing.assert_allclose(loss, each.sum() / 6, rtol=1e-6)
+    gradient = jax.grad(linear_cross_entropy)(hidden, weight, labels, shift=1)
+    np.testing.assert_array_equal(jnp.any(gradient != 0, axis=-1), [[True, True, True, False]] * 2)
+
+
+def test_examples_of_a_vmap_are_shifted_each_by_itself() -> None:
+    hidden, weight = jax.random.normal(jax.random.key(0), (3, 4, H)), jax.random.normal(jax.random.key(1), (V, H))
+    labels = jnp.arange(12).reshape(3, 4)
+    each = jax.vmap(lambda h, t: linear_cross_entropy(h, weight, t, shift=1, reduction="none"))(hidden, labels)
+    whole = linear_cross_entropy(hidden, weight, labels, shift=1, reduction="none")
+    np.testing.assert_allclose(each, whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [-1, 1.0, True, "1", None])
+def test_a_shift_that_is_no_count_is_named(shift: Any) -> None:
+    with pytest.raises(ValueError, match=rf"shift={shift!r} must be an int, at least 0"):
+        linear_cross_entropy(jnp.ones((4, H)), jnp.ones((V, H)), jnp.zeros(4, int), shift=shift)
+
+
+def test_a_shift_without_positions_or_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shift=1 needs an axis of positions; hidden is a single row"):
+        linear_log_probs(jnp.ones(H), jnp.ones((V, H)), jnp.array(3), shift=1)
+    with pytest.raises(ValueError, match="shift=1 needs labels, which is None"):
+        linear_loss(lambda row: row.lse, jnp.ones((4, H)), jnp.ones((V, H)), None, shift=1)
