@@ -34,6 +34,8 @@ MISTAKES = [
         (ValueError, "class_weights has shape", {"class_weights": torch.ones(2)}),
         (ValueError, "vocab_size=9", {"vocab_size": 9}),
         (ValueError, "label_smoothing=1.5", {"label_smoothing": 1.5}),
+        (ValueError, "z_loss=-1 must be a finite number, at least 0", {"z_loss": -1}),
+        (ValueError, r"logit_softcap=1e\+39 lies outside", {"logit_softcap": 1e39}),
         (ValueError, "reduction='avg'", {"reduction": "avg"}),
         (ValueError, "backward='both'", {"backward": "both"}),
         (ValueError, "normalizer is given", {"normalizer": 3.0, "reduction": "sum"}),
@@ -45,6 +47,7 @@ MISTAKES = [
     (vocab_parallel_cross_entropy, PART, [
         (ValueError, "normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),
         (ValueError, "label_smoothing=3.0 must be between 0 and 1", {"label_smoothing": 3.0}),
+        (ValueError, "z_loss=-1 must be", {"z_loss": -1}),
         (ValueError, r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
         (TypeError, "ignore_index='a' must be", {"ignore_index": "a"}),
         (ValueError, "vocab_start=24 with 7 rows", {"vocab_start": 24}),
@@ -64,6 +67,7 @@ MISTAKES = [
         (TypeError, "target has dtype torch.float32", {"target": torch.zeros(3)}),
         (TypeError, "logits has dtype torch.int64", {"logits": torch.zeros(3, 7).long()}),
         (ValueError, "label_smoothing=2", {"label_smoothing": 2}),
+        (ValueError, "z_loss=-1 must be", {"z_loss": -1}),
         (ValueError, "reduction='max'", {"reduction": "max"}),
         (ValueError, "normalizer has shape", {"normalizer": torch.ones(1)}),
         (TypeError, "normalizer is a str", {"normalizer": "a"}),
@@ -91,3 +95,20 @@ MISTAKES = [
 def test_a_mistake_is_named(function, good, kind, message, bad):
     with pytest.raises(kind, match=message):
         function(**{**good, **bad})
+
+
+VALIDATED = [(linear_cross_entropy, HEAD, 7), (linear_log_probs, HEAD, 7), (cross_entropy, LOGITS, 7),
+             (vocab_parallel_cross_entropy, PART, 30)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
+@pytest.mark.parametrize(("function", "good", "size"), VALIDATED)
+def test_targets_outside_the_vocabulary_are_named_where_they_are_validated(function, good, size, dtype):
+    for wrong in (-1, size):
+        target = torch.tensor([-100, wrong, 0], dtype=dtype)
+        message = rf"target\[1\]={wrong} is neither in \[0, vocab_size={size}\) nor ignore_index=-100"
+        with pytest.raises(ValueError, match=message):
+            function(**good | {"target": target}, validate_labels=True)
+    given = good | {"ignore_index": -1, "target": torch.tensor([-1, 0, 6], dtype=dtype)}
+    if function is not vocab_parallel_cross_entropy:  # which needs a process group
+        torch.testing.assert_close(function(**given, validate_labels=True), function(**given), rtol=0, atol=0)

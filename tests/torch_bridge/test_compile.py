@@ -97,6 +97,20 @@ def test_a_compiled_function_serves_every_temperature_that_is_a_number():
         torch.testing.assert_close(compiled(*given), policy(*given), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_functions_name_targets_outside_the_vocabulary_where_they_are_validated(backend):
+    def validated(hidden, weight, target):
+        return linear_cross_entropy(hidden, weight, target, validate_labels=True)
+
+    compiled, (hidden, weight, target, _) = torch.compile(validated, fullgraph=True, backend=backend), problem()
+    given = (hidden, weight, target)
+    torch.testing.assert_close(value_and_gradients(compiled, *given), value_and_gradients(linear_cross_entropy, *given))
+    target[3] = 40
+    with pytest.raises(ValueError, match=r"target\[3\]=40 is neither in \[0, vocab_size=40\)"):
+        compiled(hidden, weight, target)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
 @pytest.mark.parametrize(

@@ -86,13 +86,13 @@ def test_what_is_no_computed_array_is_refused():
 
 def test_tensors_on_different_devices_are_refused_by_name():
     with pytest.raises(ValueError, match="linear_weight lies on meta and input on cpu"):
-        check_one_device(input=torch.ones(2), linear_weight=torch.ones(2, device="meta"))
-    check_one_device(input=torch.ones(2, device="meta"), logit_scale=torch.tensor(2.0))
+        check_one_device({"input": torch.ones(2), "linear_weight": torch.ones(2, device="meta")})
+    check_one_device({"input": torch.ones(2, device="meta"), "logit_scale": torch.tensor(2.0)})
 
 
 def test_labels_of_64_bits_cross_as_words_and_never_wrap_around_into_the_vocabulary():
     labels = torch.tensor([0, 7, -100, 2**32 + 3, -(2**32) + 3, 2**31 - 1, -(2**63), 2**63 - 1])
-    (words,) = share([("target", labels)], labels.device, None)
+    (words,) = share(["target"], [labels], labels.device, None)
     assert words.unsafe_buffer_pointer() == labels.data_ptr()  # no copy
     assert words_to_int32(words).tolist() == [0, 7, -100, -1, -1, 2**31 - 1, -1, -1]
     assert words_to_int32(words.reshape(4, 4)).tolist() == [[0, 7], [-100, -1], [-1, 2**31 - 1], [-1, -1]]

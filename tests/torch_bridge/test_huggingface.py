@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from transformers.trainer_pt_utils import LabelSmoother
 
+from tests.torch_bridge.products import Products
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
 from torch_bridge.integrations import huggingface
 
@@ -144,6 +145,55 @@ def test_labels_that_are_shifted_already_and_tuples_are_understood():
     assert torch.equal(got[0], want)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_without_a_reduction_every_token_has_its_loss(training):
+    model, given = make().train(training), batch()
+    log_probs = model(given["input_ids"], given["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    labels = given["labels"][:, 1:]
+    want = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    out = patch_causal_lm(model)(**given, reduction="none")
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, torch.nn.functional.pad(want, (0, 1)))
+    torch.testing.assert_close(model(**given, reduction="sum").loss, want.sum())
+    for wrong in ({"labels": None}, {"skip_logits": False}, {"logits_to_keep": 2}):
+        with pytest.raises(ValueError, match="pass labels, and neither"):
+            model(**given | wrong, reduction="none")
+
+
+def test_evaluation_computes_no_logits_where_it_is_told_and_has_the_models_own_loss():
+    model = make().eval()
+    want = model(**batch(), num_items_in_batch=torch.tensor(17))
+    patch_causal_lm(model, skip_logits=True, label_smoothing=0.1, z_loss=0.1)
+    got = model(**batch(), num_items_in_batch=torch.tensor(17))
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, want.loss)
+    with_logits = model(**batch(), num_items_in_batch=torch.tensor(17), skip_logits=False)
+    assert torch.equal(with_logits.logits, want.logits)
+    assert torch.equal(with_logits.loss, want.loss)
+    assert torch.equal(model(batch()["input_ids"]).logits, want.logits)
+    assert model.train()(**batch()).loss > got.loss
+
+
+ROUTED = {
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.1,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_losses_of_routers_are_added(name):
+    torch.manual_seed(0)
+    model, asked = ROUTED[name]().train(), {} if name == "mixtral" else {"output_router_logits": True}
+    want = model(**batch(), **asked)
+    check_steps(model, asked, asked | {"num_items_in_batch": torch.tensor(17)})
+    got = model(**batch(), **asked)
+    torch.testing.assert_close(got.aux_loss, want.aux_loss)
+    assert len(got.router_logits) == len(want.router_logits)
+    assert model(**batch(), output_router_logits=False).loss < want.loss
+
+
 def test_another_ignore_index_is_heeded():
     model, given = make(), batch()
     given["labels"] = given["labels"].where(given["labels"] != -100, 7)
@@ -158,8 +208,9 @@ class Adapted(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "lm_head", Adapted(32, VOCABULARY)), "the head of this .* is a Adapted now"),
+        (lambda model: setattr(model, "lm_head", Adapted(32, VOCABULARY)), "the head of this .* is a Adapted"),
         (lambda model: model.lm_head.register_forward_hook(print), "the head of this .* has forward hooks"),
+        (lambda model: setattr(model.lm_head, "forward", print), "the head of this .* was given a forward of its own"),
         (lambda model: setattr(model, "loss_function", print), "was given a loss_function of its own"),
     ],
 )
@@ -213,9 +264,6 @@ def test_a_patched_model_is_copied_saved_and_unpatched(tmp_path):
         unpatch_causal_lm(twin)
 
 
-ROUTED = hf.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
-
-
 class ScaledForCausalLM(hf.LlamaForCausalLM):
     """A model that does something to its logits that no configuration states."""
 
@@ -256,7 +304,7 @@ def on_meta():
         (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
         (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
         (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
-        (lambda: hf.MixtralForCausalLM(ROUTED), "output_router_logits"),
+        (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
         (with_other_head, "Sequential"),
         (without_shift, "own loss of four labels"),
         (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
@@ -266,6 +314,15 @@ def on_meta():
 def test_models_that_cannot_be_patched_are_refused_with_the_reason(model, message):
     with pytest.raises((TypeError, ValueError), match=message):
         patch_causal_lm(model())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_outside_the_vocabulary_are_named_where_they_are_validated(training):
+    model, given = patch_causal_lm(make(), skip_logits=True, validate_labels=True).train(training), batch()
+    assert model(**given).loss > 0
+    given["labels"][1, 5] = VOCABULARY
+    with pytest.raises(ValueError, match=r"target\[1, 5\]=99 is neither"):
+        model(**given)
 
 
 def test_unknown_options_are_refused():
@@ -296,3 +353,22 @@ def test_fifty_steps_of_trainer_agree(tmp_path):
     assert got[-1] < got[0]
     # Both are float32 runs: they part by rounding, which 50 steps of Adam may enlarge.
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_trainer_evaluates_without_products_of_the_vocabulary_where_it_is_told(tmp_path, skip_logits):
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, VOCABULARY, (4, 12))]
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path), per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        prediction_loss_only=True,
+    )  # fmt: skip
+    plain = hf.Trainer(make(), arguments, eval_dataset=texts).evaluate()["eval_loss"]
+    trainer = hf.Trainer(patch_causal_lm(make(), skip_logits=skip_logits), arguments, eval_dataset=texts)
+    with Products(VOCABULARY) as products:
+        losses = [trainer.evaluate()["eval_loss"], trainer.predict(texts).metrics["test_loss"]]
+    assert losses == pytest.approx([plain, plain], rel=1e-5)
+    assert (set(products.bridged), not products.wide) == (
+        {"linear_cross_entropy"} if skip_logits else set(),
+        skip_logits,
+    )

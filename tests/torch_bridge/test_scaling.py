@@ -14,18 +14,19 @@ import torch
 from torch_bridge.programs.scale_kernel import scale
 
 block = 16
-for size in (1, 15, 16, 17, 1000):
+for sizes in ((1, 0), (15, 16), (17, 1000), (1000, 3)):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for factor in (1.0, 0.3, 0.0):
-            before = torch.randn(size + 5).to(dtype)
+            before = [torch.randn(size + 5).to(kind) for size, kind in zip(sizes, (dtype, torch.float32))]
             wide = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
-            got = before.clone()
-            scale[(3,)](got, wide, size, -(-size // block), block=block)
-            # The interpreter cuts bfloat16 off; a GPU rounds.
-            error = 2**-7 if dtype == torch.bfloat16 and factor not in (0, 1) else 0
-            want = (before[:size].to(wide.dtype) * wide).to(dtype)
-            torch.testing.assert_close(got[:size], want, rtol=error, atol=0)
-            assert torch.equal(got[size:], before[size:])
+            first, second = (x.clone() for x in before)
+            scale[(3,)](first, sizes[0], second, sizes[1], wide, block=block)
+            for got, x, size in zip((first, second), before, sizes):
+                # The interpreter cuts bfloat16 off; a GPU rounds.
+                error = 2**-7 if x.dtype == torch.bfloat16 and factor not in (0, 1) else 0
+                want = (x[:size].to(wide.dtype) * wide).to(x.dtype)
+                torch.testing.assert_close(got[:size], want, rtol=error, atol=0)
+                assert torch.equal(got[size:], x[size:])
 print("done")
 """
 

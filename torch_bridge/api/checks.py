@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pallas_ce import integration
 from pallas_ce.integration import PrecisionLike
@@ -92,14 +92,24 @@ def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
 
 
-def row_values(name: str, tensor: Tensor | None, leading: Sequence[int]) -> Tensor | None:
-    """`[N]` of a dense tensor with one value for each row, or None."""
+def row_values(name: str, tensor: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
+    """`[N]` of a dense tensor with one value for each row, or None; with `shift`, 0 where there is none."""
     shape(name, tensor, leading)
-    return None if tensor is None else by_row(tensor, leading)
+    return None if tensor is None else by_row(_shifted(tensor, shift, leading, 0), leading)
 
 
-def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> Tensor:
-    """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`."""
+def labels(
+    target: Tensor,
+    leading: Sequence[int],
+    several: bool = False,
+    valid: tuple[int, int | None] | None = None,
+    shift: int = 0,
+) -> Tensor:
+    """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
+
+    With `valid`, a vocabulary's size and `ignore_index`, their values are read: others raise a ValueError. With
+    `shift`, a row has the label that stands so many positions later.
+    """
     exchange.check_dense("target", target)
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         raise TypeError(
@@ -110,7 +120,29 @@ def labels(target: Tensor, leading: Sequence[int], several: bool = False) -> Ten
     ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    return by_row(target if target.dtype in _LABELS else target.long(), leading)
+    target = target if target.dtype in _LABELS else target.long()
+    target = target if valid is None else _with_valid_values(target, *valid)
+    return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
+
+
+def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
+    """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
+    if not (shift := integration.check_shift(shift, by_token, tuple(leading))):
+        return by_token
+    behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
+    return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
+
+
+# An operator, which torch.compile keeps as it is; its result is used, so that it stays in the program.
+@torch.library.custom_op("pallas_ce::with_valid_values", mutates_args=())
+def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
+    integration.check_label_values(target.numpy(force=True), ignore_index, vocab_size, "target")
+    return target.clone()
+
+
+@_with_valid_values.register_fake
+def _(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
+    return torch.empty_like(target)
 
 
 def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
@@ -118,7 +150,7 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
     if tensor is None:
         return
     exchange.check_dense(name, tensor)
-    if tuple(tensor.shape) != tuple(expected):
+    if tensor.shape != tuple(expected):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
@@ -142,7 +174,7 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
 
 def scalar(name: str, value: float | Tensor | None, absent: float | None, dtype: str, *bounds: float) -> Tensor | None:
     """A 0-d tensor in the dtype of the sums, or None for `absent`, the number whose term is left out."""
-    if value is None and absent is None:
+    if value is absent or (isinstance(value, float) and value == absent):
         return None
     number = integration.check_scalar(name, value, *bounds)
     if isinstance(number, Tensor):

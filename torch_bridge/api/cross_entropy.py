@@ -29,6 +29,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     vocab_size: int | None = None,
+    validate_labels: bool = False,
     inplace_backward: bool = False,
 ) -> Tensor:
     r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors of any device.
@@ -49,6 +50,7 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
         vocab_size: V; columns from there on are padding. Default V'.
+        validate_labels: as in `linear_cross_entropy`.
         inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
             needed after this function, by anything: the values there are lost. What `torch.compile` compiles plans
             its memory itself, and leaves them.
@@ -79,7 +81,7 @@ def cross_entropy(
     dtype = checks.floating("logits", logits)
     size = checks.vocabulary(logits, vocab_size)
     leading = logits.shape[:-1]
-    ids = checks.labels(target, leading)
+    ids = checks.labels(target, leading, valid=(size, ignore_index) if validate_labels else None)
     checks.shape("class_weights", class_weights, (size,))
     check_inplace(logits, inplace_backward)
     given = {
@@ -87,12 +89,13 @@ def cross_entropy(
         "class_weights": class_weights,
         "token_weights": checks.row_values("token_weights", token_weights, leading),
         "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
-        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype),
+        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype, 0.0),
         "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
     }
     tensors = {name: x for name, x in given.items() if x is not None}
-    exchange.check_one_device(logits=logits, **tensors)
-    first_order.reverse_mode({"logits": logits, **tensors})
+    everything = {"logits": logits, **tensors}
+    exchange.check_one_device(everything)
+    first_order.reverse_mode(everything)
     # Gradients in float16 may underflow before the upstream scalar is known.
     if reduction != "none" and logits.dtype != torch.float16 and eager.serves((logits, *tensors.values())):
         serving = kernels.serving(logits, rows.spec(logits, size, logit_softcap))

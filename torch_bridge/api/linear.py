@@ -20,6 +20,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
+    shift: int = 0,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float | Tensor = 0.0,
@@ -32,6 +33,7 @@ def linear_cross_entropy(
     precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
+    validate_labels: bool = False,
     return_metrics: bool = False,
 ) -> Any:
     r"""Cross entropy of `softcap(logit_scale · (input @ linear_weight.T + linear_bias))`, without storing those logits.
@@ -49,6 +51,9 @@ def linear_cross_entropy(
         linear_bias: `[V']`.
         class_weights: `[V]`, PyTorch's `weight`; a constant.
         token_weights: `[...]`, differentiable.
+        shift: 1 where the hidden state of a position predicts the next one's target, along the last leading axis: the
+            loss of `input[..., :-1, :]` with `target[..., 1:]` and `token_weights[..., 1:]`, without the copy of
+            the input. Positions whose target would lie behind the last one do not count.
         reduction: "mean", "sum", or "none" for `[...]`.
         ignore_index: tokens with this target have loss and gradient 0 and cost no work.
         label_smoothing: in [0, 1]. Numbers may change from call to call without compiling anew.
@@ -67,6 +72,8 @@ def linear_cross_entropy(
             `torch.set_float32_matmul_precision("high")` makes it, too.
         implementation: "xla", "mosaic_gpu", "triton", "reference", or None to choose; see `pallas_ce`.
         scratch_bytes: bound on scratch memory.
+        validate_labels: raise a ValueError naming the first target that is neither in the vocabulary nor
+            `ignore_index`, under `torch.compile` too. Reads the targets' values: on a GPU the host waits for them.
         return_metrics: return `(loss, Metrics)`.
 
     Returns:
@@ -92,14 +99,15 @@ def linear_cross_entropy(
     """
     integration.check_reduction(reduction, normalizer, backward)
     dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
-    leading = input.shape[:-1]
-    checks.shape("class_weights", class_weights, (vocab_size or linear_weight.shape[0],))
+    leading, size = input.shape[:-1], vocab_size or linear_weight.shape[0]
+    checks.shape("class_weights", class_weights, (size,))
+    valid = (size, integration.read_ignore_index(ignore_index)) if validate_labels else None
     tensors = head | {
-        "target": checks.labels(target, leading),
+        "target": checks.labels(target, leading, valid=valid, shift=shift),
         "class_weights": class_weights,
-        "token_weights": checks.row_values("token_weights", token_weights, leading),
+        "token_weights": checks.row_values("token_weights", token_weights, leading, shift),
         "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
-        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype),
+        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype, 0.0),
         "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
     }
     loss, *metrics = LINEAR_CROSS_ENTROPY.call(

@@ -23,10 +23,12 @@ def linear_log_probs(
     logit_softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    shift: int = 0,
     ignore_index: int | None = -100,
     precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
+    validate_labels: bool = False,
 ) -> Any:
     r"""Log-probabilities of `target` under `softmax(z)`, without storing logits.
 
@@ -53,11 +55,15 @@ def linear_log_probs(
         logit_softcap: c > 0, or None.
         logit_scale: a number or a scalar tensor, differentiable.
         vocab_size: V.
+        shift: a row meets the targets that stand so many positions later, as in `linear_cross_entropy`; the temperature
+            is that of the row.
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
         precision: how float32 operands are multiplied; None: as PyTorch's settings say.
         implementation: "xla", "mosaic_gpu" (a number as temperature), "triton", "reference" or None.
         scratch_bytes: bound on the memory of tiles.
+        validate_labels: raise a ValueError naming the first target that is neither in the vocabulary nor
+            `ignore_index`, under `torch.compile` too. Reads the targets' values: on a GPU the host waits for them.
 
     Returns:
         Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
@@ -82,14 +88,16 @@ def linear_log_probs(
     """
     dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
-    labels = checks.labels(target, leading, several=True)
+    ignore_index = integration.read_ignore_index(ignore_index)
+    valid = (vocab_size or linear_weight.shape[0], ignore_index) if validate_labels else None
+    labels = checks.labels(target, leading, several=True, valid=valid, shift=shift)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     options = {
         "dtype": dtype,
         "return_entropy": return_entropy,
         "return_sum_sq_probs": return_sum_sq_probs,
         "return_hit": return_hit,
-        "ignore_index": integration.read_ignore_index(ignore_index),
+        "ignore_index": ignore_index,
         "logit_softcap": logit_softcap,
         "vocab_size": vocab_size,
         "precision": checks.precision(precision, input.device),

@@ -44,6 +44,7 @@ def vocab_parallel_cross_entropy(
     precision: PrecisionLike | None = None,
     implementation: str | None = None,
     scratch_bytes: int | None = None,
+    validate_labels: bool = False,
 ) -> Tensor:
     r"""`linear_cross_entropy` of a head of which each process of `group` has some rows of the weight.
 
@@ -69,6 +70,7 @@ def vocab_parallel_cross_entropy(
         precision: as in `linear_cross_entropy`.
         implementation: as in `linear_cross_entropy`.
         scratch_bytes: as in `linear_cross_entropy`.
+        validate_labels: as in `linear_cross_entropy`.
 
     Returns:
         Tensor: `[]`, or `[...]` for "none"; float32 (float64 for float64); 0 where nothing counts.
@@ -94,10 +96,10 @@ def vocab_parallel_cross_entropy(
     first_order.reverse_mode(tensors)
     integration.check_reduction(reduction, normalizer, "recompute")
     leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
-    checks.labels(target, leading)
+    target = checks.labels(target, leading, valid=(vocab_size, ignored) if validate_labels else None).reshape(leading)
     checks.shape("token_weights", token_weights, leading)
     integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    integration.check_scalar("z_loss", z_loss)
+    integration.check_scalar("z_loss", z_loss, 0.0)
     integration.check_normalizer(normalizer)
     target = target.long()  # narrower integers could not be compared with V
     counted = losses.counted(target, vocab_size, ignored)

@@ -28,11 +28,12 @@ def asked(
     if all(x is None for x in cotangents):
         return ()
     first_order.reverse_mode({f"the gradient of output {i}": x for i, x in enumerate(cotangents)})
+    # Tensors that are missing have no edge.
     return tuple(
         [
             name
-            for edge, (name, _) in enumerate(signature.arrays)
-            if needed[edge] and name in signature.differentiated and _is_asked(_node(ctx, edge))
+            for (name, _), is_needed, (node, _) in zip(signature.arrays, needed, ctx.next_functions, strict=False)
+            if is_needed and name in signature.differentiated and _is_asked(node)
         ]
     )
 
@@ -41,35 +42,29 @@ def placed(ctx: Any, asked: Sequence[str], gradients: Sequence[Tensor]) -> dict[
     """Gradients by name, but the weight's where a `main_grad` has taken it."""
     found: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
     if (gradient := found.get("linear_weight")) is not None:
-        found["linear_weight"] = _into_main_grad(_node(ctx, _WEIGHT), gradient)
+        found["linear_weight"] = _into_main_grad(ctx.next_functions[_WEIGHT][0], gradient)
     return found
-
-
-def _node(ctx: Any, edge: int) -> Any | None:
-    """The autograd node that a gradient goes to; tensors that are missing have no edge."""
-    return ctx.next_functions[edge][0]
 
 
 def _is_asked(node: Any | None) -> bool:
     """Whether this backward pass uses the gradient: `torch.autograd.grad` and zero-bubble schedules ask for a part.
 
-    `needs_input_grad` only knows what could be asked for. Whoever captures a leaf's gradient needs it; PyTorch says so
-    by raising RuntimeError.
+    `needs_input_grad` only knows what could be asked for. Whoever captures a leaf's gradient needs it.
     """
-    if node is None or torch.compiler.is_compiling():
-        return True
-    return _is_captured(node) or torch._C._will_engine_execute_node(node)
+    return node is None or torch.compiler.is_compiling() or _is_executed(node) is not False
 
 
 def _is_captured(node: Any) -> bool:
     """Whether `torch.autograd.grad` returns the gradient of this leaf in place of accumulating it."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _is_executed(node) is None
+
+
+def _is_executed(node: Any) -> bool | None:
+    """Whether this backward pass goes on there; None for a leaf that it stops at, for which PyTorch raises an error."""
     try:
-        torch._C._will_engine_execute_node(node)
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        return True
-    return False
+        return None
 
 
 def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:

@@ -37,6 +37,7 @@ class Operation:
         optional: names of further tensors.
         by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
         differentiable: names of tensors, in the order of the bits of `differentiated`.
+        tensors: names of all tensors, in the order of the operator's arguments.
     """
 
     name: str
@@ -49,23 +50,26 @@ class Operation:
 
     # Programs by what is read off a call's arguments sooner than a signature.
     _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
+    tensors: tuple[str, ...] = dataclasses.field(init=False)
+    # For each of the tensors its bit of `differentiated`, or 0.
+    _bits: tuple[int, ...] = dataclasses.field(init=False)
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors, in the order of the operator's arguments."""
-        return self.required + self.optional
+    def __post_init__(self) -> None:
+        # Here and not when first asked for: torch.compile guards the attributes that a trace has found.
+        tensors = self.required + self.optional
+        bits = tuple([1 << self.differentiable.index(x) if x in self.differentiable else 0 for x in tensors])
+        object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "_bits", bits)
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
         """The function's outputs; what PyTorch will differentiate is read off the tensors."""
-        exchange.check_one_device(**tensors)
+        exchange.check_one_device(tensors)
         first_order.reverse_mode(tensors)
-        differentiated = 0
+        given, differentiated = [tensors.get(name) for name in self.tensors], 0
         if torch.is_grad_enabled():
-            for bit, name in enumerate(self.differentiable):
-                tensor = tensors.get(name)
+            for tensor, bit in zip(given, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
-                    differentiated |= 1 << bit
-        given = [tensors.get(name) for name in self.tensors]
+                    differentiated |= bit
         static = (differentiated, *[options[name] for name in self.options._fields[1:]])
         if not eager.serves(given):
             return getattr(torch.ops.pallas_ce, self.name)(*given, *static)

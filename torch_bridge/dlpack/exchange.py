@@ -4,17 +4,18 @@ What cannot be shared as it is, is either copied because PyTorch itself would (s
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torch.utils.dlpack
+from jax._src import xla_bridge  # as in `torch_bridge.memory`
 from jaxlib import _jax  # what JAX's own DLPack functions call
+from torch._C import _from_dlpack, _to_dlpack  # what PyTorch's own call
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from torch_bridge.dlpack import streams
 
@@ -33,6 +34,18 @@ TO_TORCH = {
     np.dtype(np.bool): torch.bool,
 }
 TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
+
+# Whether this process was forked from one in which JAX had started: its threads are not here, and JAX waits for them.
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _forked or xla_bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 _WIDE = {torch.float64: "float64", torch.int64: "int64", torch.uint64: "uint64", torch.complex128: "complex128"}
 
@@ -67,29 +80,39 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
     check_dense(name, tensor)
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise _narrowed(name, tensor.dtype)
-    with streams.on(tensor.device) as stream:
-        return _import([(name, _plain(tensor))], tensor.device, stream)[0]
+    with streams.on(tensor.device) as current:
+        return _import([_plain(tensor)], _device(tensor.device, name), current)[0]
 
 
 def share(
-    named: Iterable[tuple[str, torch.Tensor]], device: torch.device, stream: torch.cuda.Stream | None
+    names: Sequence[str], given: Sequence[Any], device: torch.device, current: streams.Current | None
 ) -> list[Any]:
-    """Dense tensors on `device` as arrays, behind one event on `stream`, PyTorch's current one.
+    """Dense tensors on `device` as arrays, behind one event on PyTorch's current stream; arrays among them stay.
 
     They are for one program that takes them all, also those that it does not use (`keep_unused` of `jax.jit`).
 
     Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
     `words_to_int32` puts together.
+
+    Args:
+        names: what error messages call them.
+        given: tensors, and arrays of JAX's.
+        device: where the tensors lie.
+        current: its current stream, if it has any.
     """
-    plain = []
-    for name, tensor in named:
-        tensor = _plain(tensor)
-        if tensor.dtype == torch.int64:
-            tensor = tensor.view(torch.int32)
-        elif tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-            raise _narrowed(name, tensor.dtype)
-        plain.append((name, tensor))
-    return _import(plain, device, stream)
+    plain = [
+        _words(name, _plain(x)) if isinstance(x, torch.Tensor) else x for name, x in zip(names, given, strict=True)
+    ]
+    return _import(plain, _device(device, names[0]), current)
+
+
+def _words(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a dtype that JAX has."""
+    if tensor.dtype == torch.int64:
+        return tensor.view(torch.int32)
+    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise _narrowed(name, tensor.dtype)
+    return tensor
 
 
 def words_to_int32(words: jax.Array) -> jax.Array:
@@ -115,27 +138,22 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % alignment else tensor
 
 
-def _import(
-    named: Sequence[tuple[str, torch.Tensor]], device: torch.device, stream: torch.cuda.Stream | None
-) -> list[Any]:
+def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> list[Any]:
     """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own.
 
     Only the first array on a GPU is ready when its event has happened, all others at once: whatever reads them must
     read that one too. An event costs the host as much again as the exchange.
     """
-    if not named:
-        return []
-    to = _device(device, named[0][0])
-    if stream is None:
-        return [_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, None, None) for _, tensor in named]
     # Behind all that made the tensors plain.
-    handle: int | None = streams.behind(stream, to)
+    handle = None if current is None else streams.behind(current, to)
     arrays: list[Any] = []
-    for _, tensor in named:
-        if tensor.is_cpu:
-            arrays.append(tensor.numpy())
+    for x in given:
+        if not isinstance(x, torch.Tensor):
+            arrays.append(x)
+        elif current is not None and x.is_cpu:
+            arrays.append(x.numpy())
         else:
-            arrays.append(_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), to, handle, None))
+            arrays.append(_jax.dlpack_managed_tensor_to_buffer(_to_dlpack(x), to, handle, None))
             handle = None
     return arrays
 
@@ -183,20 +201,26 @@ def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
         raise ValueError(f"{name} is sharded over {len(devices)} devices; pass one shard: array.addressable_data(0)")
     (device,) = devices
     where = torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)
-    with streams.on(where) as stream:
-        return adopt([array], stream)[0]
+    with streams.on(where) as current:
+        return adopt([array], current)[0]
 
 
-def adopt(arrays: Iterable[jax.Array], stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
-    """Computed arrays on one device as tensors, for which `stream`, PyTorch's current one, waits."""
-    handle = None if stream is None else streams.handle(stream)
+def adopt(arrays: Iterable[jax.Array], current: streams.Current | None, staying: Collection[int] = ()) -> list[Any]:
+    """Computed arrays on one device as tensors, for which PyTorch's current stream waits; those at `staying` stay."""
+    handle = None if current is None else current.handle
     return [
-        torch.utils.dlpack.from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array, stream=handle)) for array in arrays
+        array if place in staying else _from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array, stream=handle))
+        for place, array in enumerate(arrays)
     ]
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Refuses what is not a plain dense tensor with memory of its own."""
+    """Refuses what is not a plain dense tensor with memory of its own, and a process in which JAX would hang."""
+    if _forked:
+        raise RuntimeError(
+            "this process was forked from one in which JAX had started, and JAX would wait for ever for threads that "
+            "only that one has: start it with torch.multiprocessing.get_context('forkserver') or 'spawn'"
+        )
     if isinstance(tensor, DTensor):
         raise TypeError(
             f"{name} is a DTensor with placements {tensor.placements}: the bridge computes on whole local tensors. "
@@ -207,15 +231,17 @@ def check_dense(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be dense and not quantised")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(f"{name} lies on {tensor.device}; the bridge serves CPU and CUDA tensors")
 
 
-def check_one_device(**tensors: torch.Tensor | None) -> None:
+def check_one_device(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Refuses tensors on different devices; scalars on the CPU go everywhere, as in PyTorch."""
-    (first, reference), *others = [(k, x) for k, x in tensors.items() if x is not None]
-    for name, tensor in others:
-        if tensor.device != reference.device and not (tensor.ndim == 0 and tensor.device.type == "cpu"):
-            raise ValueError(
-                f"{name} lies on {tensor.device} and {first} on {reference.device}: move them to one device"
-            )
+    first = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first, device = name, tensor.device
+        elif tensor.device != device and not (tensor.ndim == 0 and tensor.is_cpu):
+            raise ValueError(f"{name} lies on {tensor.device} and {first} on {device}: move them to one device")

@@ -21,7 +21,7 @@ Memory must also not be *reused* early. Both allocators reuse memory in the orde
 import contextlib
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,18 +29,38 @@ import torch
 _DEFAULT_STREAM = 1
 
 
-class _Current(torch.cuda.device):
+class Current(NamedTuple):
+    """PyTorch's current stream on a device, and what ordering work with it takes; made once for each stream.
+
+    Attributes:
+        stream: it.
+        handle: the number by which DLPack knows it.
+        event: recorded on it alone, so that the last record is behind every work that an earlier one was behind.
+    """
+
+    stream: torch.cuda.Stream
+    handle: int
+    event: torch.cuda.Event
+
+
+class _On(torch.cuda._DeviceGuard):
     """A device as PyTorch's current one; `with` names its current stream."""
 
-    def __enter__(self) -> torch.cuda.Stream:
+    def __enter__(self) -> Current:
         super().__enter__()  # type: ignore[no-untyped-call]
-        return torch.cuda.current_stream(self.idx)
+        return _current(*torch._C._cuda_getCurrentStream(self.idx))
+
+
+@functools.lru_cache
+def _current(stream_id: int, device_index: int, device_type: int) -> Current:
+    stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    return Current(stream, stream.cuda_stream or _DEFAULT_STREAM, torch.cuda.Event())
 
 
 _NO_STREAM = contextlib.nullcontext()
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[torch.cuda.Stream | None]:
+def on(device: torch.device) -> contextlib.AbstractContextManager[Current | None]:
     """A context in which `device` is PyTorch's current one, as exchanging needs, with its current stream if it has any.
 
     Raises:
@@ -54,29 +74,25 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[torch.cuda.Str
             "the graph would not contain. Leave the loss outside torch.cuda.graph, and compile without "
             "mode='reduce-overhead' or 'max-autotune'"
         )
-    return _Current(device)
+    return _On(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def handle(stream: torch.cuda.Stream) -> int:
-    """The number by which DLPack knows a stream."""
-    return stream.cuda_stream or _DEFAULT_STREAM
-
-
-def behind(stream: torch.cuda.Stream, jax_device: Any) -> int:
-    """The handle of a stream of JAX's that now waits for what is queued on `stream`, of the same device."""
+def behind(current: Current, jax_device: Any) -> int:
+    """The handle of a stream of JAX's that now waits for what is queued on the current one, of the same device."""
     handle: int = jax_device.get_stream_for_external_ready_events()
-    _foreign(handle, stream.device).wait_stream(stream)
+    current.event.record(current.stream)
+    current.event.wait(_foreign(handle, current.stream.device_index))
     return handle
 
 
 @functools.lru_cache
-def _foreign(handle: int, device: torch.device) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(handle, device)
+def _foreign(handle: int, device_index: int) -> torch.cuda.ExternalStream:
+    return torch.cuda.ExternalStream(handle, device_index)
 
 
-def hold(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Keeps the memory of `tensors`, once dropped, from reuse before the work now queued on `stream`."""
-    if stream is not None:
+def hold(tensors: Iterable[Any], current: Current | None) -> None:
+    """Keeps the memory of the tensors among those, once dropped, from reuse before the work now queued on `current`."""
+    if current is not None:
         for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(current.stream)

@@ -97,11 +97,11 @@ class Kernels(NamedTuple):
     def _run(self, function: Any, what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
         tensors = {name: x for name, x in given.items() if x is not None}
         device = tensors["rows"].device
-        with streams.on(device) as stream:
-            arrays = exchange.share(tensors.items(), device, stream)
+        with streams.on(device) as current:
+            arrays = exchange.share(tuple(tensors), tuple(tensors.values()), device, current)
             program = _program(function, self, what, tuple(tensors))
-            found = exchange.adopt(program(*arrays), stream)
-            streams.hold(tensors.values(), stream)
+            found = exchange.adopt(program(*arrays), current)
+            streams.hold(tensors.values(), current)
         return found
 
 

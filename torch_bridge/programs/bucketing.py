@@ -2,23 +2,24 @@
 
 JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded, and the
 padding masked like ignored tokens, which cost no products. What padding does cost is a copy of the rows, and memory for
-those that are not there: at most as much again from 2048 rows on.
+those that are not there: at most as much again from 1024 rows on.
 
-Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most eight up to 8192
+Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to 8192
 tokens, and two more for each doubling.
 """
 
 import torch
 
-# Below 2048 rows the memory of padding does not matter and compilations do; from there on powers of two.
-_SMALLEST = (256, 2048)
+# Below 1024 rows the memory of padding does not matter and compilations do; from there on powers of two, which are
+# what batches of one size usually have.
+_SMALLEST = (256, 1024)
 
 
 def bucket(rows: int) -> int:
-    """The number of rows to compile for: the smallest of 256, 2048, 4096, 8192, … that holds `rows`.
+    """The number of rows to compile for: the smallest of 256, 1024, 2048, 4096, … that holds `rows`.
 
     >>> [bucket(rows) for rows in (0, 256, 257, 5000, 8192)]
-    [256, 256, 2048, 8192, 8192]
+    [256, 256, 1024, 8192, 8192]
     """
     for size in _SMALLEST:
         if rows <= size:

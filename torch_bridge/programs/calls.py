@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
-import torch
 from torch import Tensor
 
 from torch_bridge.dlpack import exchange, streams
@@ -21,7 +20,7 @@ def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]
         staying: places of results that are returned as JAX's arrays, with the padding of the program's rows.
     """
     arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
-    found = _run(program.forward, program, given, arrays, tensors[0].device, staying)
+    found = _run(program.forward, program, given, arrays, tensors[0], staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
         return found
     return _without_padding(found, program.layout.outputs + program.layout.kept, tokens)
@@ -46,7 +45,7 @@ def backward(
     compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
     read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
-    found = _run(compiled.run, program, read, shapes, tensors[0].device)
+    found = _run(compiled.run, program, read, shapes, tensors[0])
     return _as_inputs(program, found, asked, tensors[0].shape[0])
 
 
@@ -90,21 +89,19 @@ def _run(
     program: Program,
     given: Sequence[Tensor | jax.Array],
     shapes: Sequence[tuple[str, Shape]],
-    device: torch.device,
+    like: Tensor,
     staying: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    with streams.on(device) as stream:
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        named = [
-            (name, bucketing.pad(x, program.rows, shape.fill) if shape.by_row else x)
-            for x, (name, shape) in zip(given, shapes, strict=True)
-            if isinstance(x, Tensor)
+    """The results of a compiled program; `like` has the call's device and rows."""
+    if like.shape[0] != program.rows:
+        given = [
+            bucketing.pad(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
+            for x, (_, shape) in zip(given, shapes, strict=True)
         ]
-        shared = iter(exchange.share(named, device, stream))
-        results = compiled(*[next(shared) if isinstance(x, Tensor) else x for x in given])
-        adopted = iter(exchange.adopt([x for i, x in enumerate(results) if i not in staying], stream))
-        found = [x if i in staying else next(adopted) for i, x in enumerate(results)]
-        streams.hold(tensors, stream)
+    with streams.on(like.device) as current:
+        arrays = exchange.share([name for name, _ in shapes], given, like.device, current)
+        found = exchange.adopt(compiled(*arrays), current, staying)
+        streams.hold(given, current)
     return found
 
 

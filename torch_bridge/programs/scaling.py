@@ -3,7 +3,7 @@
 On a GPU the host does not know the scalar; a kernel reads it and leaves at once where there is nothing to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ _PROGRAMS = 1024
 _BLOCK = 4096
 
 
-def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies contiguous tensors by `factor []`, a scalar at least as wide on the same device; rounds once."""
     if factor.is_cpu:
         if (number := factor.item()) != 1:
@@ -23,7 +23,9 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
     from torch_bridge.programs.scale_kernel import scale
 
     with torch.cuda.device(factor.device):
-        for tensor in tensors:
-            if size := tensor.numel():
-                blocks = -(-size // _BLOCK)
-                scale[(min(_PROGRAMS, blocks),)](tensor, factor, size, blocks, block=_BLOCK)
+        # Two at a time, as most calls have: a launch takes the host longer than all else in such a backward.
+        for first in range(0, len(tensors), 2):
+            one, other = tensors[first], tensors[min(first + 1, len(tensors) - 1)]
+            size, further = one.numel(), 0 if other is one else other.numel()
+            programs = -(-max(size, further, 1) // _BLOCK)
+            scale[(min(_PROGRAMS, programs),)](one, size, other, further, factor, block=_BLOCK)

@@ -1,0 +1,58 @@
+"""What may befall a process that uses the bridge, done to it: `docs/robustness.md` has the list."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+import torch_bridge
+from torch_bridge import linear_cross_entropy
+
+FORKED = """
+import os, warnings
+import torch
+from torch_bridge import linear_cross_entropy
+warnings.simplefilter("ignore", RuntimeWarning)  # JAX's own, at the fork
+
+def forked(work):
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except RuntimeError as error:
+            os._exit(7 * ("forked from one in which JAX had started" in str(error)))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+given = torch.ones(64, 8), torch.ones(100, 8), torch.zeros(64, dtype=torch.long)
+assert forked(lambda: linear_cross_entropy(*given)) == 0  # JAX starts in the child
+before = linear_cross_entropy(*given)
+assert forked(lambda: given[0] + 1) == 0
+assert forked(lambda: linear_cross_entropy(*given)) == 7
+assert torch.equal(before, linear_cross_entropy(*given))
+"""
+
+
+def test_in_a_process_that_was_forked_too_late_the_bridge_says_so_where_jax_would_hang() -> None:
+    command = [sys.executable, "-c", FORKED]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_call_without_room_is_an_error_and_the_next_one_works() -> None:
+    """Stored logits of 2^50 bytes, more than a process can address."""
+    hidden, weight = (torch.ones(2**24, 2, dtype=torch.bfloat16) for _ in range(2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED|[Oo]ut of memory"):
+        linear_cross_entropy(hidden, weight, torch.zeros(2**24, dtype=torch.int32), implementation="reference")
+    few = linear_cross_entropy(torch.ones(8, 2), torch.ones(32, 2), torch.zeros(8, dtype=torch.long))
+    torch.testing.assert_close(few, torch.tensor(32.0).log())
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu130")
+    monkeypatch.delitem(sys.modules, "torch_bridge.versions")
+    with pytest.raises(ImportError, match=r"torch_bridge needs torch>=2\.11, and 2\.10\.1\+cu130 is installed: pip"):
+        _ = torch_bridge.linear_log_probs

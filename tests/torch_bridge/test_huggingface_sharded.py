@@ -1,0 +1,100 @@
+"""A patched model under FSDP2, in the layouts of accelerate and of a head by itself: steps as in one process."""
+
+import types
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.torch_bridge import processes
+from torch_bridge import patch_causal_lm
+
+VOCABULARY = 99
+
+
+def make(tied):
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
+        max_position_embeddings=64, tie_word_embeddings=tied,
+    )).train()  # fmt: skip
+
+
+def as_accelerate_does(model, mesh):
+    """By accelerate's own function: its `Accelerator` takes FSDP2 on accelerators only."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = types.SimpleNamespace(
+        state=types.SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=mesh, mixed_precision="no",
+        parallelism_config=types.SimpleNamespace(fsdp_dim_names=("shards",)), device=torch.device("cpu"),
+    )  # fmt: skip
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def head_by_itself(model, mesh):
+    fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh)
+
+
+def check_steps(rank, reference, model):
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (reference, model)]
+    for _ in range(2):
+        tokens = torch.randint(3, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
+        mine = tokens[2 * rank : 2 * rank + 2]
+        reference(input_ids=tokens, labels=tokens).loss.backward()
+        out = model(input_ids=mine, labels=mine)
+        assert out.logits is None
+        out.loss.backward()
+        parameters = dict(model.named_parameters())
+        for name, parameter in reference.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameters[name].grad.full_tensor()
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train(rank, _):
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+    for shard, tied, backward in [
+        (as_accelerate_does, True, "auto"),
+        (as_accelerate_does, False, "recompute"),
+        (head_by_itself, False, "recompute"),
+    ]:
+        model = shard(patch_causal_lm(make(tied), backward=backward), mesh)
+        assert isinstance(model.lm_head, FSDPModule)
+        check_steps(rank, make(tied), model)
+
+
+def train_adapters(rank, _):
+    import peft
+
+    def adapted(model):
+        torch.manual_seed(2)
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+    model = as_accelerate_does(adapted(patch_causal_lm(make(tied=False))), mesh)
+    assert isinstance(model.get_base_model().lm_head, FSDPModule)
+    check_steps(rank, adapted(make(tied=False)), model)
+
+
+@pytest.mark.slow
+def test_under_fsdp2_a_patched_model_trains_as_in_one_process():
+    processes.run(train)
+
+
+@pytest.mark.nightly
+def test_under_fsdp2_adapters_and_a_head_that_is_saved_train_as_in_one_process():
+    pytest.importorskip("peft")
+    processes.run(train_adapters)

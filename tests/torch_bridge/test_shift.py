@@ -1,0 +1,69 @@
+"""`shift` in the bridge: the loss of sliced hidden states and targets, without slices."""
+
+import pytest
+import torch
+
+from tests.torch_bridge.problems import value_and_gradients
+from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy, linear_log_probs
+
+
+def problem(*leading, targets=()):
+    torch.manual_seed(len(leading))
+    hidden, weight = torch.randn(*leading, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    return hidden, weight, torch.randint(-3, 34, (*leading, *targets)), torch.rand(leading)  # some lie outside
+
+
+def weighted(hidden, weight, target, token_weights, **options):
+    return linear_cross_entropy(hidden, weight, target, token_weights=token_weights, z_loss=0.1, **options)
+
+
+def policy(hidden, weight, target, token_weights, **options):
+    found = linear_log_probs(hidden, weight, target, return_entropy=True, **options)
+    return found.log_probs.sum() + found.entropy.sin().sum()
+
+
+@pytest.mark.parametrize("leading", [(7,), (3, 5), (2, 1)])
+@pytest.mark.parametrize("shift", [1, 2])
+@pytest.mark.parametrize("function", [weighted, policy])
+def test_it_is_the_loss_of_slices(function, leading, shift):
+    def sliced(hidden, weight, target, token_weights):
+        kept = max(leading[-1] - shift, 0)
+        start, along = leading[-1] - kept, len(leading) - 1
+        further = (x.narrow(along, start, kept) for x in (target, token_weights))
+        return function(hidden.narrow(along, 0, kept), weight, *further)
+
+    given = problem(*leading, targets=(2,) if function is policy else ())
+    given[3].requires_grad_(function is weighted)
+    got = value_and_gradients(lambda *x: function(*x, shift=shift), *given)
+    torch.testing.assert_close(got, value_and_gradients(sliced, *given))
+
+
+def test_token_weights_have_their_gradients_at_their_own_tokens():
+    hidden, weight, target, token_weights = problem(2, 5)
+    (gradient,) = torch.autograd.grad(
+        weighted(hidden, weight, target.clamp(0, 29), token_weights.requires_grad_(), shift=1, reduction="sum"),
+        token_weights,
+    )
+    assert (gradient != 0).tolist() == [[False, True, True, True, True]] * 2
+
+
+def test_without_a_reduction_the_last_position_has_none():
+    hidden, _, target, _ = problem(2, 5)
+    each = LinearCrossEntropyLoss(8, 30, shift=1, reduction="none")(hidden, target.clamp(0, 29))
+    assert (each > 0).tolist() == [[True, True, True, True, False]] * 2
+
+
+def test_a_compiled_function_shifts_at_any_length():
+    def function(hidden, weight, target):
+        return linear_cross_entropy(hidden, weight, target, shift=1)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for leading in ((3, 5), (4, 9)):
+        given = problem(*leading)[:3]
+        torch.testing.assert_close(value_and_gradients(compiled, *given), value_and_gradients(function, *given))
+
+
+@pytest.mark.parametrize("shift", [-1, 1.5, True])
+def test_a_shift_that_is_no_count_is_named(shift):
+    with pytest.raises(ValueError, match=rf"shift={shift!r} must be an int, at least 0"):
+        linear_cross_entropy(*problem(3)[:3], shift=shift)

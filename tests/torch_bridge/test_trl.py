@@ -1,0 +1,242 @@
+"""TRL's trainers on patched models: the same training, by the bridge's calls and without products of the vocabulary."""
+
+import importlib
+import importlib.metadata
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from tests.torch_bridge.products import Products
+from torch_bridge import patch_causal_lm, unpatch_causal_lm
+from torch_bridge.integrations import trl as adapter
+
+VOCABULARY = 97
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def exact(hidden, weight, bias, targets, temperature, cap, scale):
+    """What TRL's function returns, in float64."""
+    z = scale * (hidden.double() @ weight.double().T + bias.double())
+    z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
+    log_p = z.log_softmax(-1)
+    target = log_p.gather(-1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return target, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
+
+
+@pytest.mark.parametrize(("temperature", "cap", "scale"), [(1.0, None, 1.0), (0.7, 3.0, 0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_function_returns_what_trls_does(dtype, temperature, cap, scale):
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(*shape).to(dtype).requires_grad_() for shape in [(50, 16), (50,)])
+    hidden = torch.randn(40, 16, requires_grad=True)  # in float32 with a bfloat16 weight: a float32 head
+    targets = torch.randint(0, 50, (40,))
+    with torch.no_grad():
+        targets[:9] = (hidden[:9] @ weight.float().T + bias).argmax(-1)
+    want = exact(hidden, weight, bias, targets, temperature, cap, scale)
+    got = adapter.FusedHead(None).apply(hidden, weight, bias, targets, temperature, 32768, cap, scale, ALL)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-5, atol=1e-5)
+    assert 9 <= got[4].sum() < 40
+    assert [x.requires_grad for x in got] == [True, True, False, False, False]
+    gradients = [
+        torch.autograd.grad(log_probs.sum() - 0.3 * entropy.sum(), (hidden, weight, bias))
+        for log_probs, entropy, *_ in (got, want)
+    ]
+    for x, y in zip(*gradients, strict=True):
+        assert float((x.double() - y.double()).norm()) <= (1e-5 if x.dtype == torch.float32 else 1e-2) * float(y.norm())
+    alone = adapter.FusedHead(None).apply(hidden, weight, bias, targets, temperature, 32768, cap, scale, ("log_probs",))
+    torch.testing.assert_close(alone[0], got[0])
+    assert alone[1:] == (None,) * 4
+
+
+def test_a_weight_that_zero_3_holds_is_refused():
+    weight = torch.randn(50, 16)
+    weight.ds_id = 0
+    with pytest.raises(ValueError, match="ZeRO-3"):
+        adapter.FusedHead(None).apply(torch.randn(3, 16), weight, None, torch.arange(3), 1.0, 32768)
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    """TRL, and its own function back in its place."""
+    trl = pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils = importlib.import_module("trl.trainer.utils")
+        for name in TRAINERS:
+            getattr(trl, f"{name.split()[0]}Trainer")
+    function = utils._ChunkedLogProbFunction  # other tests may have left ours there
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", getattr(function, "original", function))
+    return trl
+
+
+def make():
+    torch.manual_seed(0)
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+        final_logit_softcapping=2.0, attn_implementation="eager",
+    ))  # fmt: skip
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+TEXTS = [" ".join(f"w{3 + (7 * i + 3 * j) % (VOCABULARY - 3)}" for j in range(5 + i % 3)) for i in range(8)]
+PAIRS = {"prompt": TEXTS, "chosen": [" w5 w6"] * 8, "rejected": [" w9 w10 w11"] * 8}
+COMPLETIONS = {"prompt": TEXTS, "completion": [" w5 w6", " w9"] * 4, "label": [True, False] * 4}
+SAMPLED = {"num_generations": 2, "max_completion_length": 4, "temperature": 0.7, "beta": 0.1}
+
+
+def different_words(completions, **_):
+    return [float(len(set(words.split()))) for words in completions]
+
+
+def adapters():
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+
+
+# Data, options of the configuration, and of the trainer.
+TRAINERS = {
+    "SFT": ({"text": TEXTS}, {"max_length": 16}, {}),
+    "DPO": (PAIRS, {}, {"ref_model": make}),
+    "SFT with adapters": ({"text": TEXTS}, {"max_length": 16}, {"peft_config": adapters}),
+    "DPO with adapters": (PAIRS, {}, {"peft_config": adapters}),  # the reference: without them
+    "KTO": (COMPLETIONS, {}, {"ref_model": make}),
+    "GRPO": ({"prompt": TEXTS}, SAMPLED | {"cast_lm_head_to_fp32": True}, {"reward_funcs": different_words}),
+    "RLOO": ({"prompt": TEXTS}, SAMPLED, {"reward_funcs": different_words}),
+}
+REPEATED = {"RLOO": pytest.mark.nightly}  # it asks for what GRPO does
+
+
+def trainer(trl, name, model, directory):
+    from datasets import Dataset
+
+    data, options, further = TRAINERS[name]
+    model.config._name_or_path = str(directory / "model")  # of which GRPO and RLOO make a reference model
+    make().save_pretrained(directory / "model")
+    kind = name.split()[0]
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(directory), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[],
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-2, **options,
+    )  # fmt: skip
+    further = {key: x() if x in (make, adapters) else x for key, x in further.items()}
+    return getattr(trl, f"{kind}Trainer")(
+        model=model, args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **further
+    )
+
+
+def trained(trl, name, model, directory):
+    """The operations of two steps, how far they moved the weights, and what was logged."""
+    made, products = trainer(trl, name, model, directory), Products(VOCABULARY)
+    generate = model.generate
+
+    def without_counting(*args, **kwargs):
+        with products.paused():
+            return generate(*args, **kwargs)
+
+    model.generate = without_counting
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(3)
+    with products:
+        made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return products, {name: p.detach() - before[name] for name, p in model.named_parameters() if name in before}, losses
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's, transformers' and accelerate's own
+@pytest.mark.parametrize("name", [pytest.param(x, marks=REPEATED.get(x, ())) for x in TRAINERS])
+def test_a_trainer_of_trl_trains_alike_by_the_bridges_calls_and_without_products_of_the_vocabulary(trl, name, tmp_path):
+    plain, want, want_losses = trained(trl, name, make(), tmp_path)
+    assert plain.wide
+    assert not plain.bridged
+    products, got, losses = trained(trl, name, patch_causal_lm(make()), tmp_path)
+    assert products.wide == []
+    assert {"linear_row_statistics", "linear_row_statistics_backward"} == set(products.bridged)
+    torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-6)
+    assert got.keys() == want.keys()
+    for key, moved in want.items():
+        # Adam's first steps are of the learning rate's size whatever the gradient's: rounding turns only tiny ones.
+        assert (got[key] - moved).norm() <= 1e-2 * moved.norm(), key
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluation_by_trl_is_by_the_bridge_too(trl, tmp_path):
+    losses = []
+    for model in (make(), patch_causal_lm(make())):
+        made = trainer(trl, "SFT", model, tmp_path)
+        with Products(VOCABULARY) as products:
+            losses.append(made.evaluate(made.train_dataset)["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (set(products.bridged), products.wide) == ({"linear_row_statistics"}, [])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_options_of_a_loss_that_trl_computes_are_refused_by_the_trained_model(trl, tmp_path):
+    other = patch_causal_lm(make(), label_smoothing=0.1)  # not trained by TRL: no matter
+    made = trainer(trl, "SFT", patch_causal_lm(make(), z_loss=1e-4), tmp_path)
+    with pytest.raises(ValueError, match=r"patched with \['z_loss'\], but TRL"):
+        made.train()
+    assert hasattr(other.forward, "patched")
+
+
+def test_the_last_model_that_is_unpatched_gives_trl_its_function_back(trl):
+    utils = importlib.import_module("trl.trainer.utils")
+    own = utils._ChunkedLogProbFunction
+    first, second = patch_causal_lm(make()), patch_causal_lm(make(), implementation="xla", backward="recompute")
+    assert utils._ChunkedLogProbFunction.options == {"implementation": "xla"}
+    unpatch_causal_lm(first)
+    assert utils._ChunkedLogProbFunction is not own
+    unpatch_causal_lm(second)
+    assert utils._ChunkedLogProbFunction is own
+
+
+def test_the_default_environment_has_a_version_that_counts_as_tested():
+    constraints = (Path(__file__).parents[2] / "tools" / "constraints-jax-0.11.2.txt").read_text()
+    assert re.search(r"^trl==(.*)$", constraints, re.MULTILINE)[1] in adapter.TESTED
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("nothing", None),
+        (adapter.TESTED[0], None),
+        ("9.9", r"TRL 9\.9 was not tested with patch_causal_lm; tested: 1\.16\.0"),
+        ("1.2", r"TRL 1\.2 has trainers that will not use patch_causal_lm \(.*no attribute.*\); tested"),
+    ],
+)
+def test_versions_of_trl_that_were_not_tested_are_warned_about(monkeypatch, found, message):
+    class Utils:
+        class _ChunkedLogProbFunction:
+            def forward(
+                ctx, hidden, weight, bias, targets, temperature, chunk_size,
+                final_logit_softcapping=None, logit_scale=1.0, outputs=(),
+            ): ...  # fmt: skip
+
+    if found == "1.2":
+        del Utils._ChunkedLogProbFunction
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if found == "nothing" else name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Utils)
+    read = adapter._utils.__wrapped__
+    if message is None:
+        assert read() is (None if found == "nothing" else Utils)
+    else:
+        with pytest.warns(UserWarning, match=message):
+            assert read() is (Utils if found == "9.9" else None)

@@ -1,0 +1,99 @@
+"""Models that are not known by name are run on four tokens, to compare their logits and losses with the patch's."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.integrations import causal_lm
+
+_IGNORED = -100
+
+
+def compare(model: Any, signature: inspect.Signature, options: dict[str, Any]) -> None:
+    """Raises ValueError unless the head, with the options' soft cap and scale, gives the model's own logits and loss.
+
+    Args:
+        model: of transformers.
+        signature: of its forward.
+        options: of `linear_cross_entropy`.
+    """
+    kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()
+            difference = _of_logits(model, options) or _of_losses(model, signature)
+    except Exception as error:
+        raise ValueError(
+            f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
+            "are loaded, or use LinearCrossEntropyLoss in its forward"
+        ) from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if difference is not None:
+        raise ValueError(f"{kind} is not known, and {difference}. Use LinearCrossEntropyLoss in its forward")
+
+
+def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
+    """How the model's own logits of four tokens differ from those of the patch's loss; None where they do not."""
+    head, tokens = causal_lm.head(model), _four_tokens(model)
+    want = model(input_ids=tokens).logits.float()
+    hidden = causal_lm.backbone(model)(input_ids=tokens).last_hidden_state
+    got = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+    got = got * options.get("logit_scale", 1.0)
+    if (cap := options.get("logit_softcap")) is not None:
+        got = cap * torch.tanh(got / cap)
+    difference = float((got - want).abs().max())
+    if difference <= 1e-2 * float(want.abs().max()):
+        return None
+    return (
+        f"its logits differ by {difference:.2g} from its head applied to the backbone's last hidden states: it does "
+        "something between or after them"
+    )
+
+
+def _of_losses(model: Any, signature: inspect.Signature) -> str | None:
+    """How the model's own loss of its logits differs from the one that the patch computes; None where it does not."""
+    tokens = _four_tokens(model)
+    labels = _telling_labels(model(input_ids=tokens).logits.float())
+    for items in (None, 7) if _takes_num_items(model, signature) else (None,):
+        further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
+        out = model(input_ids=tokens, labels=labels, **further)
+        total = nn.functional.cross_entropy(out.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
+        got, want = float(total) / (items or 2), float(out.loss)
+        asked = causal_lm.with_routers(model, None)
+        if asked and (routers := causal_lm.router_loss(model, out.get("router_logits"), None)):
+            got += float(routers[0]) * routers[1]
+        tolerance = 1e-4 if out.loss.dtype.itemsize > 2 else 1e-2
+        if not abs(got - want) <= tolerance * max(1.0, abs(want)):
+            return (
+                f"its own loss of four labels is {want:.4g} with num_items_in_batch={items}, where theirs shifted by "
+                f"one, {_IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
+            )
+    return None
+
+
+def _telling_labels(logits: Tensor) -> Tensor:
+    """Labels `[1, 4]` of logits `[1, 4, V]`, one ignored: likely after the token before, unlikely after the token.
+
+    So that even an untrained model, to which all tokens are about as likely, has another loss without the shift.
+    """
+    log_probs = logits.log_softmax(-1)
+    before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
+    labels = (before - log_probs).argmax(-1)
+    labels[:, 2] = _IGNORED
+    return labels
+
+
+def _takes_num_items(model: Any, signature: inspect.Signature) -> bool:
+    """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))
+
+
+def _four_tokens(model: Any) -> Tensor:
+    weight = causal_lm.head(model).weight
+    return torch.arange(4, device=weight.device)[None] % weight.shape[0]

@@ -1,0 +1,146 @@
+"""TRL's trainers on this library's row statistics.
+
+A trainer of TRL gives each of its models, and those that it makes for a reference, a head of its own in the place of
+the forward (`add_fused_lm_head`). All that such a head reads of the logits comes from one function,
+`trl.trainer.utils._ChunkedLogProbFunction`. That alone is replaced here: whatever TRL does around it (adapters, FSDP2,
+context parallelism, losses of routers) stays TRL's.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import warnings
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge.api.linear import linear_row_statistics
+
+# The versions whose trainers the tests have run.
+TESTED = ("1.16.0",)
+
+# Of `FusedCausalLMOutput`, in the order in which TRL's function returns them: the statistic that each is made of.
+_STATISTICS = {
+    "log_probs": "log_prob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "argmax",
+}
+
+
+class FusedHead:
+    """What stands in the place of TRL's function, whose `apply` has these arguments.
+
+    Attributes:
+        original: TRL's own.
+        options: of `linear_row_statistics`.
+        models: those for which it was put there, each with the options of a loss that it was patched with.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.options: dict[str, Any] = {}
+        self.models: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = tuple(_STATISTICS),
+    ) -> tuple[Tensor | None, ...]:
+        """`[N]` of hidden states `[N, H]`, for each of `_STATISTICS`; None for what is not in `outputs`.
+
+        Only log-probabilities and entropies have a gradient, as in TRL.
+
+        Raises:
+            ValueError: a model that TRL trains was patched with an option of the loss, which TRL computes itself; a
+                weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward.
+        """
+        for model, lost in self.models.items():
+            # Whoever wraps the patched forward copies its attribute; TRL puts its own in the place.
+            if lost and not hasattr(model.forward, "patched"):
+                raise ValueError(
+                    f"this {type(model).__name__} was patched with {lost}, but TRL's trainers compute their losses "
+                    "themselves, from log-probabilities: patch it without"
+                )
+        if hasattr(weight, "ds_id"):
+            raise ValueError(
+                "the head's weight is split by DeepSpeed's ZeRO-3, which takes it away again before the backward: use "
+                "FSDP2 or ZeRO-2, or do not patch the model"
+            )
+        row: Any = linear_row_statistics(
+            hidden,
+            weight,
+            targets,
+            statistics=[x for name, x in _STATISTICS.items() if name == "log_probs" or name in outputs],
+            linear_bias=bias,
+            logit_softcap=final_logit_softcapping,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            **self.options,
+        )
+        return (
+            row.log_prob,
+            row.entropy,
+            None if row.sum_sq_probs is None else row.sum_sq_probs.detach().log(),
+            None if row.mean_logit is None else row.mean_logit.detach(),
+            None if row.argmax is None else row.argmax == targets,
+        )
+
+
+def serve(model: Any, options: dict[str, Any], of_a_loss: list[str]) -> None:
+    """Has TRL, where it is installed, compute by `linear_row_statistics`: in all models of the process, as of now.
+
+    Warns, once, where a version of TRL was not tested or has no such head.
+
+    Args:
+        model: the patched one.
+        options: of `linear_row_statistics`.
+        of_a_loss: what else it was patched with, which a trainer of TRL would pass over.
+    """
+    if (utils := _utils()) is None:
+        return
+    head = utils._ChunkedLogProbFunction
+    if not isinstance(head, FusedHead):
+        head = utils._ChunkedLogProbFunction = FusedHead(head)
+    head.options = options
+    head.models[model] = of_a_loss
+
+
+def release(model: Any) -> None:
+    """Gives TRL its own function back, unless it serves another patched model."""
+    if (utils := _utils()) is not None and isinstance(head := utils._ChunkedLogProbFunction, FusedHead):
+        head.models.pop(model, None)
+        if not head.models:
+            utils._ChunkedLogProbFunction = head.original
+
+
+@functools.cache
+def _utils() -> Any:
+    """The module of TRL that holds the function, or None where there is no such module or function."""
+    if importlib.util.find_spec("trl") is None:
+        return None
+    version = importlib.metadata.version("trl")
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+        theirs = list(inspect.signature(utils._ChunkedLogProbFunction.forward).parameters)[1:]
+    except (ImportError, AttributeError) as error:
+        theirs, why = [], f" ({error})"
+    else:
+        why = ""
+    ours = list(inspect.signature(FusedHead.apply).parameters)[1:]
+    served = theirs == ours
+    if not served or version not in TESTED:
+        result = "was not tested with" if served else "has trainers that will not use"
+        warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=4)
+    return utils if served else None
