@@ -31,11 +31,14 @@ def command(name: str, words: Sequence[str] | None) -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file in one step."""
+    """Replaces the file in one step; where that fails it is what it was, and nothing lies beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def save_figure(figure: Any, path: Path) -> Path:

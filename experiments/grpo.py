@@ -197,23 +197,35 @@ class Loop:
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 
+    def iterate(
+        self, state: TrainState, number: jax.Array, initial: Params, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, dict[str, Any]]:
+        """Samples, judges and updates: one program, after which the host has nothing to do but launch the next.
+
+        Returns:
+            The next state and the next iteration's number, and what this one reports.
+        """
+        tokens = self.sample(state.params, jax.random.fold_in(key, number))
+        rollout = self.judge(state.params, initial, tokens)
+        for _ in range(self.config.epochs):
+            state, metrics = self.update(state, rollout)
+        clipped = metrics.clipped_low + metrics.clipped_high
+        reward = jnp.mean(rollout.rewards)
+        numbers = {"reward": reward, "kl": metrics.kl, "entropy": metrics.entropy, "clipped": clipped}
+        return state, number + 1, numbers
+
 
 def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, list[float]]:
     """Runs the loop; returns each iteration's mean reward, and after its updates KL, entropy and clipped share."""
     loop = Loop(config, head)
-    state = loop.initial_state(seed)
-    initial = state.params
-    sample, judge, update = jax.jit(loop.sample), jax.jit(loop.judge), jax.jit(loop.update)
+    state, number = loop.initial_state(seed), jnp.int32(0)
+    # Arrays of their own: the state's are given up.
+    initial, key = loop.initial_state(seed).params, jax.random.key(seed)
+    iterate = jax.jit(loop.iterate, donate_argnums=(0, 1))
     history: list[dict[str, Any]] = []
-    for iteration in range(config.iterations):
-        tokens = sample(state.params, jax.random.fold_in(jax.random.key(seed), iteration))
-        rollout = judge(state.params, initial, tokens)
-        for _ in range(config.epochs):
-            state, metrics = update(state, rollout)
-        clipped = metrics.clipped_low + metrics.clipped_high
-        history.append(
-            {"reward": jnp.mean(rollout.rewards), "kl": metrics.kl, "entropy": metrics.entropy, "clipped": clipped}
-        )
+    for _ in range(config.iterations):
+        state, number, numbers = iterate(state, number, initial, key)
+        history.append(numbers)
     return {name: [float(numbers[name]) for numbers in history] for name in history[0]}
 
 

@@ -57,9 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start_jax() -> str:
-    # Two runs of one program must give the same numbers, or resuming would not be exact: on a GPU that has to be asked
-    # for, before JAX starts.
+def start_jax() -> str:
+    """Starts JAX and returns its platform's name.
+
+    Two runs of one program must give the same numbers, or resuming would not be exact: on a GPU that has to be asked
+    for, before JAX starts.
+
+    Raises:
+        UsageError: if it cannot start.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
@@ -97,9 +103,10 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     from experiments.lm.data.dataset import load_dataset
     from experiments.lm.model.mesh import make_layout, refuse_other_padding
     from experiments.lm.run import run_directory
+    from experiments.lm.run.programs_kept import programs_kept
     from experiments.lm.run.session import train_heads
 
-    backend = _start_jax()
+    backend = start_jax()
     out = str(overrides.get("out", ""))
     if arguments.resume:
         folder = Path(by_first(lambda: str(run_directory.choose_existing(out))))
@@ -115,7 +122,8 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     layout = make_layout(config)
     if config.mesh:
         print(f"mesh: {layout}", flush=True)
-    print(train_heads(config, load_dataset(config), folder, backend, arguments))
+    with programs_kept(Path(config.cache_dir) / "programs"):
+        print(train_heads(config, load_dataset(config), folder, backend, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,8 @@ from experiments.command_line import save_figure, write_atomically
 SECTIONS = ("grid", "heads", "options", "windows", "compile")
 LOSSES = ("log_probs", "top_k", "given")
 TORCH = "torch_gpu"
-_TITLES = {TORCH: "PyTorch"}
+TRAINING = "train_speed"
+_TITLES = {TORCH: "PyTorch", TRAINING: "Training"}
 _PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
 
 
@@ -18,7 +19,8 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
     """The documents found in the folder, by section; those of further losses and of peers among them."""
     files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
     files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
-    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))} | {TORCH: folder / f"{TORCH}.json"}
+    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))}
+    files |= {name: folder / f"{name}.json" for name in (TORCH, TRAINING)}
     return {name: read(path) for name, path in files.items() if path.exists()}
 
 
@@ -32,7 +34,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
         won, counted = summary.wins(sections["grid"], *peers)
         parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
-        shown = _torch(document["points"]) if name == TORCH else _section(document["points"])
+        shown = {TORCH: _torch, TRAINING: _training}.get(name, _section)(document["points"])
         parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", _machine(document), shown]
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
@@ -79,6 +81,16 @@ def _torch(points: dict[str, Any]) -> str:
         beyond = "; ".join(f"{call} {us:.0f} us beyond JAX's" for call, us in point.get("overhead_us", {}).items())
         rows.append([name, f"{point['ratio']:.3f} of JAX's" if "ratio" in point else beyond, callers])
     return table(["point", "bridge", "callers"], rows)
+
+
+def _training(points: dict[str, Any]) -> str:
+    """A row a head: milliseconds of a step in the training loop and launched back to back, and the loop's speed."""
+    rows = []
+    for point in points.values():
+        for head, found in point["results"].items():
+            numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"], found["compile_seconds"]
+            rows.append([head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers)])
+    return table(["head", "ratio", "loop, ms", "step, ms", "tokens/s", "seconds to compile"], rows)
 
 
 def _cell(result: dict[str, Any]) -> str:

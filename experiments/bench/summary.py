@@ -76,7 +76,9 @@ class Target(NamedTuple):
 
 def targets(sections: Sections) -> list[Target]:
     """Every figure that is asked for."""
-    grid, heads, compiled, torch = (sections.get(name, {}) for name in ("grid", "heads", "compile", "torch_gpu"))
+    grid, heads, compiled, torch, training = (
+        sections.get(name, {}) for name in ("grid", "heads", "compile", "torch_gpu", "train_speed")
+    )
     forward, in_forward, recompute = (ratios(grid, name).values() for name in (FORWARD, IN_FORWARD, RECOMPUTE))
     wide = ratios({name: point for name, point in heads.items() if point["h"] >= 2048}, IN_FORWARD).values()
     compilations = [r for p in compiled.values() for name, r in p["results"].items() if CANONICAL not in name]
@@ -159,6 +161,18 @@ def targets(sections: Sections) -> list[Target]:
             "PyTorch, loss and gradient in the logits' memory, share of a copy's rate, worst",
             GIVEN_SHARE,
             min((p["results"]["in place"]["share"] for p in of_torch("given")), default=None),
+            at_least=True,
+        ),
+        Target(
+            "train_lm, its rate / its compiled step's, worst head",
+            0.97,
+            min((found["ratio"] for p in training.values() for found in p["results"].values()), default=None),
+            at_least=True,
+        ),
+        Target(
+            "train_lm, its rate with the fused head / with stored logits",
+            1.0,
+            min((p["fused_to_canonical"] for p in training.values()), default=None),
             at_least=True,
         ),
     ]

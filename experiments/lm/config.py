@@ -67,6 +67,7 @@ class TrainConfig:
     ce_chunk_size: int = _option(0, "rows at a time of chunked_cross_entropy; 0: 4096", least=0, section="train")
     z_loss_weight: float = _option(0.0, "weight of the mean squared log-sum-exp, in training", least=0, section="train")
     label_smoothing: float = _option(0.0, "label smoothing, in training", least=0, most=1, section="train")
+    logit_softcap: float = _option(0.0, "c of the logits' cap c·tanh(z/c); 0: none", least=0, section="train")
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
@@ -94,7 +95,7 @@ class TrainConfig:
     validate_every: int = _option(100, "steps between validations", accelerator=200, least=1)
     checkpoint_every: int = _option(100, "steps between checkpoints", accelerator=200, least=1)
     out: str = _option("", "folder for results; empty: runs/train_lm, numbered if that exists")
-    cache_dir: str = _option(".cache", "folder for trained tokenisers")
+    cache_dir: str = _option(".cache", "folder for trained tokenisers and compiled programs")
 
     def loss_heads(self) -> tuple[str, ...]:
         """The loss heads to train, in order; the fused one first, so that its peak memory is its own."""
@@ -190,10 +191,11 @@ def check(config: TrainConfig) -> None:
         for key, (words, holds) in _LIMITS.items():
             if key in field.metadata and not holds(value, field.metadata[key]):
                 raise UsageError(f"{name} is {value}; it must be {words} {field.metadata[key]}")
-    if config.head != "fused" and (config.loss_fn, config.z_loss_weight, config.label_smoothing) != (_FUSED, 0.0, 0.0):
+    plain = (config.loss_fn, config.z_loss_weight, config.label_smoothing, config.logit_softcap) == (_FUSED, 0, 0, 0)
+    if config.head != "fused" and not plain:
         raise UsageError(
             f"head is {config.head!r}, which trains the plain cross entropy of stored logits; "
-            "leave loss_fn, z_loss_weight and label_smoothing at their defaults, or head at 'fused'"
+            "leave loss_fn, z_loss_weight, label_smoothing and logit_softcap at their defaults, or head at 'fused'"
         )
     if config.width % config.attention_heads:
         raise UsageError(
@@ -212,7 +214,7 @@ def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -
     """Compares the configuration that a run was started with to the one that it is resumed with.
 
     Args:
-        stored: the earlier configuration, as a dictionary.
+        stored: the earlier configuration, as a dictionary; an option that it was written before has its default.
         config: the present one.
         where: what the earlier one belongs to, for the error message.
 
@@ -220,7 +222,7 @@ def refuse_changes(stored: Mapping[str, Any], config: TrainConfig, where: str) -
         UsageError: naming the first option that differs, of those not free to change.
     """
     for name in OPTIONS:
-        old, new = stored.get(name), getattr(config, name)
+        old, new = stored.get(name, getattr(TrainConfig, name)), getattr(config, name)
         if name not in FREE_ON_RESUME and old != new:
             raise UsageError(
                 f"{where} was made with {name} = {old!r}, but now {name} = {new!r}; "

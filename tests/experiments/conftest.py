@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -103,3 +104,34 @@ def whole(train: Callable[..., Finished], tmp_path_factory: pytest.TempPathFacto
     """The tiny training, not interrupted; for reading."""
     train(out=(run := tmp_path_factory.mktemp("whole")))
     return run
+
+
+@pytest.fixture
+def refused(train: Callable[..., Finished], tmp_path: Path) -> Callable[..., str]:
+    """Runs a command that must be refused and returns its one sentence."""
+
+    def run(*flags: str, **changes: object) -> str:
+        out = Path(str(changes.setdefault("out", tmp_path / "fresh" / "run")))
+        before = sorted(out.rglob("*")) if out.exists() else None
+        finished = train(*flags, **changes)
+        assert finished.code == 2
+        assert finished.err.startswith("error: ")
+        assert finished.err.count("\n") == 1
+        assert "Traceback" not in finished.out + finished.err
+        assert (sorted(out.rglob("*")) if out.exists() else None) == before
+        return str(finished.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stopped(train: Callable[..., Finished], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
+    train("--stop-after", "7", out=(run := tmp_path_factory.mktemp("stopped")))
+    return run
+
+
+@pytest.fixture
+def stopped_run(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(stopped, tmp_path / "run")

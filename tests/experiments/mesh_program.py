@@ -32,9 +32,9 @@ def trained(head: str = "fused", **changes: Any) -> tuple[Curve, float, TrainSta
     state = program.initial_state(0)
     numbers = []
     for rows in ROWS:
-        state, step = program.train(state, rows)
+        state, step = program.train(state, program.placed(rows))
         numbers.append((float(step.loss), float(step.gradient_norm)))
-    return numbers, float(program.validate(state.params, ROWS[0])), state
+    return numbers, float(program.validate(state.params, program.placed(ROWS[0]))), state
 
 
 def held(array: jax.Array) -> float:
@@ -104,7 +104,7 @@ def gpus() -> Iterator[str]:
         program = build(dataclasses.replace(config, mesh=mesh), "fused", 0)
         state, found = program.initial_state(0), []
         for i in range(steps):
-            state, step = program.train(state, rows[i % len(rows)])
+            state, step = program.train(state, program.placed(rows[i % len(rows)]))
             found.append(float(step.loss))
         return found
 

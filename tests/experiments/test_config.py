@@ -81,3 +81,11 @@ def test_a_resumed_run_may_move_its_folders_but_not_change_its_numbers() -> None
     refuse_changes(stored, TrainConfig(out="elsewhere", cache_dir="x", validate_every=3, checkpoint_every=2), "run")
     with pytest.raises(UsageError, match=r"run was made with seed = 0, but now seed = 1"):
         refuse_changes(stored, TrainConfig(seed=1), "run")
+
+
+def test_a_run_from_before_an_option_was_made_with_its_default():
+    stored = dataclasses.asdict(TrainConfig())
+    del stored["logit_softcap"]
+    refuse_changes(stored, TrainConfig(), "run")
+    with pytest.raises(UsageError, match=r"logit_softcap = 0.0, but now logit_softcap = 30.0"):
+        refuse_changes(stored, TrainConfig(logit_softcap=30.0), "run")

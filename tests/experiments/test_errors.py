@@ -20,24 +20,6 @@ from experiments.lm.run.metrics import MetricsLog, read_records
 Train = Callable[..., Any]
 
 
-@pytest.fixture
-def refused(train: Train, tmp_path: Path) -> Callable[..., str]:
-    """Runs a command that must be refused and returns its one sentence."""
-
-    def run(*flags: str, **changes: object) -> str:
-        out = Path(str(changes.setdefault("out", tmp_path / "fresh" / "run")))
-        before = sorted(out.rglob("*")) if out.exists() else None
-        finished = train(*flags, **changes)
-        assert finished.code == 2
-        assert finished.err.startswith("error: ")
-        assert finished.err.count("\n") == 1
-        assert "Traceback" not in finished.out + finished.err
-        assert (sorted(out.rglob("*")) if out.exists() else None) == before
-        return str(finished.err)
-
-    return run
-
-
 def written(path: Path, content: str) -> Path:
     path.write_text(content, encoding="utf-8")
     return path
@@ -131,22 +113,16 @@ def test_a_folder_that_cannot_be_written_is_refused(refused: Callable[..., str],
     assert "/proc/nowhere cannot be written" in refused(**{option: "/proc/nowhere"})
 
 
-@pytest.fixture(scope="session")
-def stopped(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
-    train("--stop-after", "7", out=(run := tmp_path_factory.mktemp("stopped")))
-    return run
-
-
-@pytest.fixture
-def stopped_run(stopped: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(stopped, tmp_path / "run")
-
-
 def test_resuming_with_another_configuration_names_what_differs(refused: Callable[..., str], stopped_run: Path) -> None:
     assert "made with seed = 0, but now seed = 1" in refused("--resume", out=stopped_run, seed=1)
     assert "made with layers = 1, but now layers = 2" in refused("--resume", out=stopped_run, layers=2)
+
+
+def test_resuming_without_a_checkpoint_says_so(train: Train, stopped_run: Path) -> None:
+    shutil.rmtree(stopped_run / "checkpoints")
+    finished = train("--resume", out=stopped_run)
+    assert finished.code == 0
+    assert f"--resume: no checkpoint in {stopped_run / 'checkpoints' / 'fused'}, so it starts at step 0" in finished.err
 
 
 def test_resuming_with_another_text_is_refused(
@@ -229,8 +205,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
 ) -> None:
     record = Trainer._record
 
-    def diverging(self: Trainer, step: int, numbers: Any, bar: Any) -> None:
-        record(self, step, numbers._replace(loss=jnp.nan) if step == 8 else numbers, bar)
+    def diverging(self: Trainer, step: int, numbers: Any, *rest: Any) -> None:
+        record(self, step, numbers._replace(loss=jnp.nan) if step == 8 else numbers, *rest)
 
     monkeypatch.setattr(Trainer, "_record", diverging)
     finished = train(out=tmp_path)

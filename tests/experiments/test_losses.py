@@ -52,7 +52,7 @@ def test_every_loss_trains_alike_and_validates_without_its_regularisers(train: T
 def test_the_padding_of_a_split_vocabulary_has_no_part_in_a_smoothed_loss(name: str) -> None:
     config = TrainConfig(
         vocab_size=257, width=16, layers=1, attention_heads=2, mlp_width=32, mesh="tensor=3", label_smoothing=0.1,
-        z_loss_weight=1e-2, loss_fn=name,
+        z_loss_weight=1e-2, loss_fn=name, logit_softcap=2.0,
     )  # fmt: skip
     model = LanguageModel(config, 0, rngs=nnx.Rngs(0))
     rows = jax.random.randint(jax.random.key(1), (2, 9), 1, 257)
@@ -67,7 +67,9 @@ def test_the_choices_of_the_command_are_the_losses_that_the_library_has_register
     assert section == set(LossConfig.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("changes", [{"loss_fn": "cross_entropy"}, {"z_loss_weight": 0.1}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{"loss_fn": "cross_entropy"}, {"z_loss_weight": 0.1}, {"label_smoothing": 0.1}, {"logit_softcap": 9.0}]
+)
 def test_the_plain_loss_takes_no_options(changes: dict[str, Any]) -> None:
     for head in ("both", "canonical"):
         with pytest.raises(UsageError, match=f"head is '{head}', which trains the plain cross entropy"):

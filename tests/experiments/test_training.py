@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from experiments.lm.data import packing
+from experiments.lm.model.program import build
+from experiments.lm.run import session
+from experiments.lm.run.loop import Trainer
 from experiments.lm.run.metrics import MetricsLog, curve, differences, read_records
 from experiments.train_lm import main
 
@@ -124,21 +127,35 @@ def test_both_heads_resume_where_the_second_one_stopped(train: Train, tmp_path: 
 def test_an_interrupted_run_saves_and_resumes_exactly(
     train: Train, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    original = packing.training_batch
+    record = Trainer._record
 
-    def interrupted(rows: np.ndarray, seed: int, step: int, batch_size: int) -> np.ndarray:
-        if step == 3:
+    def interrupted(self: Trainer, step: int, *rest: Any) -> None:
+        if step == 4:  # which is read before the checkpoint of step 5
             signal.raise_signal(number)
-        return original(rows, seed, step, batch_size)
+        record(self, step, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "training_batch", interrupted)
+        patch.setattr(Trainer, "_record", interrupted)
         finished = train(out=tmp_path / "parts")
     assert finished.code == 128 + number
-    sentence = "stopped after step 4 of 12; everything up to it is saved; go on with --resume --out "
+    # It is noted after step 6, whose numbers are read when three more steps have been launched.
+    sentence = "stopped after step 9 of 12; everything up to it is saved; go on with --resume --out "
     assert finished.err.rstrip().endswith(sentence + str(tmp_path / "parts"))
     assert train("--resume", out=tmp_path / "parts").code == 0
     assert losses(tmp_path / "parts") == losses(whole)
+
+
+def test_a_second_start_finds_every_program_compiled(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "build", build)
+    kept = []
+    for number in range(2):
+        jax.clear_caches()
+        assert train(out=tmp_path / f"{number}", cache_dir=tmp_path / "cache").code == 0
+        kept.append({path.name for path in (tmp_path / "cache" / "programs").iterdir()})
+    assert any(name.startswith("jit_train-") for name in kept[0])
+    assert kept[0] == kept[1]
 
 
 def test_a_second_plain_run_gets_a_folder_of_its_own(

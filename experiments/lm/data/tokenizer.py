@@ -5,6 +5,7 @@ Every byte has an entry, so any text can be encoded; one special entry ends a do
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -70,10 +71,15 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     return number
 
 
-def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+def _of_bytes(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    tokenizer = _of_bytes(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         # An entry seen once is a copy of the text rather than a regularity of it.
@@ -93,11 +99,19 @@ def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _read_cached(path: Path, vocab_size: int) -> Tokenizer | None:
-    if not path.is_file():
-        return None
+    """The tokeniser of a file; None where there is none, or none that training could have left.
+
+    Of the file only entries and merges are taken: whatever else it asks for may lie outside of the vocabulary, or make
+    the library panic, which is no Exception.
+    """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        model = json.loads(path.read_bytes())["model"]
+        vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
+        bytes_and_end = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT}
+        if sorted(vocab.values()) != list(range(vocab_size)) or not vocab.keys() >= bytes_and_end:
+            return None
+        tokenizer = _of_bytes(models.BPE(vocab=vocab, merges=merges))
+        tokenizer.add_special_tokens([END_OF_TEXT])
     except Exception:  # The library raises plain Exception; a file that cannot be read is trained and written again.
         return None
-    sound = tokenizer.get_vocab_size() == vocab_size and tokenizer.token_to_id(END_OF_TEXT) is not None
-    return tokenizer if sound else None
+    return tokenizer

@@ -39,9 +39,7 @@ def canonical(model: LanguageModel, rows: jax.Array) -> jax.Array:
 
 def on_logits(config: TrainConfig) -> Objective:
     """The configured loss of stored logits `[B, T, V']` in the compute dtype; its gradient takes their place."""
-    loss_fn = build_loss_fn(
-        LossConfig(config.loss_fn, config.ce_chunk_size, config.z_loss_weight, config.label_smoothing)
-    )
+    loss_fn = build_loss_fn(LossConfig(**{name: getattr(config, name) for name in LossConfig.__dataclass_fields__}))
 
     def objective(model: LanguageModel, rows: jax.Array) -> jax.Array:
         inputs, labels = inputs_and_labels(rows, model.body.end_of_text)

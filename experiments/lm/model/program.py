@@ -1,5 +1,6 @@
 """The training step and the validation loss, compiled once for one loss head."""
 
+import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
@@ -43,8 +44,9 @@ class Program:
         head: the loss head's name.
         initial_state: makes the state that a seed determines, the same for every head.
         abstract_state: its shapes, dtypes and shardings.
-        train: `(state, rows [B, T + 1])` to the next state and the step's numbers; the old state is given up.
-        validate: `(params, rows [B, T + 1])` to the mean loss over counted labels.
+        placed: rows `[B, T + 1]` on the devices, as the steps take them.
+        train: `(state, placed rows)` to the next state and the step's numbers; the old state is given up.
+        validate: `(params, placed rows)` to the mean loss over counted labels.
         facts: number of trained `parameters`, `step_temporary_bytes` (the training step's memory beside its inputs and
             outputs, as the compiler planned it) and `compile_seconds`.
     """
@@ -52,8 +54,9 @@ class Program:
     head: str
     initial_state: Callable[[int], TrainState]
     abstract_state: TrainState
-    train: Callable[[TrainState, np.ndarray], tuple[TrainState, StepNumbers]]
-    validate: Callable[[Params, np.ndarray], jax.Array]
+    placed: Callable[[np.ndarray], jax.Array]
+    train: Callable[[TrainState, jax.Array], tuple[TrainState, StepNumbers]]
+    validate: Callable[[Params, jax.Array], jax.Array]
     facts: dict[str, float]
 
 
@@ -110,7 +113,8 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
             lowered_validate = jax.jit(validation_loss, out_shardings=layout.whole).lower(abstract_state.params, rows)
         except (ValueError, NotImplementedError) as error:
             raise UsageError(f"this configuration cannot be trained: {error}") from error
-        compiled_train, compiled_validate = lowered_train.compile(), lowered_validate.compile()
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            compiled_train, compiled_validate = threads.map(lambda x: x.compile(), (lowered_train, lowered_validate))
     plan = compiled_train.memory_analysis()
 
     def placed(rows: np.ndarray) -> jax.Array:
@@ -121,8 +125,9 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
         head=head,
         initial_state=make_state,
         abstract_state=abstract_state,
-        train=lambda state, rows: compiled_train(state, placed(rows)),
-        validate=lambda params, rows: compiled_validate(params, placed(rows)),
+        placed=placed,
+        train=compiled_train,
+        validate=compiled_validate,
         facts={
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params)),
             "step_temporary_bytes": plan.temp_size_in_bytes if plan is not None else 0,

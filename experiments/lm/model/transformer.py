@@ -150,6 +150,7 @@ class LanguageModel(nnx.Module):
             "dtype": jnp.dtype(config.dtype),
             "label_smoothing": config.label_smoothing,
             "z_loss": config.z_loss_weight,
+            "logit_softcap": config.logit_softcap or None,
             "backward": config.backward,
             "implementation": None if config.implementation == "auto" else config.implementation,
         }

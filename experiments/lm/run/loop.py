@@ -1,7 +1,14 @@
-"""Training one loss head: step, record, validate, save, and stop when asked to."""
+"""Training one loss head: step, record, validate, save, and stop when asked to.
 
+The device always has its next steps before it: their batches are there, and a step's numbers are read when those after
+it have been launched. Only validations, checkpoints and the end of the warm-up wait for all of them.
+"""
+
+import collections
+import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +19,7 @@ from tqdm import tqdm
 
 from experiments.lm.config import TrainConfig, refuse_changes
 from experiments.lm.data import packing
+from experiments.lm.data.ahead import made_ahead
 from experiments.lm.data.packing import Dataset
 from experiments.lm.errors import RunError, Stopped, UsageError
 from experiments.lm.model.optimizer import learning_rate_schedule
@@ -19,6 +27,16 @@ from experiments.lm.model.program import Params, Program, StepNumbers, TrainStat
 from experiments.lm.run import memory
 from experiments.lm.run.checkpoint import Checkpoints
 from experiments.lm.run.metrics import MetricsLog
+
+# A step's numbers are read when so many more have been launched: what the host does in the meantime costs nothing.
+_LATE = 3
+
+# Batches made ahead. A GPU's copy may wait for the steps launched before it, and the launch that needs it for the copy:
+# a batch is to be on its way before any step is launched that may still be at work when the batch is needed.
+_AHEAD = _LATE + 2
+
+# Steps after a start that do not count as its speed: an accelerator loads kernels and captures graphs in them.
+WARM_UP = 3
 
 
 @dataclasses.dataclass
@@ -31,7 +49,8 @@ class Trainer:
         dataset: the rows to train and to validate on.
         checkpoints: where the state is saved.
         log: where numbers are recorded.
-        stop_signal: asked after every step; a signal's number, 0 for none, ends the training.
+        stop_signal: called after every step; what it returns is called when the step's numbers are read, and gives a
+            signal's number, which ends the training, or 0.
         budget: end after so many steps.
     """
 
@@ -40,12 +59,14 @@ class Trainer:
     dataset: Dataset
     checkpoints: Checkpoints[TrainState]
     log: MetricsLog
-    stop_signal: Callable[[], int]
+    stop_signal: Callable[[], Callable[[], int]]
     budget: float = math.inf
 
     def __post_init__(self) -> None:
-        self._seconds = self._started = 0.0
+        self._seconds = self._started = self._warm_up_seconds = 0.0
         self._first_step = 0
+        self._signal = 0
+        self._pending = collections.deque[tuple[int, StepNumbers, Callable[[], int]]]()
         self._learning_rates = np.asarray(jax.vmap(learning_rate_schedule(self.config))(np.arange(self.config.steps)))
 
     def run(self, resume: bool) -> int:
@@ -74,51 +95,60 @@ class Trainer:
             "peak_bytes": memory.peak_bytes(),
             **self.program.facts,
         }
-        # JSON has no NaN, which stands for the speed of a session that had nothing left to train.
+        # JSON has no NaN, which stands for the speed of a session that had nothing left to train but its warm-up.
         self.log.write("summary", head, steps, **{k: number for k, number in numbers.items() if not math.isnan(number)})
         return steps - step
 
     def _train(self, step: int, state: TrainState, bar: "tqdm[Any]") -> float:
-        pending: StepNumbers | None = None
         validation_loss: float | None = None
         self._started = time.perf_counter()
-        while step < self.config.steps:
-            batch = packing.training_batch(self.dataset.training, self.config.seed, step, self.config.batch_size)
-            state, numbers = self.program.train(state, batch)
-            if pending is not None:
-                self._record(step, pending, bar)  # While the device works on the next step.
-            pending, step = numbers, step + 1
-            last = step == self.config.steps
-            exit_code = self._exit_code(step)
-            validates = last or step % self.config.validate_every == 0
-            saves = last or step % self.config.checkpoint_every == 0 or exit_code is not None
-            if not (validates or saves):
-                continue
-            self._record(step, pending, bar)
-            pending = None
-            self._pause_clock()
-            if validates:
-                validation_loss = self._validated(step, state.params)
-            if saves:
-                self.checkpoints.save(step, state, self._description())
-            if exit_code is not None and not last:
-                done = f"stopped after step {step} of {self.config.steps}; everything up to it is saved"
-                raise Stopped(done, exit_code)
-            self._started = time.perf_counter()
+        with contextlib.closing(made_ahead(self._batch, range(step, self.config.steps), _AHEAD)) as batches:
+            for rows in batches:
+                state, numbers = self.program.train(state, rows)
+                step += 1
+                for number in numbers:
+                    number.copy_to_host_async()
+                self._pending.append((step, numbers, self.stop_signal()))
+                if len(self._pending) > _LATE:
+                    self._record(*self._pending.popleft(), bar)
+                last, warm = step == self.config.steps, step - self._first_step == WARM_UP
+                validates = last or step % self.config.validate_every == 0
+                saves = last or step % self.config.checkpoint_every == 0
+                if not (validates or saves or warm or self._exit_code(step) is not None):
+                    continue
+                while self._pending:
+                    self._record(*self._pending.popleft(), bar)
+                self._pause_clock()
+                if warm:
+                    self._warm_up_seconds = self._seconds
+                exit_code = self._exit_code(step)
+                if validates:
+                    validation_loss = self._validated(step, state.params)
+                if saves or exit_code is not None:
+                    self.checkpoints.save(step, state, self._description())
+                if exit_code is not None and not last:
+                    done = f"stopped after step {step} of {self.config.steps}; everything up to it is saved"
+                    raise Stopped(done, exit_code)
+                self._started = time.perf_counter()
         # Without a loss it was resumed after the last step.
         return self._validated(step, state.params) if validation_loss is None else validation_loss
+
+    def _batch(self, step: int) -> jax.Array:
+        rows = packing.training_batch(self.dataset.training, self.config.seed, step, self.config.batch_size)
+        return self.program.placed(rows)
 
     def _validated(self, step: int, params: Params) -> float:
         """The mean loss over all counted labels of the validation rows, nats a token, recorded."""
         end_of_text = self.dataset.end_of_text
         batches = packing.validation_batches(self.dataset.validation, self.config.batch_size, end_of_text)
-        losses = [self.program.validate(params, batch) for batch in batches]
+        losses = [self.program.validate(params, self.program.placed(batch)) for batch in batches]
         counts = [packing.counted_labels(batch, end_of_text) for batch in batches]
         loss = math.fsum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
         self.log.write("validation", self.program.head, step, loss=loss)
         return loss
 
-    def _record(self, step: int, numbers: StepNumbers, bar: "tqdm[Any]") -> None:
+    def _record(self, step: int, numbers: StepNumbers, signal: Callable[[], int], bar: "tqdm[Any]") -> None:
+        self._signal = self._signal or signal()
         loss, gradient_norm = float(numbers.loss), float(numbers.gradient_norm)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             saved = self.checkpoints.steps()
@@ -134,8 +164,9 @@ class Trainer:
             learning_rate=float(self._learning_rates[step - 1]),
             seconds=round(self._seconds, 4),
         )
-        speed, peak = f"{self._tokens_per_second(step):,.0f}", memory.as_text(memory.peak_bytes())
-        bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": speed, "peak": peak}, refresh=False)
+        speed, peak = self._tokens_per_second(step), memory.as_text(memory.peak_bytes())
+        shown = {} if math.isnan(speed) else {"tokens/s": f"{speed:,.0f}"}
+        bar.set_postfix({"loss": f"{loss:.3f}", **shown, "peak": peak}, refresh=False)
         bar.update()
 
     def _pause_clock(self) -> None:
@@ -144,13 +175,14 @@ class Trainer:
         self._started = now
 
     def _tokens_per_second(self, step: int) -> float:
-        tokens = (step - self._first_step) * self.config.batch_size * self.config.sequence_length
-        return tokens / self._seconds if self._seconds and tokens else math.nan
+        """Of the steps after the warm-up; NaN where there is none."""
+        tokens = (step - self._first_step - WARM_UP) * self.config.batch_size * self.config.sequence_length
+        return tokens / (self._seconds - self._warm_up_seconds) if self._warm_up_seconds and tokens > 0 else math.nan
 
     def _exit_code(self, step: int) -> int | None:
         """What to stop with after this step, or None to go on."""
-        if number := self.stop_signal():
-            return 128 + number
+        if self._signal:
+            return 128 + self._signal
         return 0 if step - self._first_step >= self.budget else None
 
     def _description(self) -> dict[str, Any]:
@@ -159,6 +191,7 @@ class Trainer:
     def _restore(self) -> tuple[int, TrainState]:
         steps = self.checkpoints.steps()
         if not steps:
+            tqdm.write(f"--resume: no checkpoint in {self.checkpoints.folder}, so it starts at step 0", file=sys.stderr)
             return 0, self.program.initial_state(self.config.seed)
         description = self.checkpoints.description(steps[-1])
         refuse_changes(description["config"], self.config, f"the checkpoint in {self.checkpoints.folder}")

@@ -5,7 +5,7 @@ Every record has `kind`, `head` and `step` (the number of optimiser steps taken)
 * `train`: `loss` (mean over the batch's counted labels, before the step), `gradient_norm`, `learning_rate`, `seconds`
   (training time since the start or the resumption, compilation and validation excluded);
 * `validation`: `loss`;
-* `summary`: the numbers printed at the end.
+* `summary`: the numbers printed at the end; `tokens_per_second` leaves out the first steps of a session, too.
 """
 
 import contextlib

@@ -9,6 +9,7 @@ connection, as when a host loses its power, JAX's heartbeat ends the others.
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from experiments.lm.errors import RunError, Stopped, UsageError
 
@@ -262,12 +264,29 @@ def by_first(function: Callable[[], str]) -> str:
     return str(text)
 
 
-def largest(value: int) -> int:
-    """The largest of the processes' values."""
+def largest(value: int) -> Callable[[], int]:
+    """Asks for the largest of the processes' values; what it returns waits for the answer.
+
+    The answer comes from the devices, behind the work that they have been given.
+    """
     import jax
     import numpy as np
-    from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
-        return value
-    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+        return lambda: value
+    split, find = _for_largest()
+    found = find(jax.make_array_from_callback((jax.device_count(),), split, lambda _: np.full(1, value, np.int32)))
+    found.copy_to_host_async()
+    return lambda: int(found)
+
+
+@functools.cache
+def _for_largest() -> tuple[Any, Any]:
+    """How the processes' values lie on the devices, and what finds the largest."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, PartitionSpec("devices")), NamedSharding(mesh, PartitionSpec())
+    return split, jax.jit(jnp.max, out_shardings=whole)

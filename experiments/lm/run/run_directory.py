@@ -8,8 +8,12 @@
 Nothing is ever deleted from a folder that is not such a run.
 """
 
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.command_line import write_atomically
@@ -84,12 +88,37 @@ def stored_config(run: Path) -> TrainConfig:
     return merge(default_config("cpu"), read_toml(path), str(path))
 
 
+@contextlib.contextmanager
+def claimed(run: Path) -> Iterator[None]:
+    """Within the block no other command trains in the folder, which is made; ends with the process, however that ends.
+
+    Raises:
+        UsageError: if another does, or it cannot be made.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        folder = os.open(run, os.O_RDONLY)
+    except OSError as error:
+        raise UsageError(f"the output folder {run} cannot be written: {error.strerror}") from None
+    try:
+        with contextlib.suppress(OSError):  # Not every file system has locks.
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is training in {run}; wait for it, or change --out") from None
+        yield
+    finally:
+        os.close(folder)
+
+
 def create(run: Path, config: TrainConfig, overwrite: bool) -> None:
-    """Makes the folder of a new run and stores its configuration there.
+    """Stores the configuration of a new run in its folder, which is claimed.
 
     Raises:
         UsageError: if that is not possible.
     """
+    if not (overwrite or _is_free(run)):
+        raise UsageError(f"another process has just written a run to {run}; change --out")
     try:
         if overwrite and run.is_dir():
             shutil.rmtree(run / "checkpoints", ignore_errors=True)

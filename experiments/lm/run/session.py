@@ -1,6 +1,7 @@
 """One session of a run: the heads still to be trained, one after the other, then plots and the closing report."""
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 
@@ -40,11 +41,14 @@ def train_heads(config: TrainConfig, dataset: Dataset, run: Path, backend: str, 
     finished = _finished_heads(run) if command.resume else set()
     waiting = [head for head in config.loss_heads() if head not in finished]
     first = _build(config, waiting[0], dataset) if waiting else None
-    if not command.resume and is_first():
-        run_directory.create(run, config, command.overwrite)
     budget = math.inf if command.stop_after is None else command.stop_after
     metrics = run_directory.metrics_path(run) if is_first() else None
-    with stop_requests() as stop_signal, MetricsLog(metrics) as log:
+    with contextlib.ExitStack() as stack:
+        if is_first():
+            stack.enter_context(run_directory.claimed(run))
+            if not command.resume:
+                run_directory.create(run, config, command.overwrite)
+        stop_signal, log = stack.enter_context(stop_requests()), stack.enter_context(MetricsLog(metrics))
         for head in waiting:
             if budget == 0:
                 raise Stopped(f"stopped before the {head} head; everything so far is saved", exit_code=0)

@@ -1,0 +1,126 @@
+"""Speed of `train_lm` beside its compiled step launched back to back: `python -m experiments.train_speed`.
+
+Trains the default model of the device through the fused head and through stored logits, in turn, with all that the loop
+does but validations and checkpoints, and launches the compiled step of each as often in between. Writes milliseconds
+and tokens per second of each, the loop's `ratio` (the step's milliseconds over the loop's), and the fused
+loop's rate over that with stored logits (`fused_to_canonical`), to `experiments/results/train_speed.json`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.bench import timing
+from experiments.bench.command import parsed
+from experiments.bench.results import Record, ResultFile, add_options, describe, run
+from experiments.command_line import parser_of, positive
+from experiments.lm.config import TrainConfig, default_config
+from experiments.lm.data.dataset import load_dataset
+from experiments.lm.data.packing import Dataset, training_batch
+from experiments.lm.model.program import Program, TrainState, build
+from experiments.lm.run.checkpoint import Checkpoints
+from experiments.lm.run.loop import WARM_UP, Trainer
+from experiments.lm.run.metrics import MetricsLog, read_records
+from experiments.train_lm import start_jax
+
+HEADS = ("fused", "canonical")
+_DRY = TrainConfig(vocab_size=300, width=16, layers=1, attention_heads=2, mlp_width=32, sequence_length=16)
+
+
+class _Unsaved(Checkpoints[TrainState]):
+    """Checkpoints that are not written."""
+
+    def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
+        pass
+
+
+def loop_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -> float:
+    """Of a step in the training loop, its warm-up left out."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        log = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
+        Trainer(program, config, dataset, _Unsaved(folder), log, lambda: lambda: 0).run(resume=False)
+        (summary,) = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "summary"]
+    return 1e3 * config.batch_size * config.sequence_length / float(summary["tokens_per_second"])
+
+
+def step_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -> float:
+    """Of the compiled step among as many launched back to back, on one batch that is there."""
+    state = program.initial_state(config.seed)
+    rows = program.placed(training_batch(dataset.training, config.seed, 0, config.batch_size))
+
+    def launched(state: TrainState, launches: int) -> TrainState:
+        for _ in range(launches):
+            state, _ = program.train(state, rows)
+        return jax.block_until_ready(state)
+
+    state = launched(state, WARM_UP)
+    started = time.perf_counter()
+    launched(state, config.steps - WARM_UP)
+    return 1e3 * (time.perf_counter() - started) / (config.steps - WARM_UP)
+
+
+def measure(config: TrainConfig, steps: int, rounds: int) -> Record:
+    """Both heads' loops and steps in turn, `steps` of each in a round."""
+    dataset = load_dataset(config)
+    dataset = dataclasses.replace(dataset, validation=dataset.validation[: config.batch_size])
+    total = steps + WARM_UP
+    config = dataclasses.replace(config, steps=total, validate_every=total, checkpoint_every=total)
+    programs = {head: build(config, head, dataset.end_of_text) for head in HEADS}
+    timed = {"loop": loop_milliseconds, "step": step_milliseconds}
+    runs = {(head, kind): functools.partial(timed[kind], programs[head]) for head in HEADS for kind in timed}
+    found = timing.in_turn(runs, lambda milliseconds: milliseconds(config, dataset), rounds)
+    tokens = config.batch_size * config.sequence_length
+    results = {
+        head: {
+            **{kind: found[head, kind] for kind in timed},
+            "ratio": found[head, "step"]["ms"] / found[head, "loop"]["ms"],
+            "tokens_per_second": 1e3 * tokens / found[head, "loop"]["ms"],
+            "compile_seconds": programs[head].facts["compile_seconds"],
+        }
+        for head in HEADS
+    }
+    return {
+        "steps": steps,
+        "config": dataclasses.asdict(config),
+        "results": results,
+        "fused_to_canonical": found["canonical", "loop"]["ms"] / found["fused", "loop"]["ms"],
+    }
+
+
+def _shown(_: str, record: Record) -> str:
+    words = [
+        f"{head} {found['tokens_per_second']:,.0f} tokens/s, {found['ratio']:.3f} of its step's"
+        for head, found in record["results"].items()
+    ]
+    return "; ".join([*words, f"fused / canonical {record['fused_to_canonical']:.3f}"])
+
+
+def _config(options: argparse.Namespace, backend: str) -> TrainConfig:
+    return dataclasses.replace(_DRY if options.dry_run else default_config(backend), data=options.data)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes; returns the exit status."""
+    parser = parser_of(__doc__)
+    add_options(parser)
+    parser.add_argument("--steps", type=positive, default=100, help="of a loop, and of a series of launches")
+    parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
+    options = parsed(parser, words)
+    config = _config(options, start_jax())
+    point = functools.partial(measure, config, options.steps, options.rounds)
+    file = ResultFile("train_speed", "python -m experiments.train_speed", {"defaults": point})
+    return run([file], describe() | {"rounds": options.rounds}, _shown, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

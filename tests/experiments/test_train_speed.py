@@ -1,0 +1,35 @@
+"""The command that compares the training loop with its compiled step, at small sizes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import train_speed
+from experiments.bench import report, summary
+
+
+def test_a_dry_run_compares_loop_and_step_of_both_heads(
+    text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cache)
+    words = ["--dry-run", "--data", str(text), "--steps", "5", "--rounds", "2", "--out", str(tmp_path)]
+    assert train_speed.main(words) == 0
+    assert "fused / canonical" in capsys.readouterr().out
+    document = json.loads((tmp_path / "train_speed.json").read_text())
+    found = document["points"]["defaults"]
+    milliseconds = {
+        head: {kind: found["results"][head][kind]["ms"] for kind in ("loop", "step")} for head in train_speed.HEADS
+    }
+    for head, result in found["results"].items():
+        assert result["ratio"] == milliseconds[head]["step"] / milliseconds[head]["loop"]
+        assert result["tokens_per_second"] == pytest.approx(8 * 16 / (1e-3 * milliseconds[head]["loop"]))
+        assert len(result["loop"]["samples"]) == 2
+    assert found["fused_to_canonical"] == milliseconds["canonical"]["loop"] / milliseconds["fused"]["loop"]
+
+    figures = {target.what: target.value for target in summary.targets({"train_speed": document["points"]})}
+    worst = min(result["ratio"] for result in found["results"].values())
+    assert figures["train_lm, its rate / its compiled step's, worst head"] == worst
+    assert figures["train_lm, its rate with the fused head / with stored logits"] == found["fused_to_canonical"]
+    report.write(tmp_path)
+    assert f"| fused | {found['results']['fused']['ratio']:.3f} |" in (tmp_path / "gpu_report.md").read_text()
