@@ -1,6 +1,8 @@
 """The distribution's metadata, as installed, says what the project promises."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -8,9 +10,10 @@ from importlib import metadata, resources
 import pytest
 
 import pallas_ce
+from pallas_ce.backends import packages
 
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
-EXTRAS = {"cuda12", "cuda13", "triton", "torch", "huggingface", "experiments", "dev"}
+EXTRAS = {"cuda12", "cuda13", "flax", "triton", "torch", "huggingface", "trl", "experiments", "docs", "dev"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -24,15 +27,32 @@ def test_version_extras_and_the_oldest_supported_versions_are_declared():
     assert set(declared.get_all("Provides-Extra")) >= EXTRAS
     assert declared["Requires-Python"] == ">=3.12"
     assert "jax>=0.11.1" in requirements
-    assert any(line.startswith("jax-triton>=0.3.1") for line in requirements)
+    required = {re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0] for line in requirements if "extra" not in line}
+    assert required == {"jax", "numpy"}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "triton"])
+def test_an_extra_for_a_gpu_brings_the_triton_that_the_kernels_take(extra):
+    lines = [line for line in metadata.requires("pallas-ce") if line.endswith(f"extra == '{extra}'")]
+    (versions,) = (line.removeprefix("triton").partition(";")[0] for line in lines if line.startswith("triton"))
+    assert set(versions.split(",")) == set(str(packages._NEEDED["triton"]).removeprefix("triton").split(","))
+
+
+@pytest.mark.parametrize("package", ["pallas_ce", "torch_bridge"])
 def test_importing_a_package_needs_no_optional_dependency_and_starts_no_device(package):
     """An entry of None in sys.modules makes the import of that module fail, as if it were not installed.
 
     Starting a device takes a GPU's memory and breaks `jax.distributed.initialize`. Here it fails: none has that name.
     """
-    program = f"import sys; sys.modules.update(dict.fromkeys(['torch', 'triton', 'jax_triton'])); import {package}"
+    program = f"import sys; sys.modules.update(dict.fromkeys(['flax', 'optax', 'torch', 'triton'])); import {package}"
     environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
     subprocess.run([sys.executable, "-W", "error", "-c", program], env=environment, check=True)
+
+
+@pytest.mark.parametrize("module", ["flax_modules", "flax_modules.nnx", "flax_modules.linen"])
+def test_without_flax_its_modules_name_the_extra(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flax_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'pallas-ce[flax]'")):
+        importlib.import_module(module)

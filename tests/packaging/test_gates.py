@@ -18,7 +18,10 @@ def make(*arguments):
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("file", [".pre-commit-config.yaml", "CONTRIBUTING.md", "README.md", ".ci/run"])
+WORKFLOWS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / ".github/workflows").glob("*.yml"))]
+
+
+@pytest.mark.parametrize("file", [".pre-commit-config.yaml", "CONTRIBUTING.md", "README.md", ".ci/run", *WORKFLOWS])
 def test_every_make_target_named_in_a_file_exists(file):
     named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / file).read_text()))
     assert named

@@ -1,0 +1,39 @@
+"""The site's API reference has every public name, and no other."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTED = [
+    name
+    for page in sorted((DOCS / "api").glob("*.md"))
+    for name in re.findall(r"^\.\. auto(?:class|function):: (\S+)$", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("module", ["pallas_ce", "flax_modules.nnx", "flax_modules.linen", "torch_bridge"])
+def test_the_reference_has_every_public_name_once(module):
+    public = importlib.import_module(module).__all__
+    assert sorted(n for n in DOCUMENTED if n.rpartition(".")[0] == module) == sorted(f"{module}.{n}" for n in public)
+
+
+def test_the_reference_has_the_names_that_other_projects_import():
+    source = (DOCS.parent / "torch_bridge" / "selective.py").read_text()
+    names = re.findall(r" as (\w+)$", source, re.MULTILINE)
+    assert sorted(n for n in DOCUMENTED if ".selective." in n) == sorted(f"torch_bridge.selective.{n}" for n in names)
+
+
+def test_every_page_is_reached_from_the_first():
+    listed = set()
+    for index in (DOCS / "index.md", DOCS / "api/index.md"):
+        for tree in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL):
+            listed |= {(index.parent / f"{name}.md") for name in re.findall(r"^([\w/]+)$", tree, re.MULTILINE)}
+    pages = {*DOCS.glob("*.md"), *DOCS.glob("api/*.md")}
+    assert listed | {DOCS / "index.md"} == pages
+
+
+def test_the_readme_is_short():
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
