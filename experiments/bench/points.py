@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Implementation
+from pallas_ce.backends.triton import binding
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import finalise
@@ -142,6 +144,25 @@ def _measure_float32(
         jax.config.update("jax_default_matmul_precision", before)
 
 
+def _measure_as_on_ampere(
+    shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
+) -> dict[str, Any]:
+    """With Ampere's tiles, which load by pointers, and its instructions; newer GPUs run them, too."""
+    jax.clear_caches()
+    with mock.patch.object(binding, "capability", lambda: _AMPERE):
+        found = timing.measure(shape, programs, rounds, clock)
+    jax.clear_caches()
+    return found
+
+
+_AMPERE = 80
+
+
+def kernel_in_triton(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """Every pass by Triton; a dry run has another."""
+    return modes("triton" if implementation in _KERNELS else implementation)
+
+
 def float32(implementation: Implementation, _: Shape) -> dict[str, Program]:
     """The implementations that multiply float32."""
     names: tuple[Implementation, ...] = ("triton", "xla") if implementation in _KERNELS else (implementation,)
@@ -185,6 +206,8 @@ SECTIONS: Sections = {
     "options": {"options": Point(OPTIONS_SHAPE, variants)},
     "windows": {"windows": Point((1024, 262144, 4096), window_sweep, _measure_windows)},
     "implementations": {f"{n}x{v}x{h}": Point((n, v, h), implementations) for n, v, h in _COMPARED},
+    "triton": {f"{n}x{v}": Point((n, v, h), kernel_in_triton) for n, v, h in GRID},
+    "ampere": {f"{n}x{v}": Point((n, v, h), kernel_in_triton, _measure_as_on_ampere) for n, v, h in GRID},
     "targets": {"targets": Point((8192, 131072, 4096), targets_and_temperatures)},
     "float32": {
         precision: Point((4096, 65536, 2048), float32, functools.partial(_measure_float32, precision))
