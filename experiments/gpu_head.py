@@ -9,7 +9,8 @@ Sections, each a JSON file under `experiments/results/` with the machine and ver
     masked   none, 0.1, 5 and 30 % of the rows ignored
     implementations  every pass by every implementation
     triton   the grid by Triton
-    ampere   the same with the tiles of Ampere, which newer GPUs run, too
+    pointers the same with the tiles of Ampere, which load by pointers
+    ampere   the same with those and Ampere's instructions, which newer GPUs run, too
     targets  K labels a row, and row temperatures, by default
     float32  TF32 and full float32, beside products of that precision
     windows  the forward with given numbers of vocabulary windows, at N 1024, V 262144

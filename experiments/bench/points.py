@@ -18,7 +18,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.backends.triton import binding
+from pallas_ce.backends.triton import binding, configs
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import finalise
@@ -144,18 +144,21 @@ def _measure_float32(
         jax.config.update("jax_default_matmul_precision", before)
 
 
-def _measure_as_on_ampere(
-    shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
+def _measure_patched(
+    module: Any, values: dict[str, Any], shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
 ) -> dict[str, Any]:
-    """With Ampere's tiles, which load by pointers, and its instructions; newer GPUs run them, too."""
+    """With other values of a module's attributes while programs are traced."""
     jax.clear_caches()
-    with mock.patch.object(binding, "capability", lambda: _AMPERE):
+    with mock.patch.multiple(module, **values):
         found = timing.measure(shape, programs, rounds, clock)
     jax.clear_caches()
     return found
 
 
-_AMPERE = 80
+# Ampere's tiles, which load by pointers, with the instructions of the GPU that is there, and with Ampere's own.
+_AMPERE_TILES = {"NARROW": dict.fromkeys(configs.NARROW, configs.NARROW[80]), "PRODUCTS": {}}
+_by_pointers = functools.partial(_measure_patched, configs, _AMPERE_TILES)
+_as_on_ampere = functools.partial(_measure_patched, binding, {"capability": lambda: 80})
 
 
 def kernel_in_triton(implementation: Implementation, _: Shape) -> dict[str, Program]:
@@ -207,7 +210,8 @@ SECTIONS: Sections = {
     "windows": {"windows": Point((1024, 262144, 4096), window_sweep, _measure_windows)},
     "implementations": {f"{n}x{v}x{h}": Point((n, v, h), implementations) for n, v, h in _COMPARED},
     "triton": {f"{n}x{v}": Point((n, v, h), kernel_in_triton) for n, v, h in GRID},
-    "ampere": {f"{n}x{v}": Point((n, v, h), kernel_in_triton, _measure_as_on_ampere) for n, v, h in GRID},
+    "pointers": {f"{n}x{v}": Point((n, v, h), kernel_in_triton, _by_pointers) for n, v, h in GRID},
+    "ampere": {f"{n}x{v}": Point((n, v, h), kernel_in_triton, _as_on_ampere) for n, v, h in GRID},
     "targets": {"targets": Point((8192, 131072, 4096), targets_and_temperatures)},
     "float32": {
         precision: Point((4096, 65536, 2048), float32, functools.partial(_measure_float32, precision))

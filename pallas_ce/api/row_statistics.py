@@ -70,7 +70,8 @@ def linear_row_statistics(
             for a GPU the kernels that are for it, where they can serve the call, else "xla"; `explain` tells which and
             why, and whether they have run on such a GPU.
         scratch_bytes: bound on the memory of tiles; by default 4 KiB for each vocabulary entry but at least 512 MiB and
-            at most 1 GiB, and never more than the logits would take (but at least 1 MiB).
+            at most 1 GiB (twice that for float32 operands on an accelerator), and never more than the logits would take
+            (but at least 1 MiB).
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
 

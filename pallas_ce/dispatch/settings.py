@@ -15,7 +15,8 @@ from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 
-# What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows.
+# What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows. As
+# much again for operands that are twice as wide, where rows should be many.
 _MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
 _BYTES_PER_ENTRY = 4096
 
@@ -93,6 +94,8 @@ class Settings:
         free, whatever the caller's bound: neither adds to the largest amount in use.
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
+        if self.backend.capabilities.large_blocks and spec.dtype.itemsize > 2:
+            default *= 2
         if sum_bytes and self.scratch_bytes is None:
             # The logits of all rows, and where those are the stash, tiles beside them.
             times = 2 if self.backend.capabilities.wide_stash else 1

@@ -168,8 +168,13 @@ class Tile:
         return _update(buffer, values, self.start, axis)
 
     def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
-        """Adds in `buffer`'s dtype. Values of columns that are not valid must be 0."""
-        return self.put(buffer, self.take(buffer, axis) + values.astype(buffer.dtype), axis)
+        """Adds in `buffer`'s dtype. Values of columns that are not valid must be 0.
+
+        On a GPU XLA adds in place where it need not know the place: where it does, it copies the buffer.
+        """
+        unknown = dataclasses.replace(self, start=lax.optimization_barrier(self.start))
+        place = unknown if isinstance(self.number, int) else self
+        return place.put(buffer, place.take(buffer, axis) + values.astype(buffer.dtype), axis)
 
     def add_or_replace(self, total: jax.Array, share: jax.Array, adds: jax.Array | bool, axis: int = 0) -> jax.Array:
         """`total` with the tile's share added; unless it `adds`, replacing what lies in the tile's own columns."""

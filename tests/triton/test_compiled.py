@@ -44,6 +44,7 @@ CASES = [
     *((use, options, 0, jnp.float16, 8190, None) for use in PASSES for options in ("plain", "every")),
     *((use, o, 0, jnp.float32, 8190, p) for use in PASSES for o in ("plain", "every") for p in (FULL, TF32, THREE)),
     *((use, "plain", 1, jnp.float32, 8192, TF32) for use in PASSES),
+    *((use, o, 0, jnp.float32, 8192, TF32) for use in PASSES for o in ("capped", "entropy", "some")),
 ]
 
 

@@ -73,8 +73,7 @@ class TritonBackend(Backend):
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             rows, of_row = max((rows, of_row), (spared, of_row - stash))
-        rows = -(-tokens // -(-tokens // rows))
-        rows = rows if rows == tokens else _down(rows)
+        rows = _equal(tokens, rows)
         return Plan(rows, columns, rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
@@ -135,6 +134,15 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
         equal = -(-spec.vocab_size // -(-spec.vocab_size // columns))
         columns = min(_down(columns), -(-equal // _STEP) * _STEP)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
+
+
+def _equal(tokens: int, most: int) -> int:
+    """Rows of the fewest blocks of at most so many: about equal ones, in whole steps."""
+    rows = -(-tokens // -(-tokens // most))
+    if rows == tokens:
+        return rows
+    up = -(-rows // _STEP) * _STEP
+    return up if up <= most else _down(rows)
 
 
 def _down(count: int) -> int:

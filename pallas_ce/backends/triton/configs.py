@@ -24,6 +24,7 @@ class Config(NamedTuple):
         stages: how many windows are under way.
         descriptors: whether tensor descriptors load them, and programs work on many tiles; else pointers.
         group: row blocks of a band of tiles.
+        stores: whether a descriptor stores a tile, too, from shared memory of its size.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Config(NamedTuple):
     stages: int = 3
     descriptors: bool = False
     group: int = 8
+    stores: bool = True
 
 
 Use = Literal["forward", "stash", "dlogits"]
@@ -96,6 +98,8 @@ _TF32_SMALL = Config(128, 64, 32, descriptors=True)
 _TF32_SQUARE_POINTERS = Config(128, 128, 32)
 _TF32_SQUARE = Config(128, 128, 32, descriptors=True)
 _TF32_WIDE = Config(128, 256, 32, descriptors=True, group=16)
+# A stored tile of float32 would take the shared memory of a window.
+_TF32_TALL = Config(256, 128, 32, descriptors=True, stores=False)
 
 
 def _one(config: Config, many: Config, pointers: Config) -> Entry:
@@ -104,7 +108,7 @@ def _one(config: Config, many: Config, pointers: Config) -> Entry:
 
 _TF32 = _one(_TF32_SQUARE_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
 _TF32_NEWER = _one(_TF32_SQUARE, _TF32_SMALL, _TF32_SMALL_POINTERS)
-_TF32_HOPPER = _TF32_NEWER._replace(forward=_TF32_WIDE)
+_TF32_HOPPER = _TF32_NEWER._replace(room=3, forward=_TF32_WIDE, stash=_TF32_TALL)
 _THREE_PASSES = _one(_TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
 
 # And in full float32: not by tensor cores, so that tiles need not be large.

@@ -170,6 +170,7 @@ def _run(
             arrays[name] = apart(arrays[name].astype(jnp.float32))
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
     ragged = not gradient and _ragged(head, config)
+    stores = config.descriptors and config.stores and binding.STORED in outputs
     constants: dict[str, Any] = {
         "ROWS": rows,
         "COLUMNS": columns,
@@ -184,7 +185,7 @@ def _run(
         "MASKED": ragged or head.valid_columns is not None or _overlaps(head, part),
         "GRADIENT": gradient,
         "DESCRIPTORS": config.descriptors,
-        "STORES": config.descriptors and binding.STORED in outputs and configs.described(columns, spec.dtype),
+        "STORES": stores and configs.described(columns, spec.dtype),
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
         "WINDOW": config.window,
