@@ -7,7 +7,10 @@ from experiments.bench import ladder, summary
 from experiments.bench.results import read
 from experiments.command_line import save_figure, write_atomically
 
-SECTIONS = ("grid", "heads", "options", "windows", "compile")
+SECTIONS = (
+    *("grid", "heads", "options", "windows", "compile"),
+    *("triton", "pointers", "ampere", "implementations", "targets", "float32"),
+)
 LOSSES = ("log_probs", "top_k", "given")
 TORCH = "torch_gpu"
 TRAINING = "train_speed"

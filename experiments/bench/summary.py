@@ -175,7 +175,53 @@ def targets(sections: Sections) -> list[Target]:
             min((p["fused_to_canonical"] for p in training.values()), default=None),
             at_least=True,
         ),
+        *_of_implementations(sections),
     ]
+
+
+# What is asked of Triton over the grid, by tensor descriptors and by pointers, in geometric mean.
+_BY_TRITON = {
+    "triton": ("Triton", {FORWARD: 1.05, IN_FORWARD: 1.05, RECOMPUTE: 1.45}),
+    "pointers": ("Triton with pointers", {FORWARD: 1.25, IN_FORWARD: 1.12, RECOMPUTE: 1.60}),
+}
+# Of XLA, in geometric mean over the compared shapes; in float32, of what serves each precision by default.
+_BY_XLA = {IN_FORWARD: 1.6, RECOMPUTE: 1.7}
+_IN_FLOAT32 = {"tensorfloat32": ("triton", 1.20), "float32": ("xla", 1.15)}
+# Of calls with more for each row, by the plain call's time.
+_OF_PLAIN = 1.05
+
+
+def _of_implementations(sections: Sections) -> list[Target]:
+    """What is asked of them beside each other."""
+
+    def mean(section: str, program: str) -> float | None:
+        found = ratios(sections.get(section, {}), program).values()
+        return statistics.geometric_mean(found) if found else None
+
+    found = []
+    for section, (name, bounds) in _BY_TRITON.items():
+        points = len(sections.get(section, {}))
+        found += [
+            Target(f"{name}, {program}, geometric mean of {points} points", bound, mean(section, program))
+            for program, bound in bounds.items()
+        ]
+    compared = len(sections.get("implementations", {}))
+    found += [
+        Target(f"XLA, {mode}, geometric mean of {compared} shapes", bound, mean("implementations", f"{mode} xla"))
+        for mode, bound in _BY_XLA.items()
+    ]
+    for precision, (implementation, bound) in _IN_FLOAT32.items():
+        point = sections.get("float32", {}).get(precision, {"results": {}})
+        value = point["results"].get(f"{IN_FORWARD} {implementation}", {}).get("ratio")
+        found.append(Target(f"{precision} by {implementation}, in_forward / three products", bound, value))
+    results = sections.get("targets", {}).get("targets", {"results": {}})["results"]
+    for mode in (FORWARD, RECOMPUTE):
+        plain = results.get(f"{mode} plain", {}).get("ms")
+        for kind in ("K 2", "K 8", "temperatures"):
+            value = results.get(f"{mode} {kind}", {}).get("ms")
+            value = None if plain is None or value is None else value / plain
+            found.append(Target(f"{kind}, {mode} / the plain call", _OF_PLAIN, value))
+    return found
 
 
 def _windows(points: Points) -> float | None:

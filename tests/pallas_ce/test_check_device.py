@@ -15,7 +15,7 @@ from pallas_ce.check_device import checks, timings
 from pallas_ce.check_device import oracle as own
 from tests.pallas_ce import oracle
 
-MANY = len(checks.CASES) * 2 * len(checks.DTYPES)
+MANY = len(checks._OF_XLA) * 2 * len(checks.DTYPES)
 
 
 @pytest.fixture
