@@ -15,16 +15,17 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
-from pallas_ce import MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
+from pallas_ce import LowRank, MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
 from pallas_ce.integration import Backward, Implementation, PrecisionLike, Reduction, read_head
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
+default_lora_a_init = jax.nn.initializers.he_uniform()
 
 
 class Projection(NamedTuple):
     """The parameters of a head: `weight` is `[V, H]` (`vocab_axis` 0) or `[H, V]` (1), `bias` `[V]` or None."""
 
-    weight: jax.Array
+    weight: jax.Array | LowRank
     vocab_axis: int
     bias: jax.Array | None
 
@@ -60,6 +61,12 @@ class HeadOptions:
         precision: how float32 operands are multiplied, as in `pallas_ce.linear_cross_entropy`; None for full float32,
             unless `jax.default_matmul_precision` says otherwise.
         mesh_axes: inside a `shard_map`, how the arrays of loss and statistics are split; see `pallas_ce.MeshAxes`.
+        lora_rank: rank r of a low-rank adapter of the weight (LoRA), or None for none. The logits then are those of
+            `kernel + lora_scale * lora_a @ lora_b`, which is never stored; whoever differentiates with respect to
+            `lora_a [features, r]` and `lora_b [r, V]` only, pays for no gradient of the weight.
+        lora_scale: factor of the adapter, a Python number: LoRA's α/r.
+        lora_a_init: initializer of `lora_a`.
+        lora_b_init: initializer of `lora_b`; zeros, so that training starts from the head without adapter.
     """
 
     features: int
@@ -82,9 +89,13 @@ class HeadOptions:
     scratch_bytes: int | None = None
     precision: PrecisionLike | None = None
     mesh_axes: MeshAxes | None = None
+    lora_rank: int | None = None
+    lora_scale: float = 1.0
+    lora_a_init: Initializer = default_lora_a_init
+    lora_b_init: Initializer = jax.nn.initializers.zeros
 
-    def _columns(self, embed_shape: tuple[int, ...] | None) -> int:
-        """The number of vocabulary entries the weight holds, padding included; checks an embedding's shape."""
+    def _columns(self, embed_shape: tuple[int, ...] | None, linear_shape: tuple[int, ...] | None = None) -> int:
+        """The number of vocabulary entries the weight holds, padding included; checks what depends on it."""
         vocab_size, padded_vocab_size = self.vocab_size, self.padded_vocab_size
         if vocab_size < 1:
             raise ValueError(f"{vocab_size=} must be at least 1")
@@ -96,6 +107,13 @@ class HeadOptions:
         needed = (columns, self.features)
         if embed_shape not in (None, needed):
             raise ValueError(f"embed has shape {embed_shape}, but this head needs {needed}: (V, features)")
+        if linear_shape not in (None, needed[::-1]):
+            raise ValueError(f"linear has shape {linear_shape}, but this head needs {needed[::-1]}: (features, V)")
+        rank, most = self.lora_rank, min(needed)
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most):
+            raise ValueError(
+                f"lora_rank={rank!r} must be None or an integer from 1 to {most}, the smaller of features and V"
+            )
         return columns
 
 
@@ -114,6 +132,16 @@ class HeadCalls(HeadOptions):
     @abc.abstractmethod
     def _projection(self) -> Projection:
         """The parameters."""
+
+    def _adapted(self, weight: jax.Array, vocab_axis: int, lora_a: jax.Array, lora_b: jax.Array) -> LowRank:
+        """The weight with the adapter `lora_a [H, r]` and `lora_b [r, V]`, whichever way it lies itself."""
+        if not isinstance(self.lora_scale, int | float):
+            raise TypeError(
+                f"lora_scale is a {type(self.lora_scale).__name__}; it must be a Python number: multiply lora_b by "
+                "what is traced or trained"
+            )
+        up, down = (lora_b, lora_a) if vocab_axis == 1 else (lora_b.T, lora_a.T)
+        return LowRank(weight, up, down, self.lora_scale)
 
     def _options(self, logit_scale: ArrayLike | None) -> dict[str, Any]:
         """The arguments that every function of `pallas_ce` takes from a head; None means the head's own scale."""

@@ -10,8 +10,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `label_array`, `canonical_labels`, `check_label_values`,
-  `counted_labels`, `NO_TARGET`.
+- A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `label_array`, `canonical_labels`,
+  `check_label_values`, `counted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
@@ -28,6 +28,7 @@ from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
 from pallas_ce.api.inputs import read_head
+from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
 from pallas_ce.backends.device import local_cuda
@@ -77,6 +78,7 @@ __all__ = [
     "read_head",
     "read_ignore_index",
     "read_logits_spec",
+    "read_low_rank",
     "refuse_older",
     "row_statistics_steps",
 ]

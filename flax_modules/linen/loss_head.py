@@ -19,15 +19,16 @@ class LossHead(HeadCalls, nn.Module):
     with `lse = log(sum(exp(logits)))` and `a = label_smoothing`; `pallas_ce.linear_cross_entropy` states every option
     in full. A head tied to the input embedding is built by `LossHead.tied`.
 
-    Its parameters are `kernel [features, V]` (none when tied) and, if asked for, `bias [V]`. V is `vocab_size`, or
-    `padded_vocab_size` where given. To partition them wrap the initializers, as everywhere in Linen:
-    `kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))`.
+    Its parameters are `kernel [features, V]` (none when tied) and, if asked for, `bias [V]`, `lora_a [features, r]` and
+    `lora_b [r, V]`. V is `vocab_size`, or `padded_vocab_size` where given. To partition them wrap the initializers, as
+    everywhere in Linen: `kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))`.
 
     Attributes:
         {options}
 
     Raises:
-        ValueError: on first use, for `padded_vocab_size` below `vocab_size` or an `embed` of another shape.
+        ValueError: on first use, for `padded_vocab_size` below `vocab_size`, an `embed` of another shape or a
+            `lora_rank` that is not between 1 and the smaller of features and V.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -41,6 +42,15 @@ class LossHead(HeadCalls, nn.Module):
         >>> loss, grads = jax.value_and_grad(head.apply)(variables, hidden, labels)
         >>> head.apply(variables, hidden[:, -1], method="logits").shape  # to sample the next token
         (2, 100)
+
+        With the kernel frozen, an adapter is trained (LoRA):
+
+        >>> adapted = LossHead(16, 100, lora_rank=4, lora_scale=2.0)
+        >>> adapter = {x: adapted.init(jax.random.key(2), hidden, labels)["params"][x] for x in ("lora_a", "lora_b")}
+        >>> def loss(adapter):
+        ...     return adapted.apply({"params": variables["params"] | adapter}, hidden, labels)
+        >>> jax.tree.map(jnp.shape, jax.grad(loss)(adapter))
+        {'lora_a': (16, 4), 'lora_b': (4, 100)}
     """
 
     embed: nn.Embed | None = None
@@ -96,9 +106,12 @@ class LossHead(HeadCalls, nn.Module):
             self.kernel = self.param("kernel", self.kernel_init, (self.features, columns), self.param_dtype)
         if self.use_bias:
             self.bias = self.param("bias", self.bias_init, (columns,), self.param_dtype)
+        if (rank := self.lora_rank) is not None:
+            self.lora_a = self.param("lora_a", self.lora_a_init, (self.features, rank), self.param_dtype)
+            self.lora_b = self.param("lora_b", self.lora_b_init, (rank, columns), self.param_dtype)
 
     def _projection(self) -> Projection:
-        bias = self.bias if self.use_bias else None
-        if self.embed is None:
-            return Projection(self.kernel, 1, bias)
-        return Projection(self.embed.embedding, 0, bias)
+        weight, vocab_axis = (self.kernel, 1) if self.embed is None else (self.embed.embedding, 0)
+        if self.lora_rank is not None:
+            weight = self._adapted(weight, vocab_axis, self.lora_a, self.lora_b)
+        return Projection(weight, vocab_axis, self.bias if self.use_bias else None)

@@ -55,15 +55,18 @@ class LowRank:
 type WeightLike = checks.ArrayLike | LowRank
 
 
-def read(weight: Any, convert: Callable[[str, Any], Any] = checks.array) -> LowRank:
-    """The arrays of `weight`, as `convert(name, value)` makes them; `up` and `down` are None where it has no term."""
+def read(weight: Any, convert: Callable[[str, Any], Any] = checks.array, name: str = "weight") -> LowRank:
+    """The arrays of `weight`, as `convert(name, value)` makes them; `up` and `down` are None where it has no term.
+
+    `name` is what errors call the weight.
+    """
     if not isinstance(weight, LowRank):
-        return LowRank(convert("weight", weight), None, None)
+        return LowRank(convert(name, weight), None, None)
     scale = weight.scale
     if not checks.is_plain(scale) or isinstance(scale, bool):
         raise TypeError(
-            f"weight.scale is a {type(scale).__name__}; it must be a Python number: multiply weight.up by what is "
+            f"{name}.scale is a {type(scale).__name__}; it must be a Python number: multiply {name}.up by what is "
             "traced or trained"
         )
-    up, down = convert("weight.up", weight.up), convert("weight.down", weight.down)
-    return LowRank(convert("weight.weight", weight.weight), up, down, checks.scalar("weight.scale", scale))
+    up, down = convert(f"{name}.up", weight.up), convert(f"{name}.down", weight.down)
+    return LowRank(convert(f"{name}.weight", weight.weight), up, down, checks.scalar(f"{name}.scale", scale))

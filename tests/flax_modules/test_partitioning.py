@@ -15,10 +15,12 @@ FEATURES, VOCAB = 16, 37
 def test_linens_metadata_is_that_of_the_initializers(hidden, labels):
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     bias_init = nn.with_partitioning(nn.initializers.zeros_init(), ("model",))
-    head = linen.LossHead(FEATURES, VOCAB, use_bias=True, kernel_init=init, bias_init=bias_init)
+    adapter = {"lora_rank": 3, "lora_b_init": nn.with_partitioning(nn.initializers.zeros_init(), (None, "model"))}
+    head = linen.LossHead(FEATURES, VOCAB, use_bias=True, kernel_init=init, bias_init=bias_init, **adapter)
     variables = head.init(jax.random.key(0), hidden, labels)
     specs = nn.get_partition_spec(variables)["params"]
-    assert specs == {"kernel": PartitionSpec(None, "model"), "bias": PartitionSpec("model")}
+    columns = PartitionSpec(None, "model")
+    assert specs == {"kernel": columns, "bias": PartitionSpec("model"), "lora_a": PartitionSpec(), "lora_b": columns}
     grads = jax.grad(head.apply)(variables, hidden, labels)
     assert nn.get_partition_spec(grads)["params"] == specs
 
@@ -38,11 +40,15 @@ def test_a_tied_embedding_may_be_partitioned(labels):
 
 def test_nnxs_metadata_reaches_parameters_and_gradients(hidden, labels):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
-    metadata = {"kernel_metadata": {"out_sharding": (None, "model")}, "bias_metadata": {"out_sharding": ("model",)}}
+    columns = {"out_sharding": (None, "model")}
+    metadata = {"kernel_metadata": columns, "bias_metadata": {"out_sharding": ("model",)}, "lora_b_metadata": columns}
+    metadata |= {"lora_a_metadata": {"out_sharding": ("data", None)}}
     with jax.set_mesh(mesh):
-        head = on_nnx.LossHead(FEATURES, VOCAB, use_bias=True, rngs=nnx.Rngs(0), **metadata)
+        head = on_nnx.LossHead(FEATURES, VOCAB, use_bias=True, lora_rank=3, rngs=nnx.Rngs(0), **metadata)
         grads = nnx.jit(nnx.grad(lambda head: head(hidden, labels)))(head)
         for state in (nnx.state(head), grads):
             specs = nnx.get_partition_spec(state)
             assert specs["kernel"].get_value() == PartitionSpec(None, "model")
             assert specs["bias"].get_value() == PartitionSpec("model")
+            assert specs["lora"]["lora_a"].get_value() == PartitionSpec("data", None)
+            assert specs["lora"]["lora_b"].get_value() == PartitionSpec(None, "model")

@@ -8,7 +8,8 @@ from flax import nnx
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
 
-OF_ONE_FRAMEWORK = {"parent", "name", "kernel_metadata", "bias_metadata", "rngs", "projection_metadata"}
+METADATA = {f"{x}_metadata" for x in ("kernel", "bias", "lora_a", "lora_b", "projection")}
+OF_ONE_FRAMEWORK = {"parent", "name", "rngs", "linear"} | METADATA
 
 
 @pytest.mark.parametrize("head", ["LossHead", "MultiTokenLossHead"])

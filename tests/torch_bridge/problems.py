@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import torch
 
+from pallas_ce import LowRank
+from tests.pallas_ce.oracle import LOW_RANK_SCALE
 from torch_bridge.materialized import kernels
 
 NAMES = {"hidden": "input", "weight": "linear_weight", "bias": "linear_bias"}
@@ -35,6 +37,8 @@ def bridged(function, p, arrays, **further):
     given = {NAMES.get(name, name): x for name, x in arrays.items()}
     if p.vocab_axis == 1:  # a transposed view of contiguous memory
         given["linear_weight"] = given["linear_weight"].t().contiguous().t()
+    if "up" in given:
+        given["linear_weight"] = LowRank(given["linear_weight"], given.pop("up"), given.pop("down"), LOW_RANK_SCALE)
     dtype = arrays["hidden"].dtype
     options = {k: torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x for k, x in p.options.items()}
     return function(target=torch.tensor(p.labels).long(), **given, **options, **further)

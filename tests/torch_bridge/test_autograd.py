@@ -246,8 +246,8 @@ def test_scalar_tensors_are_differentiated(head):
 )
 def test_half_a_recomputing_backward_has_no_product_of_the_other_half(head, asked, products):
     """Counted in the compiled program: the logits again, and one product for each gradient asked for."""
-    options = [3, "float32", "mean", -100, None, None, "recompute", "highest", None, None, False]
-    program = ops.LINEAR_CROSS_ENTROPY.program([*head, *[None] * 7], options)
+    options = [3, "float32", "mean", -100, None, None, "recompute", "highest", None, None, 1.0, False]
+    program = ops.LINEAR_CROSS_ENTROPY.program([*head, *[None] * 9], options)
     backward = program.backward(asked, (True,))
     taken = (*program.inputs, *program.outputs, *program.kept, *program.outputs)
     compiled = backward.run.lower(*(taken[i] for i in backward.reads)).compile()

@@ -131,21 +131,24 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inpl
 
 
 @pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
-@pytest.mark.parametrize("differentiated", [0, 3])
+@pytest.mark.parametrize("differentiated", [0, 3, 15])  # 15: with a low-rank term
 def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     hidden, weight, target, temperature = problem()
     tensors = [x.detach().requires_grad_(differentiated > 0) for x in (hidden, weight)]
+    term = [torch.randn(40, 2, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
+    term, scale = (term, 0.7) if differentiated == 15 else ([None, None], 1.0)
     target = (torch.stack([target] * 3, 1) if "several" in name else target).int()
     if name in MODES:
         operator, others = torch.ops.pallas_ce.linear_cross_entropy, [None] * 7
-        options = [differentiated, "float32", "mean", -100, None, None, name, "highest", None, None, True]
+        options = [differentiated, "float32", "mean", -100, None, None, name, "highest", None, None, scale, True]
     elif name == "row_statistics":
         operator, others = torch.ops.pallas_ce.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
-        options = [differentiated, "float32", "lse,entropy,max_logit,argmax", None, None, "highest", None, None, 1.0]
+        names = "lse,entropy,max_logit,argmax"
+        options = [differentiated, "float32", names, None, None, "highest", None, None, scale, 1.0]
     else:
         operator, others = torch.ops.pallas_ce.linear_log_probs, [None, None, temperature]
-        options = [differentiated, "float32", True, True, True, -100, None, None, "highest", None, None, 1.0]
-    torch.library.opcheck(operator.default, (*tensors, target, *others, *options))
+        options = [differentiated, "float32", True, True, True, -100, None, None, "highest", None, None, scale, 1.0]
+    torch.library.opcheck(operator.default, (*tensors, target, *term, *others, *options))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -45,7 +45,7 @@ def test_with_pytorchs_options_it_is_pytorchs_cross_entropy(stored, reduction):
 
 
 @pytest.mark.parametrize(("way", "by_token"), [*((way, False) for way in WAYS), (WAYS[0], True), (WAYS[2], True)])
-@hypothesis.given(p=problems(low_rank=False))
+@hypothesis.given(p=problems())
 @hypothesis.settings(max_examples=4)
 def test_loss_and_every_gradient_agree_for_any_options_and_any_upstream(way, by_token, p):
     if by_token:

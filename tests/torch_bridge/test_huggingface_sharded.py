@@ -77,16 +77,20 @@ def train(rank, _):
 def train_adapters(rank, _):
     import peft
 
-    def adapted(model):
+    def adapted(model, options):
         torch.manual_seed(2)
-        options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+        return peft.get_peft_model(model, config).train()
 
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
-    model = as_accelerate_does(adapted(patch_causal_lm(make(tied=False))), mesh)
-    assert isinstance(model.get_base_model().lm_head, FSDPModule)
-    check_steps(rank, adapted(make(tied=False)), model)
+    for options in (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ):
+        model = as_accelerate_does(adapted(patch_causal_lm(make(tied=False)), options), mesh)
+        assert isinstance(model.get_base_model().lm_head, FSDPModule)
+        check_steps(rank, adapted(make(tied=False), options), model)
 
 
 @pytest.mark.slow
@@ -95,6 +99,6 @@ def test_under_fsdp2_a_patched_model_trains_as_in_one_process():
 
 
 @pytest.mark.nightly
-def test_under_fsdp2_adapters_and_a_head_that_is_saved_train_as_in_one_process():
+def test_under_fsdp2_adapters_and_a_head_that_is_saved_or_has_one_train_as_in_one_process():
     pytest.importorskip("peft")
     processes.run(train_adapters)

@@ -81,10 +81,137 @@ def test_a_head_that_is_saved_counts_where_its_adapter_is_active():
         torch.testing.assert_close(model(**batch()).loss, make().train()(**batch()).loss)
 
 
+ON_HEAD = {"target_modules": ["q_proj", "lm_head"]}
+
+
 @pytest.mark.parametrize("patched", [patched_before, patched_after])
-def test_an_adapter_of_the_head_is_refused_with_what_to_do(patched):
-    with pytest.raises(ValueError, match=r"has an adapter \(Linear\).* target_modules.* modules_to_save=\['lm_head'\]"):
-        patched({"target_modules": ["q_proj", "lm_head"]})(**batch())
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"lora_alpha": 3, "use_rslora": True}, {"lora_bias": True}])
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True.*", "ignore:.*tie_word_embeddings=True.*")
+def test_an_adapter_of_the_head_trains_as_by_peft_without_logits(patched, tied, options):
+    models = (
+        adapted(make(tie_word_embeddings=tied), **ON_HEAD, **options),
+        patched(ON_HEAD | options, tie_word_embeddings=tied),
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
+    before = {}
+    for _ in range(2):
+        want, want_gradients = step(models[0])
+        with Products(VOCABULARY) as products:
+            got, gradients = step(models[1])
+        assert got.logits is None
+        assert (products.bridged, products.wide) == (["linear_cross_entropy", "linear_cross_entropy_backward"], [])
+        torch.testing.assert_close(got.loss, want.loss)
+        assert gradients.keys() == want_gradients.keys()
+        assert sum("lm_head" in name for name in gradients) == (3 if "lora_bias" in options else 2)
+        for name, gradient in want_gradients.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+            assert not torch.equal(gradient, before.get(name, torch.zeros_like(gradient)))
+        before = want_gradients
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_an_adapter_of_the_head_counts_where_it_is_active():
+    model = patched_after(ON_HEAD)
+    plain = make().train()
+    with model.disable_adapter():
+        torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+    adapted_loss = model(**batch()).loss
+    assert abs(adapted_loss - plain(**batch()).loss) > 1e-3
+    model.merge_adapter()
+    torch.testing.assert_close(model(**batch()).loss, adapted_loss)
+    with model.disable_adapter():
+        torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_in_evaluation_the_loss_with_an_adapter_is_the_models_with_or_without_logits():
+    model = patched_after(ON_HEAD | {"lora_dropout": 0.0}).eval()
+    want = model(**batch())
+    assert want.logits is not None
+    torch.testing.assert_close(model(**batch(), skip_logits=True).loss, want.loss)
+
+
+def test_a_model_that_is_not_known_is_compared_with_its_adapter():
+    class OwnForCausalLM(hf.LlamaForCausalLM):
+        pass
+
+    model = make()
+    model.__class__ = OwnForCausalLM
+    OwnForCausalLM.__module__ = "elsewhere"
+    model = patch_causal_lm(adapted(model, **ON_HEAD))
+    torch.testing.assert_close(model(**batch()).loss, adapted(make(), **ON_HEAD)(**batch()).loss)
+
+
+def several(model):
+    torch.manual_seed(1)
+    model = adapted(model, **ON_HEAD)
+    model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM", **ON_HEAD))
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+class Linear4bit(torch.nn.Linear):
+    """As bitsandbytes calls its layer."""
+
+
+def on_four_bits(model):
+    model = adapted(model, **ON_HEAD)
+    model.get_base_model().lm_head.base_layer.__class__ = Linear4bit
+    return model
+
+
+def of_a_quantised_kind(model):
+    model = adapted(model, **ON_HEAD)
+    head = model.get_base_model().lm_head
+    head.__class__ = type("Linear4bit", (type(head),), {"__module__": "peft.tuners.lora.bnb"})
+    return model
+
+
+def with_hooks(model):
+    model = adapted(model, **ON_HEAD)
+    model.get_base_model().lm_head.lora_A["default"].register_forward_hook(lambda *given: None)
+    return model
+
+
+REFUSED = {
+    "dropout": (
+        lambda model: adapted(model, lora_dropout=0.25, **ON_HEAD),
+        r"adapter 'default' with lora_dropout=0.25, .*: set lora_dropout=0.0, or leave lm_head out of target_modules",
+    ),
+    "DoRA": (
+        lambda model: adapted(model, use_dora=True, **ON_HEAD),
+        r"adapter 'default' with use_dora=True, .*: set use_dora=False, or leave lm_head out",
+    ),
+    "another variant": (
+        lambda model: adapted(model, alora_invocation_tokens=[1], **ON_HEAD),
+        r"adapter 'default' of the variant ALoraLinearVariant: take plain LoRA",
+    ),
+    "several": (several, r"several active adapters, \['default', 'other'\], .* set_adapter, .* add_weighted_adapter"),
+    "four bits": (on_four_bits, r"is a Linear4bit, .*llm_int8_skip_modules=\['lm_head'\]"),
+    "quantised": (of_a_quantised_kind, r"adapter \(Linear4bit\) of a layer that is quantised.* llm_int8_skip_modules"),
+    "hooks": (with_hooks, r"has forward hooks, .* remove them"),
+    "another kind": (
+        lambda model: peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["lm_head"])).train(),
+        r"has an adapter that is no LoRA \(peft.tuners.loha.*: take a LoraConfig for lm_head, or leave lm_head out",
+    ),
+}
+
+
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_adapters_of_the_head_are_refused_with_what_to_do(case, first):
+    give, words = REFUSED[case]
+    model = give(patch_causal_lm(make())) if first == "patch" else give(make())
+    with pytest.raises(ValueError, match=f"the head of this LlamaForCausalLM .*{words}"):
+        model(**batch()) if first == "patch" else patch_causal_lm(model)
+
+
+def test_dropout_of_the_head_is_nothing_in_evaluation():
+    model = patch_causal_lm(adapted(make(), lora_dropout=0.25, **ON_HEAD).eval())
+    torch.testing.assert_close(model(**batch(), skip_logits=True).loss, model(**batch()).loss)
+    with pytest.raises(ValueError, match=r"lora_dropout=0.25"):
+        model.train()(**batch())
 
 
 def quantised(tmp_path, prepared):

@@ -61,6 +61,34 @@ def test_a_weight_that_zero_3_holds_is_refused():
         adapter.FusedHead(None).apply(torch.randn(3, 16), weight, None, torch.arange(3), 1.0, 32768)
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True.*", "ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_an_adapter_of_the_head_is_in_what_the_heads_function_returns():
+    """TRL passes on the weight alone."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = patch_causal_lm(peft.get_peft_model(make(), config))
+    layer = model.get_base_model().lm_head
+    head = adapter.FusedHead(None)
+    head.models[model.get_base_model()] = []
+    hidden, targets, bias = torch.randn(9, 16), torch.arange(9), torch.zeros(VOCABULARY)
+    with torch.no_grad():
+        merged = layer.weight + layer.get_delta_weight("default")
+    got = head.apply(hidden, layer.weight, None, targets, 1.0, 32768)
+    for x, y in zip(got, exact(hidden, merged, bias, targets, 1.0, None, 1.0), strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-5, atol=1e-5)
+    got[0].sum().backward()
+    assert layer.lora_A["default"].weight.grad.any()
+    assert layer.lora_B["default"].weight.grad.any()
+    with model.disable_adapter():  # a reference
+        without = head.apply(hidden, layer.weight, None, targets, 1.0, 32768)[0]
+    torch.testing.assert_close(without, exact(hidden, layer.weight, bias, targets, 1.0, None, 1.0)[0].float())
+    another = head.apply(hidden, layer.weight.detach().clone(), None, targets, 1.0, 32768)[0]
+    torch.testing.assert_close(another, without)
+    layer.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM has the adapter 'default' with lora_dropout=0.1"):
+        head.apply(hidden, layer.weight, None, targets, 1.0, 32768)
+
+
 @pytest.fixture
 def trl(monkeypatch):
     """TRL, and its own function back in its place."""

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from pallas_ce import LowRank
 from tests.torch_bridge import processes
 from torch_bridge import linear_cross_entropy, vocab_parallel_cross_entropy
 
@@ -51,6 +52,18 @@ def compare_with_the_whole(rank, _):
         got = gradients(part, (hidden, weight[mine], bias[mine], token_weights))
         for name, x, y in zip(("loss", "input", "weight", "bias", "token_weights"), got, want, strict=True):
             torch.testing.assert_close(x, y[mine] if name in ("weight", "bias") else y, rtol=1e-5, atol=1e-6, msg=name)
+    up, down = torch.randn(VOCABULARY, 3), torch.randn(3, WIDTH)
+    want = gradients(
+        lambda *x: linear_cross_entropy(x[0], LowRank(*x[1:], 0.7), target), (hidden, weight, up, down)
+    )  # fmt: skip
+    got = gradients(
+        lambda *x: vocab_parallel_cross_entropy(
+            x[0], LowRank(*x[1:], 0.7), target, vocab_start=STARTS[rank], vocab_size=VOCABULARY
+        ),
+        (hidden, weight[mine], up[mine], down),
+    )
+    for name, x, y in zip(("loss", "input", "weight", "up", "down"), got, want, strict=True):
+        torch.testing.assert_close(x, y[mine] if name in ("weight", "up") else y, rtol=1e-4, atol=1e-5, msg=name)
     # A vocabulary whose ids narrow integers do not hold.
     wide = torch.randn(400, WIDTH)[200 * rank : 200 * rank + 200]
     few = torch.tensor([1, 5, 31, 120])

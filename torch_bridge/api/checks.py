@@ -1,11 +1,12 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pallas_ce import integration
+from pallas_ce import LowRank, integration
 from pallas_ce.integration import PrecisionLike
 from torch_bridge.dlpack import exchange
 
@@ -20,17 +21,30 @@ _DTYPES = {
 _LABELS = (torch.int32, torch.int64)
 
 
+def weight(given: Tensor | LowRank) -> LowRank:
+    """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
+    read: LowRank = integration.read_low_rank(given, _floating, "linear_weight")
+    if read.weight.ndim != 2:
+        raise ValueError(f"linear_weight has shape {tuple(read.weight.shape)}; it must be [V, H]")
+    if read.up is not None:
+        if read.up.ndim != 2 or not read.up.shape[1]:
+            raise ValueError(f"linear_weight.up has shape {tuple(read.up.shape)}; it must be [V, r], r at least 1")
+        rank = read.up.shape[1]
+        shape("linear_weight.up", read.up, (read.weight.shape[0], rank))
+        shape("linear_weight.down", read.down, (rank, read.weight.shape[1]))
+    return read
+
+
 def head(
-    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, vocab_size: int | None
+    input: Tensor, of_weight: LowRank, bias: Tensor | None, logit_scale: float | Tensor, vocab_size: int | None
 ) -> tuple[str, dict[str, Tensor | None]]:
-    """The compute dtype, and the tensors of a head as the operators take them."""
-    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+    """The compute dtype, and the tensors of a head as the operators take them; `of_weight` as `weight` returns it."""
+    weight = of_weight.weight
+    for name, tensor in (("input", input), ("linear_bias", bias)):
         if tensor is not None:
             floating(name, tensor)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
-    if weight.ndim != 2:
-        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; it must be [V, H]")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input has shape {tuple(input.shape)} and linear_weight {tuple(weight.shape)}: the hidden size is "
@@ -46,6 +60,8 @@ def head(
     return computed, {
         "input": by_row(input, input.shape[:-1]),
         "linear_weight": weight,
+        "linear_up": of_weight.up,
+        "linear_down": of_weight.down,
         "linear_bias": bias,
         "logit_scale": scalar("logit_scale", logit_scale, 1.0, computed),
     }
@@ -73,6 +89,12 @@ def floating(name: str, tensor: Tensor) -> str:
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be one of {list(_DTYPES.values())}")
     return _DTYPES[tensor.dtype]
+
+
+def _floating(name: str, tensor: Any) -> Tensor:
+    """The tensor, checked."""
+    floating(name, tensor)
+    return cast(Tensor, tensor)
 
 
 def vocabulary(logits: Tensor, vocab_size: int | None) -> int:

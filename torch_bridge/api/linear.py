@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pallas_ce import Metrics, RowStatistics, integration
+from pallas_ce import LowRank, Metrics, RowStatistics, integration
 from pallas_ce.integration import Backward, PrecisionLike, Reduction
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
@@ -14,7 +14,7 @@ from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STAT
 
 def linear_cross_entropy(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRank,
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
@@ -46,7 +46,9 @@ def linear_cross_entropy(
     Args:
         input: `[..., H]` bfloat16, float16, float32 or float64 (which needs JAX's 64-bit mode); zero tokens included.
         linear_weight: `[V', H]`, as in `torch.nn.Linear`; a transposed view of contiguous memory costs no copy,
-            one that does not begin at a multiple of 256 bytes (of a flat parameter, say) does on a CUDA device.
+            one that does not begin at a multiple of 256 bytes (of a flat parameter, say) does on a CUDA device. Or a
+            `pallas_ce.LowRank` of such a tensor, `up [V', r]` and `down [r, H]`: LoRA's B and A. Where the weight
+            requires no gradient, the loss with gradients then makes no array of its size.
         target: `[...]`, integers; those outside `[0, vocab_size)` count as ignored.
         linear_bias: `[V']`.
         class_weights: `[V]`, PyTorch's `weight`; a constant.
@@ -98,8 +100,9 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     integration.check_reduction(reduction, normalizer, backward)
-    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
-    leading, size = input.shape[:-1], vocab_size or linear_weight.shape[0]
+    weight = checks.weight(linear_weight)
+    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
+    leading, size = input.shape[:-1], vocab_size or weight.weight.shape[0]
     checks.shape("class_weights", class_weights, (size,))
     valid = (size, integration.read_ignore_index(ignore_index)) if validate_labels else None
     tensors = head | {
@@ -122,6 +125,7 @@ def linear_cross_entropy(
             "precision": checks.precision(precision, input.device),
             "implementation": implementation,
             "scratch_bytes": scratch_bytes,
+            "term_scale": weight.scale,
             "return_metrics": return_metrics,
         },
     )
@@ -131,7 +135,7 @@ def linear_cross_entropy(
 
 def linear_row_statistics(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRank,
     target: Tensor | None = None,
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
@@ -148,12 +152,12 @@ def linear_row_statistics(
 ) -> RowStatistics:
     r"""Statistics of each row of the logits, which are not stored: any loss written in PyTorch on top of them trains.
 
-    Differentiable in `input`, `linear_weight`, `linear_bias` and `logit_scale`, once, with any cotangents; the backward
-    computes tiles of the logits again.
+    Differentiable in `input`, `linear_weight` and its parts, `linear_bias` and `logit_scale`, once, with any
+    cotangents; the backward computes tiles of the logits again.
 
     Args:
         input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here.
-        linear_weight: `[V', H]`.
+        linear_weight: `[V', H]`, or a `LowRank`.
         target: `[...]`, integers; needed for `target_logit` and `log_prob`. No target is special: one outside
             `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
         statistics: names out of `pallas_ce.RowStatistics`' fields; others cost nothing.
@@ -191,7 +195,8 @@ def linear_row_statistics(
     # As the operator returns them: argmax, which has no gradient, last.
     names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
     names += ["argmax"] if "argmax" in asked else []
-    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
+    weight = checks.weight(linear_weight)
+    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
     if target is not None:
         target = checks.labels(target, leading, several=True)
@@ -200,7 +205,7 @@ def linear_row_statistics(
         row_mask = torch.ones(leading, dtype=torch.bool, device=input.device)
     elif row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
-    checks.shape("logit_weights", logit_weights, (vocab_size or linear_weight.shape[0],))
+    checks.shape("logit_weights", logit_weights, (vocab_size or weight.weight.shape[0],))
     number, temperatures = checks.temperature(temperature, leading, dtype)
     tensors = head | {
         "target": target,
@@ -219,6 +224,7 @@ def linear_row_statistics(
             "precision": checks.precision(precision, input.device),
             "implementation": implementation,
             "scratch_bytes": scratch_bytes,
+            "term_scale": weight.scale,
         },
     )
     shaped = (cast(Any, x.reshape(*leading, *x.shape[1:])) for x in found)

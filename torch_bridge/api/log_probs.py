@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from pallas_ce import LogProbs, integration
+from pallas_ce import LogProbs, LowRank, integration
 from pallas_ce.integration import PrecisionLike
 from torch_bridge.api import checks
 from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
@@ -12,7 +12,7 @@ from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
 
 def linear_log_probs(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRank,
     target: Tensor,
     *,
     temperature: float | Tensor = 1.0,
@@ -43,7 +43,7 @@ def linear_log_probs(
     Args:
         input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here. `input.float()` with a
             bfloat16 weight is the float32 head of reinforcement learning: the weight is cast tile by tile.
-        linear_weight: `[V', H]`.
+        linear_weight: `[V', H]`, or a `LowRank`.
         target: `[...]`, integers, or `[..., K]` for the log-probabilities of K given tokens of each row; a token may be
             given several times. Targets outside `[0, vocab_size)` count as ignored.
         temperature: positive; a number, a tensor `[]` or one `[...]` of a temperature for each row. A constant: it gets
@@ -86,10 +86,11 @@ def linear_log_probs(
         >>> ratio = (found.log_probs - before).exp()
         >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
     """
-    dtype, head = checks.head(input, linear_weight, linear_bias, logit_scale, vocab_size)
+    weight = checks.weight(linear_weight)
+    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
     leading = input.shape[:-1]
     ignore_index = integration.read_ignore_index(ignore_index)
-    valid = (vocab_size or linear_weight.shape[0], ignore_index) if validate_labels else None
+    valid = (vocab_size or weight.weight.shape[0], ignore_index) if validate_labels else None
     labels = checks.labels(target, leading, several=True, valid=valid, shift=shift)
     number, temperatures = checks.temperature(temperature, leading, dtype)
     options = {
@@ -103,6 +104,7 @@ def linear_log_probs(
         "precision": checks.precision(precision, input.device),
         "implementation": implementation,
         "scratch_bytes": scratch_bytes,
+        "term_scale": weight.scale,
         "fixed_temperature": number,
     }
     log_probs, *others = LINEAR_LOG_PROBS.call(head | {"target": labels, "temperature": temperatures}, options)

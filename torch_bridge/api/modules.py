@@ -62,6 +62,11 @@ class LinearCrossEntropyLoss(nn.Module):
     @classmethod
     def shared_with(cls, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> Self:
         """A loss on the very parameters of `layer`: anything with a `weight [V', H]` and maybe a `bias [V']`."""
+        if hasattr(layer, "base_layer"):
+            raise TypeError(
+                f"{type(layer).__name__} is a layer with an adapter, which a loss on its weight would pass over: merge "
+                "it, or call linear_cross_entropy with a pallas_ce.LowRank"
+            )
         weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             raise TypeError(f"{type(layer).__name__} has no parameter `weight` of two axes to share")

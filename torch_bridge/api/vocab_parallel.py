@@ -10,13 +10,14 @@ these, so that a part's own cotangents are the whole's; the gradient of the hidd
 share, is summed in the backward.
 """
 
+import dataclasses
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pallas_ce import integration
+from pallas_ce import LowRank, integration
 from pallas_ce.integration import PrecisionLike, Reduction
 from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_row_statistics
@@ -26,7 +27,7 @@ from torch_bridge.materialized import losses
 
 def vocab_parallel_cross_entropy(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRank,
     target: Tensor,
     *,
     vocab_start: int,
@@ -53,7 +54,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         input: `[..., H]`, the same on every process; its gradient is summed over them, in its dtype.
-        linear_weight: `[V_k, H]`, the rows from `vocab_start` on.
+        linear_weight: `[V_k, H]`, the rows from `vocab_start` on; or a `pallas_ce.LowRank` with these rows of the
+            weight and of `up`, and the whole of `down`, whose gradient is summed over the processes too.
         target: `[...]` integers in the whole vocabulary, the same on every process; those outside count as ignored.
         vocab_start: the id of this process's first row.
         vocab_size: V, the entries of all processes together.
@@ -87,13 +89,14 @@ def vocab_parallel_cross_entropy(
             loss = vocab_parallel_cross_entropy(
                 hidden, weight_part, target, vocab_start=500 * dist.get_rank(), vocab_size=1000)
     """
-    if not 0 <= vocab_start <= vocab_start + linear_weight.shape[0] <= vocab_size:
+    weight = checks.weight(linear_weight)
+    rows = weight.weight.shape[0]
+    if not 0 <= vocab_start <= vocab_start + rows <= vocab_size:
         raise ValueError(
-            f"vocab_start={vocab_start} with {linear_weight.shape[0]} rows of the weight does not lie in "
-            f"vocab_size={vocab_size}"
+            f"vocab_start={vocab_start} with {rows} rows of the weight does not lie in vocab_size={vocab_size}"
         )
-    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias}
-    first_order.reverse_mode(tensors)
+    tensors = {"input": input, "linear_weight": weight.weight, "target": target, "linear_bias": linear_bias}
+    first_order.reverse_mode(tensors | {"linear_weight.up": weight.up, "linear_weight.down": weight.down})
     integration.check_reduction(reduction, normalizer, "recompute")
     leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
     target = checks.labels(target, leading, valid=(vocab_size, ignored) if validate_labels else None).reshape(leading)
@@ -104,9 +107,11 @@ def vocab_parallel_cross_entropy(
     target = target.long()  # narrower integers could not be compared with V
     counted = losses.counted(target, vocab_size, ignored)
     names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
+    if weight.down is not None:
+        weight = dataclasses.replace(weight, down=_apply(_Shared, weight.down, group))
     here = linear_row_statistics(
         _apply(_Shared, input, group),
-        linear_weight,
+        weight.weight if weight.down is None else weight,
         torch.where(counted, target - vocab_start, -1),
         statistics=names,
         row_mask=counted,
@@ -120,7 +125,7 @@ def vocab_parallel_cross_entropy(
     lse = torch.where(counted, _apply(_MergedLse, here.lse, group), 0)
     parts: list[Any] = [here.target_logit]
     if here.mean_logit is not None:
-        parts.append(here.mean_logit * (linear_weight.shape[0] / vocab_size))
+        parts.append(here.mean_logit * (rows / vocab_size))
     target_logit, *mean_logit = _apply(_Sum, torch.stack(parts), group)
     return losses.cross_entropy(
         lse,

@@ -202,12 +202,16 @@ def _vocab_axis(weight: Tensor) -> int:
     return int(not weight.is_contiguous() and weight.t().is_contiguous())
 
 
+# The low-rank term of a weight, `[V, r]` and `[r, H]`.
+_TERM = ("linear_up", "linear_down")
+
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     operations.LOSS,
     operations.LossOptions,
     ("input", "linear_weight", "target"),
     (
+        *_TERM,
         "linear_bias",
         "class_weights",
         "token_weights",
@@ -220,6 +224,7 @@ LINEAR_CROSS_ENTROPY = Operation(
     (
         "input",
         "linear_weight",
+        *_TERM,
         "linear_bias",
         "token_weights",
         "logit_scale",
@@ -234,9 +239,9 @@ LINEAR_ROW_STATISTICS = Operation(
     operations.STATISTICS,
     operations.StatisticsOptions,
     ("input", "linear_weight"),
-    ("target", "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
+    ("target", *_TERM, "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
     {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
-    ("input", "linear_weight", "linear_bias", "logit_scale"),
+    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
 )
 
 LINEAR_LOG_PROBS = Operation(
@@ -244,9 +249,9 @@ LINEAR_LOG_PROBS = Operation(
     operations.LOG_PROBS,
     operations.LogProbsOptions,
     ("input", "linear_weight", "target"),
-    ("linear_bias", "logit_scale", "temperature"),
+    (*_TERM, "linear_bias", "logit_scale", "temperature"),
     {"input": 0, "target": -1, "temperature": 1},
-    ("input", "linear_weight", "linear_bias", "logit_scale"),
+    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
 )
 
 for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):

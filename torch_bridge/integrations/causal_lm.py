@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torch_bridge.integrations import adapters
+
 
 def base(model: Any) -> Any:
     """The model of transformers inside a `PeftModel`, or the model itself."""
@@ -44,20 +46,8 @@ def in_place_of_logits(model: Any, loss: Callable[[Tensor], Tensor], hidden: Ten
 def passed_over(model: Any, head: Any) -> str | None:
     """What of the model's head or loss `patch_causal_lm` would pass over, and what to do; None for nothing."""
     name = type(model).__name__
-    if hasattr(head, "base_layer"):
-        return (
-            f"the head of this {name} has an adapter ({type(head).__name__}), which the patch would not train: leave "
-            "lm_head out of target_modules, or train it whole, with modules_to_save=['lm_head']"
-        )
-    sharded = isinstance(head, FSDPModule)
-    if (type(head).__bases__[1] if sharded else type(head)) is not nn.Linear:
-        kind = type(head).__name__
-        cure = "keep it whole, with llm_int8_skip_modules=['lm_head']" if "bit" in kind else "make it an nn.Linear"
-        return f"the head of this {name} is a {kind}, of which the patch would read the weight alone: {cure}"
-    if max(len(head._forward_hooks), len(head._forward_pre_hooks)) > sharded:  # FSDP2 has one of each
-        return f"the head of this {name} has forward hooks, which the patch would not call: remove them"
-    if "forward" in head.__dict__ and not hasattr(head, "_hf_hook"):  # accelerate's moves arrays between devices
-        return f"the head of this {name} was given a forward of its own, which the patch would not call: remove it"
+    if why := adapters.passed_over(head):
+        return f"the head of this {name} {why}"
     if "_loss_function" in model.__dict__:
         return f"this {name} was given a loss_function of its own, which the patch would not call: remove it"
     return None

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.integrations import causal_lm
+from pallas_ce import LowRank
+from torch_bridge.integrations import adapters, causal_lm
 
 _IGNORED = -100
 
@@ -42,7 +43,10 @@ def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
     head, tokens = causal_lm.head(model), _four_tokens(model)
     want = model(input_ids=tokens).logits.float()
     hidden = causal_lm.backbone(model)(input_ids=tokens).last_hidden_state
-    got = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+    weight, bias = adapters.parameters(head)
+    if isinstance(weight, LowRank):
+        weight = weight.weight + weight.scale * (weight.up @ weight.down).to(weight.weight.dtype)
+    got = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
     got = got * options.get("logit_scale", 1.0)
     if (cap := options.get("logit_softcap")) is not None:
         got = cap * torch.tanh(got / cap)

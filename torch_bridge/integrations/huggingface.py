@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_bridge.api.linear import linear_cross_entropy
-from torch_bridge.integrations import causal_lm, comparison, trl
+from torch_bridge.integrations import adapters, causal_lm, comparison, trl
 
 # Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
 # that a configuration may state. Others are compared with their own forward before they are patched.
@@ -84,8 +84,8 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
             Llama, Qwen 2 and 3, Gemma 1 to 3 (with their soft cap; Gemma 3 for text only, which is
             Gemma3ForCausalLM), Mistral, Phi, GPT-2 and others. Models that are not known are run on four tokens, to
             compare; so are those whose configuration states a soft cap or scale that they do not use. Or a `PeftModel`
-            of one, whose adapters are elsewhere or whose head is in `modules_to_save`; a model may be given adapters
-            after it is patched, too.
+            of one; a model may be given adapters after it is patched, too. The head itself may be in `modules_to_save`,
+            or have one active LoRA, which then is trained without an array of the weight's size.
         skip_logits: with labels, compute no logits in evaluation either: for `Trainer` without `compute_metrics`. That
             loss is the model's own, without `label_smoothing` and `z_loss`.
         options: `label_smoothing`, `z_loss`, `backward`, `precision`, `implementation`, `scratch_bytes`,
@@ -96,7 +96,8 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
 
     Raises:
         TypeError: no such model, or an unknown option.
-        ValueError: a model that is patched already, whose head is no `nn.Linear` or has an adapter or forward hooks, or
+        ValueError: a model that is patched already, whose head is no `nn.Linear`, has forward hooks, several active
+            adapters, or one that is no plain LoRA (DoRA and other variants, dropout in training, a quantised layer), or
             with a loss_function of its own (a call raises it where these come later), whose logits are not what its
             head makes of the backbone's hidden states, or whose own loss of labels is another, as where it does not
             shift them (BART, XLNet).
@@ -211,12 +212,13 @@ def _forward(
     options = {name: x for name, x in patch.options.items() if model.training or name not in _IN_TRAINING}
 
     def loss_of(hidden: Tensor) -> Tensor:
-        weight = head.weight
+        weight, bias = adapters.parameters(head)
+        device = head.weight.device
         return linear_cross_entropy(
-            hidden.to(weight.device),  # elsewhere where the model is split over devices
+            hidden.to(device),  # elsewhere where the model is split over devices
             weight,
-            labels.to(weight.device),
-            linear_bias=head.bias,
+            labels.to(device),
+            linear_bias=bias,
             shift=shift,
             ignore_index=given.get("ignore_index", _IGNORED),
             reduction=reduction or "mean",

@@ -16,8 +16,10 @@ import weakref
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torch_bridge.api.linear import linear_row_statistics
+from torch_bridge.integrations import adapters, causal_lm
 
 # The versions whose trainers the tests have run.
 TESTED = ("1.16.0",)
@@ -64,7 +66,8 @@ class FusedHead:
 
         Raises:
             ValueError: a model that TRL trains was patched with an option of the loss, which TRL computes itself; a
-                weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward.
+                weight that DeepSpeed's ZeRO-3 holds, which would be gone in the backward; an adapter of the head that
+                `patch_causal_lm` refuses, or any where FSDP2 splits the head.
         """
         for model, lost in self.models.items():
             # Whoever wraps the patched forward copies its attribute; TRL puts its own in the place.
@@ -78,12 +81,13 @@ class FusedHead:
                 "the head's weight is split by DeepSpeed's ZeRO-3, which takes it away again before the backward: use "
                 "FSDP2 or ZeRO-2, or do not patch the model"
             )
+        of_head = self._with_adapter(weight, bias)
         row: Any = linear_row_statistics(
             hidden,
-            weight,
+            of_head.weight,
             targets,
             statistics=[x for name, x in _STATISTICS.items() if name == "log_probs" or name in outputs],
-            linear_bias=bias,
+            linear_bias=of_head.bias,
             logit_softcap=final_logit_softcapping,
             logit_scale=logit_scale,
             temperature=temperature,
@@ -96,6 +100,23 @@ class FusedHead:
             None if row.mean_logit is None else row.mean_logit.detach(),
             None if row.argmax is None else row.argmax == targets,
         )
+
+    def _with_adapter(self, weight: Tensor, bias: Tensor | None) -> adapters.Parameters:
+        """With the adapter of the head whose weight it is, which TRL's own function does not see."""
+        for model in self.models:
+            head = causal_lm.head(model)
+            if not adapters.is_adapted(head):
+                continue
+            if isinstance(head.weight, DTensor):
+                raise ValueError(
+                    f"the head of this {type(model).__name__} has an adapter and is split by FSDP2, so that TRL passes "
+                    "on its weight alone: leave lm_head out of target_modules, or do not patch the model"
+                )
+            if head.weight is weight:
+                if why := adapters.passed_over(head):
+                    raise ValueError(f"the head of this {type(model).__name__} {why}")
+                return adapters.parameters(head)
+        return adapters.Parameters(weight, bias)
 
 
 def serve(model: Any, options: dict[str, Any], of_a_loss: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The functions of `pallas_ce` on named arrays, with PyTorch's names for the arguments. No PyTorch in here."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_ce
+from pallas_ce import LowRank
 from pallas_ce.integration import Known, NeedsGrad, cross_entropy_steps, log_probs_steps, row_statistics_steps
 from torch_bridge.programs.program import Arrays, Function, Outputs
 
@@ -16,7 +18,10 @@ _TYPICAL_ROWS = 4096
 
 
 class LossOptions(NamedTuple):
-    """Static options of the loss; the types are those of the operator's schema."""
+    """Static options of the loss; the types are those of the operator's schema.
+
+    `term_scale` is the factor of the weight's low-rank term, where there is one.
+    """
 
     vocab_axis: int
     dtype: str
@@ -28,6 +33,7 @@ class LossOptions(NamedTuple):
     precision: str
     implementation: str | None
     scratch_bytes: int | None
+    term_scale: float
     return_metrics: bool
 
 
@@ -42,6 +48,7 @@ class StatisticsOptions(NamedTuple):
     precision: str
     implementation: str | None
     scratch_bytes: int | None
+    term_scale: float
     fixed_temperature: float
 
 
@@ -59,11 +66,19 @@ class LogProbsOptions(NamedTuple):
     precision: str
     implementation: str | None
     scratch_bytes: int | None
+    term_scale: float
     fixed_temperature: float
 
 
 # What `pallas_ce` calls the tensors that have another name here.
-_NAMES = {"input": "hidden", "linear_weight": "weight", "linear_bias": "bias", "target": "labels"}
+_NAMES = {
+    "input": "hidden",
+    "linear_weight": "weight",
+    "linear_up": "up",
+    "linear_down": "down",
+    "linear_bias": "bias",
+    "target": "labels",
+}
 
 
 def _arguments(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
@@ -71,7 +86,12 @@ def _arguments(options: LossOptions | StatisticsOptions | LogProbsOptions, array
     static = options._asdict()
     if "fixed_temperature" in static:
         static["temperature"] = static.pop("fixed_temperature")
-    return static | {_NAMES.get(name, name): x for name, x in arrays.items()}
+    named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
+    scale, up, down = static.pop("term_scale"), named.pop("up", None), named.pop("down", None)
+    if up is not None and down is not None:
+        # Like the weight `[V, H]`, but these are small: where that lies as `[H, V]` they are transposed here.
+        named["weight"] = LowRank(named["weight"], *((up.T, down.T) if options.vocab_axis else (up, down)), scale)
+    return static | named
 
 
 def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Checked:
@@ -87,13 +107,9 @@ def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps
 
 
 def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
-    wanted = NeedsGrad(
-        hidden="input" in names,
-        weight="linear_weight" in names,
-        bias="linear_bias" in names,
-        logit_scale="logit_scale" in names,
-    )
-    return steps.keep(*checked, wanted)
+    fields = {field.name for field in dataclasses.fields(NeedsGrad)}
+    wanted = {_NAMES.get(name, name) for name in names} & fields
+    return steps.keep(*checked, NeedsGrad(**dict.fromkeys(wanted, True)))
 
 
 def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
@@ -110,7 +126,10 @@ def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
 
 
 def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
-    """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one."""
+    """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one.
+
+    Those of a low-rank term are small, and lie otherwise where the weight is `[H, V]`: a program finishes them.
+    """
     _, call, _ = checked
     if known is None or call.logit_scale is not None:
         return {}
@@ -122,16 +141,22 @@ def _mode(options: LossOptions, arrays: Arrays) -> str | None:
     if options.backward != "auto" or options.implementation == "reference":
         return options.backward
     hidden, weight = arrays["input"], arrays["linear_weight"]
-    return _chosen_mode(options, hidden.shape[1], hidden.dtype, weight.shape, weight.dtype)
+    rank = arrays["linear_up"].shape[1] if "linear_up" in arrays else 0
+    return _chosen_mode(options, hidden.shape[1], hidden.dtype, weight.shape, weight.dtype, rank)
 
 
 @functools.lru_cache(maxsize=256)
 def _chosen_mode(
-    options: LossOptions, width: int, dtype: Any, weight_shape: tuple[int, ...], weight_dtype: Any
+    options: LossOptions, width: int, dtype: Any, weight_shape: tuple[int, ...], weight_dtype: Any, rank: int
 ) -> str | None:
+    weight: Any = jax.ShapeDtypeStruct(weight_shape, weight_dtype)
+    if rank:
+        step = 1 - 2 * options.vocab_axis
+        up = jax.ShapeDtypeStruct((weight_shape[options.vocab_axis], rank)[::step], dtype)
+        weight = LowRank(weight, up, jax.ShapeDtypeStruct((rank, width)[::step], dtype))
     return pallas_ce.explain(
         jax.ShapeDtypeStruct((_TYPICAL_ROWS, width), dtype),
-        jax.ShapeDtypeStruct(weight_shape, weight_dtype),
+        weight,
         reduction=options.reduction,  # type: ignore[arg-type]
         differentiate=("hidden", "weight"),
         vocab_axis=options.vocab_axis,

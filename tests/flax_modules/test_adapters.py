@@ -1,0 +1,308 @@
+"""Adapters (LoRA) of a head in either framework: the head whose weight they were added to, and what they cost."""
+
+import re
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from flax_modules import linen
+from flax_modules import nnx as on_nnx
+from pallas_ce import MeshAxes
+from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, shifted, stored_logits
+
+FEATURES, VOCAB, RANK = 16, 37, 3
+# An adapter that is something, where what starts at zero would hide a mistake.
+DRAWN = {"lora_rank": RANK, "lora_scale": 0.7, "lora_b_init": jax.nn.initializers.normal(0.5)}
+
+
+class Tied(nn.Module):
+    """A head of Linen on an embedding."""
+
+    options: dict
+
+    def setup(self):
+        self.embed = nn.Embed(VOCAB, FEATURES)
+        self.head = linen.LossHead.tied(self.embed, **self.options)
+
+    def __call__(self, hidden, labels):
+        return self.head(hidden, labels)
+
+    def logits(self, hidden):
+        return self.head.logits(hidden)
+
+
+def head(package, tied, **options):
+    if not tied:
+        return of(package, "LossHead", FEATURES, VOCAB, **options)
+    if package is linen:
+        return Tied(options)
+    rngs = nnx.Rngs(0)
+    return on_nnx.LossHead.tied(nnx.Embed(VOCAB, FEATURES, rngs=rngs), rngs=rngs, **options)
+
+
+def name_of(path):
+    """Of the parameter of a head that is there; None for a projection of the hidden states."""
+    where = jax.tree_util.keystr(path)
+    names = ("kernel", "embedding", "bias", "lora_a", "lora_b")
+    return None if "projections" in where else next(name for name in names if name in where)
+
+
+def named(params):
+    """The parameters of a head, by name."""
+    found = {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {name: leaf for name, leaf in found.items() if name is not None}
+
+
+def replaced(params, new):
+    """The parameters, those of the names in `new` replaced."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(name_of(path), leaf), params)
+
+
+def parts(params):
+    """Weight as `[H, V]`, `lora_a` and `lora_b`."""
+    found = named(params)
+    weight = found["kernel"] if "kernel" in found else found["embedding"].T
+    return weight, found["lora_a"], found["lora_b"]
+
+
+def products(function, *given):
+    """Shapes of the results of all matrix products in the program of a function."""
+    lines = [x for x in jax.jit(function).lower(*given).as_text().splitlines() if "stablehlo.dot_general" in x]
+    return [tuple(map(int, re.findall(r"(\d+)x", line.rpartition("tensor<")[2]))) for line in lines]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_the_head_whose_weight_has_the_term_in_it(framework, tied, hidden, labels):
+    params, apply = initialised(head(framework, tied, **DRAWN), hidden, labels)
+
+    def merged(params, hidden):
+        weight, a, b = parts(params)
+        return mean_cross_entropy(stored_logits(hidden, weight + 0.7 * a @ b), labels)
+
+    actual = jax.value_and_grad(lambda params, hidden: apply(params, hidden, labels), argnums=(0, 1))(params, hidden)
+    assert_close(actual, jax.value_and_grad(merged, argnums=(0, 1))(params, hidden))
+    weight, a, b = parts(params)
+    assert_close(apply(params, hidden, method="logits"), stored_logits(hidden, weight + 0.7 * a @ b))
+
+
+@hypothesis.given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 40)),
+    data=st.data(),
+    backward=st.sampled_from(["in_forward", "recompute"]),
+    kind=st.sampled_from(["own", "tied", "linear", "lora of linear", "lora linear"]),
+)
+def test_any_shape_of_any_head_of_nnx(sizes, data, backward, kind):
+    tokens, features, vocab = sizes
+    rank = data.draw(st.integers(1, min(features, vocab)), "rank")
+    scale = data.draw(st.sampled_from([1.0, 0.5, -2.0]), "scale")
+    rngs, drawn = nnx.Rngs(data.draw(st.integers(0, 9), "seed")), jax.nn.initializers.normal(0.5)
+    options = {"backward": backward, "lora_scale": scale, "rngs": rngs}
+    own = {"lora_rank": rank, "lora_b_init": drawn}
+    if kind == "own":
+        made = on_nnx.LossHead(features, vocab, **options, **own)
+    elif kind == "tied":
+        made = on_nnx.LossHead.tied(nnx.Embed(vocab, features, rngs=rngs), **options, **own)
+    elif kind == "linear":
+        made = on_nnx.LossHead.of_linear(nnx.Linear(features, vocab, use_bias=False, rngs=rngs), **options, **own)
+    elif kind == "lora of linear":
+        linear = nnx.Linear(features, vocab, use_bias=False, rngs=rngs)
+        lora = nnx.LoRA(features, rank, vocab, base_module=linear, b_initializer=drawn, rngs=rngs)
+        made = on_nnx.LossHead.of_linear(lora, **options)
+    else:
+        lora = nnx.LoRALinear(features, vocab, lora_rank=rank, use_bias=False, b_initializer=drawn, rngs=rngs)
+        made = on_nnx.LossHead.of_linear(lora, **options)
+    hidden = jax.random.normal(rngs(), (tokens, features))
+    labels = jax.random.randint(rngs(), (tokens,), -1, vocab).at[0].set(0)
+    graph, params = nnx.split(made)
+
+    def merged(params, hidden):
+        weight, a, b = parts(params)
+        return mean_cross_entropy(stored_logits(hidden, weight + scale * a @ b), labels)
+
+    actual = jax.value_and_grad(lambda p, x: nnx.merge(graph, p)(x, labels), argnums=(0, 1))(params, hidden)
+    assert_close(actual, jax.value_and_grad(merged, argnums=(0, 1))(params, hidden), rtol=1e-4, atol=1e-5)
+
+
+def test_it_starts_as_the_head_without_and_keeps_its_parameters(framework, hidden, labels):
+    plain, apply_plain = initialised(of(framework, "LossHead", FEATURES, VOCAB), hidden, labels)
+    params, apply = initialised(of(framework, "LossHead", FEATURES, VOCAB, lora_rank=RANK), hidden, labels)
+    weight, a, b = parts(params)
+    np.testing.assert_array_equal(weight, plain["kernel"][...])
+    assert (a.shape, b.shape) == ((FEATURES, RANK), (RANK, VOCAB))
+    assert np.any(a)
+    assert not np.any(b)
+    assert_close(apply(params, hidden, labels), apply_plain(plain, hidden, labels))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_a_frozen_weight_costs_no_product(framework, tied, backward, hidden, labels):
+    params, apply = initialised(head(framework, tied, backward=backward, implementation="xla", **DRAWN), hidden, labels)
+
+    def wide(*names):
+        """Products whose result has the weight's width H, that of hidden states or the weight's gradient."""
+        chosen = {name: x for name, x in named(params).items() if name in names}
+        made = products(jax.grad(lambda x: apply(replaced(params, x), hidden, labels)), chosen)
+        assert made
+        return [shape for shape in made if FEATURES in shape and RANK not in shape]
+
+    assert not wide("lora_a", "lora_b")
+    assert wide("kernel", "embedding", "lora_a", "lora_b")
+
+
+def test_nnx_differentiates_and_trains_the_adapter_alone(hidden, labels):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.trunk = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+            self.head = on_nnx.LossHead(FEATURES, VOCAB, lora_rank=RANK, rngs=rngs, implementation="reference")
+
+        def __call__(self, hidden, labels):
+            return self.head(self.trunk(hidden), labels)
+
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        of_adapter = nnx.value_and_grad(lambda model: model(hidden, labels), argnums=nnx.DiffState(0, nnx.LoRAParam))
+        loss, grads = of_adapter(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer) for _ in range(10)]
+    assert losses[-1] < 0.9 * losses[0]
+    after = nnx.state(model)
+    for was, now in ((before["trunk"], after["trunk"]), (before["head"]["kernel"], after["head"]["kernel"])):
+        jax.tree.map(np.testing.assert_array_equal, was, now)
+    assert np.any(after["head"]["lora"]["lora_b"][...])
+
+
+def test_heads_of_several_tokens_share_it(framework, hidden, labels):
+    several = of(framework, "MultiTokenLossHead", of(framework, "LossHead", FEATURES, VOCAB, **DRAWN), 2)
+    params, apply = initialised(several, hidden, labels)
+
+    def merged(x):
+        logits = stored_logits(hidden, x["kernel"] + 0.7 * x["lora_a"] @ x["lora_b"])  # projections are still zero
+        return sum(mean_cross_entropy(logits, shifted(labels, i)) for i in range(2)) / 2
+
+    actual = jax.value_and_grad(lambda x: apply(replaced(params, x), hidden, labels))(named(params))
+    assert_close(actual, jax.value_and_grad(merged)(named(params)))
+
+
+def test_padding_is_none_of_its_vocabulary_and_its_parameters_keep_their_dtype(framework, hidden, labels):
+    options = DRAWN | {"padded_vocab_size": 64, "dtype": jnp.bfloat16, "use_bias": True}
+    params, apply = initialised(of(framework, "LossHead", FEATURES, VOCAB, **options), hidden, labels)
+    assert named(params)["lora_b"].shape == (RANK, 64)
+    loss, grads = jax.value_and_grad(apply)(params, hidden, labels)
+    weight, a, b = parts(params)
+    want = mean_cross_entropy(stored_logits(hidden, (weight + 0.7 * a @ b)[:, :VOCAB]), labels)
+    assert_close(loss, want, rtol=2e-2)
+    _, of_a, of_b = parts(grads)
+    assert of_a.dtype == of_b.dtype == jnp.float32
+    assert not np.any(of_b[:, VOCAB:])
+    assert np.any(of_b[:, :VOCAB])
+
+
+def test_inside_a_shard_map_lora_b_is_split_as_the_kernel_is(framework, hidden, labels):
+    params, whole = initialised(of(framework, "LossHead", FEATURES, VOCAB, **DRAWN), hidden, labels)
+    split = of(framework, "LossHead", FEATURES, VOCAB, mesh_axes=MeshAxes(vocabulary="tensor"), **DRAWN)
+
+    def part(params, *given):
+        if framework is linen:
+            return split.apply({"params": params}, *given)
+        return nnx.merge(nnx.split(split)[0], params)(*given)
+
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    places = replaced(params, {"kernel": P(None, "tensor"), "lora_a": P(), "lora_b": P(None, "tensor")})
+    sharded = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=(places, P(), P()), out_specs=P()))
+    assert_close(sharded(params, hidden, labels), whole(params, hidden, labels))
+
+
+def test_without_scale_the_adapter_is_switched_off(hidden, labels):
+    made = on_nnx.LossHead(FEATURES, VOCAB, rngs=nnx.Rngs(0), **DRAWN)
+    adapted = made(hidden, labels)
+    made.lora_scale = 0.0
+    assert_close(made(hidden, labels), mean_cross_entropy(stored_logits(hidden, made.kernel[...]), labels))
+    assert abs(made(hidden, labels) - adapted) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["linear", "lora of linear", "lora linear"])
+def test_a_layer_of_the_model_gives_its_logits(kind, hidden, labels):
+    rngs, drawn = nnx.Rngs(0), jax.nn.initializers.normal(0.5)
+    bias = {"use_bias": True, "bias_init": drawn, "rngs": rngs}
+    if kind == "lora linear":
+        layer = nnx.LoRALinear(FEATURES, VOCAB, lora_rank=RANK, b_initializer=drawn, **bias)
+    else:
+        layer = nnx.Linear(FEATURES, VOCAB, **bias)
+    if kind == "lora of linear":
+        layer = nnx.LoRA(FEATURES, RANK, VOCAB, base_module=layer, b_initializer=drawn, rngs=rngs)
+    made = on_nnx.LossHead.of_linear(layer)
+    assert_close(made.logits(hidden), layer(hidden), rtol=1e-4, atol=1e-5)
+    assert_close(made(hidden, labels), mean_cross_entropy(layer(hidden), labels))
+    few = on_nnx.LossHead.of_linear(layer, vocab_size=VOCAB - 2)
+    assert_close(few.logits(hidden), layer(hidden)[..., :-2], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_is_shared_and_computes_as_it_says(hidden, labels):
+    layer = nnx.LoRALinear(FEATURES, VOCAB, lora_rank=RANK, dtype=jnp.bfloat16, precision="highest", rngs=nnx.Rngs(0))
+    made = on_nnx.LossHead.of_linear(layer)
+    assert (made.dtype, made.precision) == (jnp.bfloat16, "highest")
+    layer.kernel[...] = jnp.zeros((FEATURES, VOCAB))
+    layer.lora = nnx.LoRA(FEATURES, 1, VOCAB, rngs=nnx.Rngs(1))
+    assert_close(made(hidden, labels), jnp.log(VOCAB))
+    model = nnx.List([layer, made])
+    assert len(jax.tree.leaves(nnx.state(model))) == 4
+
+
+@pytest.mark.parametrize("rank", [0, -1, FEATURES + 1, 2.0, True])
+def test_a_rank_that_cannot_be_is_named(framework, rank, hidden, labels):
+    with pytest.raises(ValueError, match=rf"lora_rank={rank} must be None or an integer from 1 to {FEATURES}"):
+        initialised(of(framework, "LossHead", FEATURES, VOCAB, lora_rank=rank), hidden, labels)
+
+
+@pytest.mark.parametrize("scale", ["2", jnp.ones(())])
+def test_a_scale_that_cannot_be_is_named(framework, scale, hidden, labels):
+    made = of(framework, "LossHead", FEATURES, VOCAB, lora_rank=2, lora_scale=scale)
+    with pytest.raises(TypeError, match=r"lora_scale is a .* multiply lora_b"):
+        made.init(jax.random.key(0), hidden, labels) if framework is linen else made(hidden, labels)
+
+
+def test_layers_that_a_head_does_not_take_are_refused_by_name():
+    rngs = nnx.Rngs(0)
+    linear, adapted = nnx.Linear(4, 9, rngs=rngs), nnx.LoRALinear(4, 9, lora_rank=2, rngs=rngs)
+    make = on_nnx.LossHead.of_linear
+
+    def lora(base):
+        return nnx.LoRA(4, 2, 9, base_module=base, rngs=rngs)
+
+    class Own(nnx.Linear):
+        pass
+
+    quantised = nnx.Linear(4, 9, dot_general=lambda *given, **options: None, rngs=rngs)
+    for error, words, call in (
+        (TypeError, "linear is a Embed: pass an nnx.Linear", lambda: make(nnx.Embed(9, 4, rngs=rngs))),
+        (TypeError, "linear is a Own", lambda: make(Own(4, 9, rngs=rngs))),
+        (TypeError, "linear is a LoRA of a NoneType", lambda: make(lora(None))),
+        (TypeError, "dot_general of its own", lambda: make(quantised)),
+        (TypeError, r"embed is a LoRALinear: .* LossHead\.of_linear", lambda: on_nnx.LossHead.tied(adapted)),
+        (ValueError, "nnx.LoRA of an LoRALinear: a head takes one adapter", lambda: make(lora(adapted))),
+        (ValueError, "nnx.LoRA of an LoRA: a head takes one adapter", lambda: make(lora(lora(linear)))),
+        (ValueError, "lora_rank=2, but linear is an LoRALinear", lambda: make(adapted, lora_rank=2, rngs=rngs)),
+        (ValueError, "use_bias=True, but the bias", lambda: make(linear, use_bias=True, rngs=rngs)),
+        (ValueError, "vocab_size=10 is larger than linear, which has 9", lambda: make(linear, vocab_size=10)),
+        (ValueError, r"linear has shape \(4, 9\), .* \(4, 8\)", lambda: on_nnx.LossHead(4, 8, linear=linear)),
+        (ValueError, "both given", lambda: on_nnx.LossHead(4, 9, embed=nnx.Embed(9, 4, rngs=rngs), linear=linear)),
+        (ValueError, r"pass rngs=nnx\.Rngs", lambda: make(linear, lora_rank=2)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
