@@ -5,6 +5,7 @@ help: it makes Python's numbers of arrays `[1]`, which NumPy refuses from 2.4 on
 it were integers, so that operands here have 16 bits as float16 only. And it has no additions by tensor descriptors.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
 def _added(builder: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
     """What `atomic_add` of a descriptor does."""
     assert kind.name == "ADD"
-    before = builder.create_descriptor_load(descriptor, indices, None, None)
+    load = builder.create_descriptor_load
+    of_caches = [None] * (len(inspect.signature(load).parameters) - 2)  # two policies until Triton 3.9, which has one
+    before = load(descriptor, indices, *of_caches)
     return builder.create_descriptor_store(
         descriptor, interpreter.TensorHandle(before.data + value.data, value.dtype), indices
     )

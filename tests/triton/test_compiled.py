@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -156,6 +157,7 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     precision = case[5]
     assert ("fma.rn.f32" if precision is FULL else MULTIPLIES[capability // 10]) in built.ptx
     assert ("tf32" in built.ptx) == (precision in (TF32, THREE))
+    assert f".version 8.{8 if capability in (103, 121) else 7}\n" in built.ptx
     assert ("cp.async.bulk.tensor" in built.ptx) == kernel.scratch
     assert (built.scratch_bytes > 0) == kernel.scratch
     # Its parameters: arrays, scratch, and the profiler's buffer, in this order; see `binding`.
@@ -170,6 +172,26 @@ def test_products_read_only_rows_of_dlogits_that_are_written(capability: int) ->
     tiles = [config for config in configs.NARROW[capability] if isinstance(config, configs.Config)]
     assert len(tiles) == 6
     assert all(config.rows % configs.PRODUCTS[capability].window == 0 for config in tiles)
+
+
+@pytest.mark.parametrize(("assembler", "written"), [("12.4", (84, 84)), ("12.8", (87, 87)), ("13.4", (87, 88))])
+def test_no_newer_ptx_is_written_than_the_older_of_two_assemblers_reads(
+    assembler: str, written: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia import compiler
+
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: SimpleNamespace(version=assembler))
+    assert (binding._ptx_version(90), binding._ptx_version(103)) == written
+
+
+def test_another_default_of_triton_for_fused_products_and_sums_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: 90)
+    kernel = kernel_of("forward", "some", 0, jnp.bfloat16, 8192, None)
+    expected = binding.compiled(kernel)
+    assert "fma.rn.f32" in expected.ptx
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    binding.compiled.cache_clear()
+    assert binding.compiled(kernel).ptx == expected.ptx
 
 
 def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,15 +143,15 @@ def test_nothing_is_told_of_a_hopper_gpu() -> None:
         assert explain(*structs(), implementation="triton").implementation_reason == "asked for by name"
 
 
-@pytest.fixture(params=["missing", "3.5.1", "3.8.0"])
+@pytest.fixture(params=["missing", "3.5.1", "3.10.0"])
 def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Triton is not installed, or in a version that does not work; what is to be told."""
     if request.param == "missing":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        yield "it needs the package triton: pip install 'triton>=3.6,<3.8'"
+        yield "it needs the package triton: pip install 'triton>=3.6,<3.10'"
     else:
         monkeypatch.setattr(packages, "_version", lambda name: request.param)
-        yield f"it does not work with triton {request.param}: pip install 'triton>=3.6,<3.8'"
+        yield f"it does not work with triton {request.param}: pip install 'triton>=3.6,<3.10'"
 
 
 @pytest.mark.usefixtures("ampere")
@@ -176,7 +176,7 @@ def test_a_call_that_it_would_not_serve_anyway_is_no_reason_to_install_it(functi
     assert launches_for("cuda", function, *structs()) == 0
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.0+git1234", ""])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.7.0+git1234", ""])
 def test_versions_that_work_or_do_not_tell_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_version", lambda name: version)
     with ambient("NVIDIA H200"):

@@ -37,6 +37,10 @@ _SCRATCH_ALIGNMENT = 128
 _SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_SHARED_KIB = 99
 
+# The PTX to write, as 87 for 8.7, by compute capability, and elsewhere. It is that of CUDA 12.8, and of 12.9 for GPUs
+# that came with it: JAX's CUDA 12 plugin has no newer assembler, and Triton from 3.7 on would write 9.x for some GPUs.
+_PTX, _PTX_ELSEWHERE = {103: 88, 121: 88}, 87
+
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
@@ -111,6 +115,14 @@ def _function(name: str) -> Any:
     return kernels[name]
 
 
+def _ptx_version(capability: int | None) -> int:
+    """The PTX to write: no newer than what JAX's assembler reads, nor than what Triton's does."""
+    from triton.backends.nvidia import compiler
+
+    newest = compiler.ptx_get_version(compiler.get_ptxas(capability).version)
+    return min(newest, _PTX.get(capability or 0, _PTX_ELSEWHERE))
+
+
 @functools.lru_cache(maxsize=1024)
 def compiled(kernel: Kernel) -> Compiled:
     """The kernel compiled for its device."""
@@ -129,7 +141,12 @@ def compiled(kernel: Kernel) -> Compiled:
         constexprs={places[name]: value for name, value in constants.items()},
         attrs={places[name]: [["tt.divisibility", _ALIGNMENT]] for name in arrays},
     )
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    options = {
+        "num_warps": kernel.warps,
+        "num_stages": kernel.stages,
+        "ptx_version": _ptx_version(kernel.capability),
+        "enable_fp_fusion": True,  # which was the default; Triton 3.9 warns that this will change
+    }
     built = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
     metadata = built.metadata
     most = shared_kib(kernel.capability)
