@@ -23,6 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases in one dtype, and one round of timings."""
     cases = {name: checks.CASES[name] for name in ("ragged", "row temperatures, ragged")}
     monkeypatch.setattr(checks, "CASES", cases)
+    monkeypatch.setattr(checks, "_OF_XLA", tuple(cases))
     monkeypatch.setattr(checks, "DTYPES", ("float32",))
     monkeypatch.setattr(timings, "_ROUNDS", 1)
     monkeypatch.setitem(command._TIMED, "cpu", (16, 8, 32))
