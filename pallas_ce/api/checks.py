@@ -340,7 +340,7 @@ def scalar(name: str, value: Any, low: float = -sys.float_info.max, high: float 
         value = array(name, value)
     if value.shape != ():
         raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
-    return _real(name, value) if isinstance(value, jax.Array | np.generic) else value
+    return _real(name, value) if isinstance(value.dtype, np.dtype) else value
 
 
 def above_zero(name: str, value: Any) -> Any:

@@ -52,6 +52,12 @@ class Stage(PipelineStage):
         operations = super()._get_init_p2p_neighbors_ops()
         return [x for x in operations if dist.get_backend() != "gloo" or x.group_peer != self.group_rank]
 
+    def _backward_metadata_inference(self, *args, **options):
+        """From PyTorch 2.12 on: a backward of the first microbatch for its metadata only, which does not count."""
+        found = super()._backward_metadata_inference(*args, **options)
+        calls.backward.reset_mock()
+        return found
+
 
 def make_model(stages, device):
     torch.manual_seed(0)
@@ -103,7 +109,6 @@ def train(kind, rank, device):
         assert list(modules[-1].state_dict()) == list(model[-1].state_dict())
         asked_of_backward = [call.args[-1] for call in calls.backward.call_args_list]
         computed = collections.Counter(name for names in asked_of_backward for name in names)
-        # The first microbatch, on which the stage infers its metadata, has no backward of its own.
         assert computed == {"input": MICROBATCHES, "linear_weight": MICROBATCHES, "linear_bias": MICROBATCHES}
         assert set(asked_of_backward) == asked
     dist.barrier()
