@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -28,6 +28,40 @@ def command(name: str, words: Sequence[str] | None) -> str:
     if "--out" in kept:
         del kept[kept.index("--out") : kept.index("--out") + 2]
     return " ".join([f"python -m experiments.{name}", *(word for word in kept if not word.startswith("--out="))])
+
+
+class Progress:
+    """A bar on standard error, where that is a terminal and tqdm (extra `experiments`) is installed.
+
+    A context, whose end is the bar's.
+    """
+
+    def __init__(self, total: int, unit: str) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError:  # the benchmarks themselves need JAX or PyTorch only
+            self._bar: Any = None
+        else:
+            self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def print(self, line: str) -> None:
+        """Prints the line on standard output, above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, flush=True)
+
+    def update(self, count: int) -> None:
+        """So many more are done."""
+        if self._bar is not None:
+            self._bar.update(count)
+            self._bar.refresh()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

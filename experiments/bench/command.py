@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,9 +43,19 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argp
     """The options, `--dry-run` among them, whose results must not stand among the published ones."""
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the commands work")
     options = parser.parse_args(words)
-    if options.dry_run and options.out is None:
-        parser.error("--dry-run needs --out: its results are not those of the published sizes")
+    if options.dry_run:
+        if options.out is None:
+            parser.error("--dry-run needs --out: its results are not those of the published sizes")
+        print("DRY RUN: sizes are shrunk; these are not the published measurements", file=sys.stderr)
     return options
+
+
+def point_options(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a command that measures points; `doc` is what `--help` says."""
+    parser = parser_of(doc)
+    add_options(parser)
+    parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
+    return parser
 
 
 def run_sections(
@@ -63,13 +74,27 @@ def run_sections(
         words: the command line; None for the process's.
         kernels_only: sections that a dry run, by XLA, does not have.
     """
-    parser = parser_of(doc)
+    parser = point_options(doc)
     parser.add_argument("sections", nargs="*", default=list(sections), metavar="SECTION", help=", ".join(sections))
-    add_options(parser)
-    parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
     options = parsed(parser, words)
     if unknown := [section for section in options.sections if section not in sections]:
         parser.error(f"there is no section {unknown[0]!r}; choose from {', '.join(sections)}")
+    files = {}
+    for section in options.sections:
+        if options.dry_run and section in kernels_only:
+            print(f"{section}: left out, implementation 'xla' has no such thing")
+            continue
+        files[f"{name}_{section}"] = f"python -m experiments.{name} {section}", sections[section]
+    return run_points(files, options)
+
+
+def run_points(files: Mapping[str, tuple[str, Mapping[str, Point]]], options: argparse.Namespace) -> int:
+    """Measures, prints and writes each point as it goes; returns the exit status.
+
+    Args:
+        files: by name without suffix, the command that makes a result file, and its points.
+        options: those of `point_options`, as `parsed` returns them.
+    """
 
     def measured(point: Point) -> Record:
         implementation: Implementation = "xla" if options.dry_run else "mosaic_gpu"
@@ -77,14 +102,12 @@ def run_sections(
         measure = point.measure or timing.measure
         return measure(shape, point.programs(implementation, shape), options.rounds, timing.CLOCKS[options.clock])
 
-    files = []
-    for section in options.sections:
-        if options.dry_run and section in kernels_only:
-            print(f"{section}: left out, implementation 'xla' has no such thing")
-            continue
-        points = {key: functools.partial(measured, point) for key, point in sections[section].items()}
-        files.append(ResultFile(f"{name}_{section}", f"python -m experiments.{name} {section}", points))
-    return run(files, describe() | {"clock": options.clock, "rounds": options.rounds}, _shown, options)
+    made = [
+        ResultFile(name, command, {key: functools.partial(measured, point) for key, point in points.items()})
+        for name, (command, points) in files.items()
+    ]
+    machine = describe() | {"clock": options.clock, "rounds": options.rounds}
+    return run(made, machine, _shown, options)
 
 
 def _shown(_: str, record: dict[str, Any]) -> str:
@@ -92,4 +115,5 @@ def _shown(_: str, record: dict[str, Any]) -> str:
     judged = ("ratio", "share", "compile_seconds")
     found = {k: next((r[f] for f in judged if f in r), None) for k, r in record["results"].items()}
     figures = {k: round(number, 3) for k, number in found.items() if number is not None}
-    return f"N {record['n']} V {record['v']}: {figures}"
+    left_out = "".join(f"; {program} left out, {why}" for program, why in record.get("left_out", {}).items())
+    return f"N {record['n']} V {record['v']}: {figures}{left_out}"

@@ -41,6 +41,11 @@ def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Ar
     return of_logits(bare(hidden, weight, labels), labels)
 
 
+def canonical_float32(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """The same of stored float32 logits, which the product of bfloat16 operands writes."""
+    return of_logits(jnp.einsum("nh,vh->nv", hidden, weight, preferred_element_type=jnp.float32), labels)
+
+
 def of_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Cross entropy in plain JAX."""
     target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0].astype(jnp.float32)

@@ -1,5 +1,6 @@
 """Result files as markdown tables and plots; every number in them comes from a file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
         parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
         shown = {TORCH: _torch, TRAINING: _training}.get(name, _section)(document["points"])
-        parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", _machine(document), shown]
+        parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", machine_line(document), shown]
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
     if steps:
@@ -57,7 +58,8 @@ def targets_table(targets: list[summary.Target], digits: str = ".4g") -> str:
     return table(["figure", "target", "measured", "reached"], [target.row(digits) for target in targets])
 
 
-def _machine(document: dict[str, Any]) -> str:
+def machine_line(document: Mapping[str, Any]) -> str:
+    """How a result file was made, and on what."""
     facts = ", ".join(f"{name} {value}" for name, value in document["machine"].items())
     return f"`{document['command']}`: {facts}."
 

@@ -13,12 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.command_line import positive, write_record
+from experiments.command_line import Progress, positive, write_record
 
 FOLDER = Path(__file__).parents[1] / "results"
 
+# Of the machine: that sizes are not those of the points' names.
+DRY = "dry_run"
+
 # What points of one file must share to be compared.
-SAME = ("device", "jax", "torch", "clock", "implementation")
+SAME = ("device", "jax", "torch", "clock", "implementation", DRY)
 
 Record = dict[str, Any]
 
@@ -96,34 +99,41 @@ def run(
     Raises:
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
+    if getattr(options, "dry_run", False):  # which not every command has
+        machine = machine | {DRY: True}
     start = time.monotonic()
     end = math.inf if options.minutes is None else start + 60 * options.minutes
     longest, left = 0.0, 0
     failed: list[Exception] = []
-    for file in files:
-        path = (options.out or FOLDER) / f"{file.name}.json"
-        document: dict[str, Any] = {"command": file.command, "machine": machine, "points": {}}
-        if path.exists() and not options.again:
-            try:
-                document["points"] = _points_to_go_on_with(path, machine)
-            except ResultError as error:
-                print(error, file=sys.stderr)
-                return 2
-        for name in [name for name in file.points if name not in document["points"]]:
-            began = time.monotonic()
-            if began + longest >= end:
-                left += 1
-                continue
-            try:
-                record = file.points[name]()
-            except Exception as error:
-                error.add_note(f"while {name} was measured")
-                failed.append(error)
-            else:
-                document["points"][name] = record
-                write_record(path, document)
-                print(f"[{time.monotonic() - start:5.0f}s] {file.name} {name}: {shown(name, record)}", flush=True)
-            longest = max(longest, time.monotonic() - began)
+    with Progress(sum(len(file.points) for file in files), "point") as bar:
+        for file in files:
+            path = (options.out or FOLDER) / f"{file.name}.json"
+            document: dict[str, Any] = {"command": file.command, "machine": machine, "points": {}}
+            if path.exists() and not options.again:
+                try:
+                    document["points"] = _points_to_go_on_with(path, machine)
+                except ResultError as error:
+                    print(error, file=sys.stderr)
+                    return 2
+            missing = [name for name in file.points if name not in document["points"]]
+            bar.update(len(file.points) - len(missing))
+            for name in missing:
+                began = time.monotonic()
+                if began + longest >= end:
+                    left += 1
+                    continue
+                try:
+                    record = file.points[name]()
+                except Exception as error:
+                    error.add_note(f"while {name} was measured")
+                    failed.append(error)
+                else:
+                    document["points"][name] = record
+                    write_record(path, document)
+                    seconds = time.monotonic() - start
+                    bar.print(f"[{seconds:5.0f}s] {file.name} {name}: {shown(name, record)}")
+                longest = max(longest, time.monotonic() - began)
+                bar.update(1)
     if left:
         print(f"time is up with {left} points left; run the same command again to go on")
     if failed:

@@ -36,6 +36,8 @@ _KEPT_BYTES = 16 * 2**30
 # Arrays as large as the logits that compiling one program may take.
 _LOGITS_OF_A_COMPILATION = 6
 
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
 Clock = Callable[[Any, tuple[Any, ...]], float]
 
 
@@ -128,6 +130,7 @@ def compiled_in_turn(
     rounds: int,
     clock: Clock,
     at_once: int | None = None,
+    left_out: dict[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """`in_turn` of compiled programs, and the `temporary_mib` of each.
 
@@ -137,12 +140,33 @@ def compiled_in_turn(
         rounds: how often each is timed.
         clock: by which.
         at_once: at most so many are compiled together; None: as many as the machine has threads.
+        left_out: is given, by name, why a program has no results, where the device's memory does not suffice for it;
+            None: that is an error.
     """
+
+    def compiled(name: str) -> Any:
+        return jax.jit(programs[name]).lower(*arguments[name]).compile()
+
+    def fits(name: str, step: Callable[[str], Any]) -> Any:
+        """What the step makes of the name; None where memory does not suffice."""
+        try:
+            return step(name)
+        except jax.errors.JaxRuntimeError as error:
+            if left_out is None or _OUT_OF_MEMORY not in str(error):
+                raise
+            left_out[name] = str(error).splitlines()[0]
+            return None
+
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        compiled = pool.map(lambda name: jax.jit(programs[name]).lower(*arguments[name]).compile(), programs)
-        ready: dict[str, Any] = dict(zip(programs, compiled, strict=True))
-    for name, program in ready.items():  # a first launch of each sets up what later ones find
-        jax.block_until_ready(program(*arguments[name]))
+        made = pool.map(lambda name: fits(name, compiled), programs)
+        ready: dict[str, Any] = {name: one for name, one in zip(programs, made, strict=True) if one is not None}
+
+    def launched(name: str) -> bool:
+        jax.block_until_ready(ready[name](*arguments[name]))
+        return True
+
+    # A first launch of each sets up what later ones find.
+    ready = {name: program for name, program in ready.items() if fits(name, launched)}
     found = in_turn({name: (ready[name], arguments[name]) for name in ready}, lambda run: clock(*run), rounds)
     for name, program in ready.items():
         found[name]["temporary_mib"] = temporary_mib(program)
@@ -163,17 +187,25 @@ def measure(
     """The bare products and `extra` programs at one shape, of operands of `dtype`.
 
     Returns:
-        `{"n", "v", "h", "results"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and `ratio` to
-        the bare product where its name begins with "forward", else to all three.
+        `{"n", "v", "h", "results", "left_out"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and
+        `ratio` to the bare product where its name begins with "forward", else to all three; "left_out" says of those
+        that the device's memory does not suffice for why they have no results.
+
+    Raises:
+        RuntimeError: it does not suffice for the bare products.
     """
     n, v, h = shape
     data = inputs(n, v, h, dtype)
     logits = jax.random.normal(jax.random.key(3), (n, v), dtype)
     programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
     arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
-    found = compiled_in_turn(programs, arguments, rounds, clock, _compiled_at_once(logits.nbytes))
+    left_out: dict[str, str] = {}
+    found = compiled_in_turn(programs, arguments, rounds, clock, _compiled_at_once(logits.nbytes), left_out)
+    for name in THREE:
+        if name in left_out:
+            raise RuntimeError(f"{name}, a bare product, cannot be measured at {n} x {v} x {h}: {left_out[name]}")
     with_ratios(found)
-    return {"n": n, "v": v, "h": h, "results": found}
+    return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
 
 def compile_seconds(shape: Shape, programs: dict[str, Program]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,24 @@ def test_a_command_is_told_without_where_it_wrote() -> None:
         == "python -m experiments.pipeline_memory --tokens 64 --device=cpu"
     )
     assert command_line.command("cpu_head", ["--out=there.json"]) == "python -m experiments.cpu_head"
+
+
+def test_a_bar_is_for_terminals_and_lines_stand_apart_from_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go() -> tuple[str, str]:
+        with command_line.Progress(2, "point") as bar:
+            bar.print("first")
+            bar.update(1)
+        return capsys.readouterr()
+
+    assert go() == ("first\n", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    out, err = go()
+    assert out == "first\n"
+    assert "1/2" in err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert go() == ("first\n", "")
 
 
 def test_nothing_to_draw_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
