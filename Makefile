@@ -6,10 +6,11 @@ WORKERS ?= 2
 MINUTES ?= 5
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 WITHOUT_TORCH := pallas_ce flax_modules tests --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
 PY = $(VENV)/bin/python
-ON_NEWEST = $(NEWEST)/bin/python -m pytest -n $(WORKERS) --hypothesis-profile=quick
+QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick
 export PYTHON TAG
 
 # Without a CUDA extra the environment can only compute on the CPU, and JAX need not look for a GPU.
@@ -30,7 +31,7 @@ train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a 
 
 test: lint typecheck docs pytest wheel test-newest  ## run every quality gate (20 minutes on two processors)
 
-test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (40 minutes)
+test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (45 minutes)
 
 setup: $(VENV)/.dev  ## make the development environment
 
@@ -60,12 +61,15 @@ release: wheel  ## build what a release publishes, where tag, version and change
 
 test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few drawn examples, on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(ON_NEWEST) -m "not gpu and not slow and not nightly" --cases=4 $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 $(WITHOUT_TORCH) $(ARGS)
 
-# On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py).
-test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+# On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
+# oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
+test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(ON_NEWEST) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
+	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
+	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist
@@ -96,8 +100,11 @@ $(VENV)/.tpu: $(VENV)/.dev
 
 # Without gpu-compile and PyTorch, 6 GB: the tests that compile for a GPU are skipped there, and those of torch_bridge,
 # whose release of PyTorch pairs with one of jax, left out.
-$(NEWEST)/.dev: pyproject.toml
-	@tools/setup-environment $(NEWEST) dev,experiments --upgrade
+OPTIONS_newest := --upgrade
+OPTIONS_oldest := -c tools/constraints-oldest.txt
+$(OLDEST)/.dev: tools/constraints-oldest.txt
+$(NEWEST)/.dev $(OLDEST)/.dev: .venv-%/.dev: pyproject.toml
+	@tools/setup-environment .venv-$* dev,experiments $(OPTIONS_$*)
 	@touch $@
 
 comma := ,

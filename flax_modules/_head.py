@@ -7,7 +7,6 @@ them itself and so returns a float32 gradient for float32 parameters, where a ca
 import abc
 import dataclasses
 import inspect
-import textwrap
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -271,5 +270,5 @@ class HeadCalls(HeadOptions):
 def with_options_documented[T](cls: type[T]) -> type[T]:
     """The class, the options described where its docstring says `{options}`."""
     options = (inspect.getdoc(HeadOptions) or "").partition("Attributes:\n")[2]
-    cls.__doc__ = (cls.__doc__ or "").replace("{options}", textwrap.indent(options, "    ").strip())
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{options}", options.strip())  # as Python 3.13 keeps it
     return cls

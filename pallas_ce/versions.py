@@ -17,4 +17,4 @@ def refuse_older(user: str, package: str, found: str, least: tuple[int, ...]) ->
         raise ImportError(f"{user} needs {needed}, and {found} is installed: pip install --upgrade '{needed}'")
 
 
-refuse_older("pallas_ce", "jax", jax.__version__, (0, 11, 1))
+refuse_older("pallas_ce", "jax", jax.__version__, (0, 11, 2))

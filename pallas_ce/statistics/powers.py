@@ -26,5 +26,5 @@ def power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.bitcast_convert_type(biased.astype(_integers(facts)) << facts.nmant, dtype)
 
 
-def _integers(facts: np.finfo[Any]) -> np.dtype:
+def _integers(facts: "np.finfo[Any]") -> np.dtype:  # in quotes: NumPy 2.1 cannot subscript it
     return np.dtype(f"int{facts.bits}")

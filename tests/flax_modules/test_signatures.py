@@ -39,4 +39,4 @@ def test_arrays_are_shown_as_arrays(framework, head):
 
 def test_every_option_is_described(framework):
     for name in inspect.signature(framework.LossHead).parameters.keys() - {"parent", "name"}:
-        assert f"        {name}: " in framework.LossHead.__doc__
+        assert f"\n    {name}: " in framework.LossHead.__doc__

@@ -26,7 +26,7 @@ def test_version_extras_and_the_oldest_supported_versions_are_declared():
     assert pallas_ce.__version__ == declared["Version"]
     assert set(declared.get_all("Provides-Extra")) >= EXTRAS
     assert declared["Requires-Python"] == ">=3.12"
-    assert "jax>=0.11.1" in requirements
+    assert "jax>=0.11.2" in requirements
     required = {re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0] for line in requirements if "extra" not in line}
     assert required == {"jax", "numpy"}
 
