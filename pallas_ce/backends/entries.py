@@ -33,9 +33,13 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
         entries = head.weight.at[known].get(mode="promise_in_bounds")
     else:
         entries, hidden = head.weight.at[:, known].get(mode="promise_in_bounds"), hidden.T
-    products = _operand(hidden, spec) * _operand(entries, spec)
+    products = (_operand(hidden, spec) * _operand(entries, spec)).sum(axis=1 - spec.vocab_axis)
+    if head.up is not None:
+        assert batch.low is not None
+        ups = head.up.at[known].get(mode="promise_in_bounds")
+        products += (_operand(batch.low, spec) * _operand(ups, spec)).sum(axis=1)
     bias = None if head.bias is None else head.bias[known]
-    found = head.cap(products.sum(axis=1 - spec.vocab_axis), bias)
+    found = head.cap(products, bias)
     if batch.inverse_temperature is not None:
         found = found * batch.inverse_temperature
     return jnp.where(columns < 0, 0.0, found)

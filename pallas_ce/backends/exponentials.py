@@ -193,18 +193,27 @@ class Multiplying(_Block, abc.ABC):
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
         operand = operand[:rows, : spec.vocab_size]
-        for_hidden, weight_sum, bias_sum = None, sums.weight, sums.bias
+        for_hidden, for_low, weight_sum, bias_sum, up_sum = None, None, sums.weight, sums.bias, sums.up
         if needs.hidden_product:
             for_hidden = scale[:, None] * self.for_hidden(operand)
+        if head.up is not None and needs.low_product:
+            for_low = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
         if weight_sum is not None:
-            weight_sum = self._for_weight(operand, scale, factor, weight_sum, adds)
+            scaled, late = self._scaled(batch.hidden, scale, factor)
+            weight_sum = self.for_weight(operand, scaled, late, weight_sum, adds)
+        if up_sum is not None:
+            assert batch.low is not None
+            scaled, late = self._scaled(batch.low, scale, factor)
+            product = head.matmul(operand, scaled, (0, 0))
+            product = pad(product if late is None else late * product, up_sum.shape)
+            up_sum = product + jnp.where(jnp.asarray(adds), up_sum, 0)
         if bias_sum is not None:
             counted = operand
             if self.valid_rows is not None:
                 counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
             summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
             bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
-        return Products(for_hidden, weight_sum, bias_sum)
+        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum)
 
     def _formed(self, lse: jax.Array | None, coefficients: Coefficients, stash: Stash) -> jax.Array:
         """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
@@ -219,20 +228,19 @@ class Multiplying(_Block, abc.ABC):
         formed = coef.dlogits(coefficients, logits, lse, columns, valid, None, None, u, bound)
         return pad(formed.astype(spec.dtype), stash.exponentials.shape)
 
-    def _for_weight(
-        self, operand: jax.Array, scale: jax.Array, factor: jax.Array | float, total: jax.Array, adds: jax.Array | bool
-    ) -> jax.Array:
-        """`factor·operandᵀ·(scale∘hidden)`: in place of `total`, or added to it."""
+    def _scaled(
+        self, rows: jax.Array, scale: jax.Array, factor: jax.Array | float
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The operand `factor·scale∘rows` of E's product with them, and what multiplies that product afterwards."""
         spec = self.head.spec
-        rows = jnp.where(scale[:, None] == 0, 0.0, self.batch.hidden.astype(spec.accumulator) * scale[:, None])
-        # The factor, a power of two, rides on the scaled hidden states, so that the product itself can add to the
-        # total. float16 has no room for it: there another power of two keeps them in range, and both are applied
-        # afterwards.
+        rows = jnp.where(scale[:, None] == 0, 0.0, rows.astype(spec.accumulator) * scale[:, None])
+        # The factor, a power of two, rides on the rows, so that the product itself can add to the total. float16 has no
+        # room for it: there another power of two keeps them in range, and both are applied afterwards.
         late: jax.Array | None = None
         if spec.dtype == jnp.float16:
             shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
             late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
-        return self.for_weight(operand, (rows * factor).astype(spec.dtype), late, total, adds)
+        return (rows * factor).astype(spec.dtype), late
 
 
 def _guess_lse(head: Head, batch: Batch) -> jax.Array:

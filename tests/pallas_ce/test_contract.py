@@ -40,10 +40,6 @@ def test_any_scratch_budget_gives_the_same_result(p: Problem, divisor: int, impl
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @hypothesis.given(p=statistics_problems(), data=st.data())
 def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any, implementation: str) -> None:
-    assert_statistics_and_any_cotangents(p, data, implementation)
-
-
-def assert_statistics_and_any_cotangents(p: Problem, data: Any, implementation: str) -> None:
     names = data.draw(st.lists(st.sampled_from(STATISTICS), min_size=1, unique=True))
     real = p.options.get("vocab_size", p.arrays["weight"].shape[0])
     rng = np.random.default_rng(0)
@@ -79,10 +75,6 @@ def _weighted(s: RowStatistics, weights: dict[str, Any]) -> Any:
 def test_a_summed_loss_of_any_statistics_matches_the_oracle(
     p: Problem, data: Any, implementation: str, backward: Any
 ) -> None:
-    assert_a_summed_loss_of_any_statistics(p, data, implementation, backward)
-
-
-def assert_a_summed_loss_of_any_statistics(p: Problem, data: Any, implementation: str, backward: Any) -> None:
     names = data.draw(st.lists(st.sampled_from(DIFFERENTIABLE), min_size=1, max_size=4, unique=True))
     n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
     budget = data.draw(st.sampled_from([None, small_scratch(p, 20)])) if implementation == "xla" else None

@@ -24,7 +24,7 @@ from tests.pallas_ce.checks import (
     library_results,
     relative_error,
 )
-from tests.pallas_ce.problems import Problem, make, narrow_problems, problems, statistics_problems
+from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
 from tests.triton import interpreted
 
 MODES = ["recompute", "in_forward"]
@@ -41,7 +41,7 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
 
 @both_modes
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=problems(low_rank=False))
+@hypothesis.given(p=problems())
 def test_loss_and_gradients_match_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
 
@@ -55,18 +55,14 @@ def test_any_options_in_float16(p: Problem, backward: Any) -> None:
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
 
 
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=statistics_problems(low_rank=False), data=st.data())
-def test_statistics_and_any_cotangents_match_the_oracle(p: Problem, data: Any) -> None:
+def test_statistics_and_any_cotangents_match_the_oracle() -> None:
     """K labels, temperatures of every kind, masked rows and a given u among them."""
-    test_contract.assert_statistics_and_any_cotangents(p, data, "triton")
+    test_contract.test_statistics_and_any_cotangents_match_the_oracle(implementation="triton")
 
 
 @both_modes
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=statistics_problems(low_rank=False), data=st.data())
-def test_a_summed_loss_of_any_statistics_matches_the_oracle(p: Problem, data: Any, backward: Any) -> None:
-    test_contract.assert_a_summed_loss_of_any_statistics(p, data, "triton", backward)
+def test_a_summed_loss_of_any_statistics_matches_the_oracle(backward: Any) -> None:
+    test_contract.test_a_summed_loss_of_any_statistics_matches_the_oracle(implementation="triton", backward=backward)
 
 
 @both_modes

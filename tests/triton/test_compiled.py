@@ -15,7 +15,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import binding, configs, launch, part_products
+from pallas_ce.backends.triton import backend, binding, configs, launch, part_products
 from pallas_ce.head import Batch, Head, HeadSpec, WeightSum
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
@@ -33,6 +33,7 @@ PASSES = ("forward", "stash", "dlogits")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "capped": ("softcap",),
+    "term": ("term",),
     "entropy": ("entropy", "prob_log_prob"),
     "some": ("bias", "softcap", "inverse_temperature", "entropy", "prob_log_prob"),
     "every": ("bias", "scale", "softcap", "inverse_temperature", "u", *PRIMITIVES, *Coefficients._fields),
@@ -41,7 +42,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 FULL, TF32 = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
 THREE = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 CASES = [
-    *((use, options, axis, jnp.bfloat16, 8192, None) for use in PASSES for options in OPTIONS for axis in (0, 1)),
+    *((use, o, axis, jnp.bfloat16, 8192, None) for use in PASSES for o in OPTIONS if o != "term" for axis in (0, 1)),
+    *((use, "term", 0, jnp.bfloat16, 8192, None) for use in PASSES),
     *((use, options, 0, jnp.float16, 8190, None) for use in PASSES for options in ("plain", "every")),
     *((use, o, 0, jnp.float32, 8190, p) for use in PASSES for o in ("plain", "every") for p in (FULL, TF32, THREE)),
     *((use, "plain", 1, jnp.float32, 8192, TF32) for use in PASSES),
@@ -67,10 +69,18 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
 
     cap = 30.0 if "softcap" in given else None
     how = jax.lax.Precision.DEFAULT if precision is None else precision
-    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), cap, precision=how)
+    rank = 24 if "term" in given else 0
+    spec = HeadSpec(size, columns, columns, axis, np.dtype(dtype), cap, precision=how, rank=rank)
     weight = jax.ShapeDtypeStruct((columns, size) if axis == 0 else (size, columns), dtype)
-    head = Head(weight, array("bias", columns), array("scale"), array("u", columns), spec)
-    batch = Batch(jax.ShapeDtypeStruct((rows, size), dtype), None, array("inverse_temperature", rows))
+    head = Head(
+        weight,
+        *(array("bias", columns), array("scale"), array("u", columns), spec),
+        up=array("term", columns, rank),
+        down=array("term", rank, size),
+    )
+    batch = Batch(
+        jax.ShapeDtypeStruct((rows, size), dtype), None, array("inverse_temperature", rows), array("term", rows, rank)
+    )
     names = LOSS | EVERY.intersection(given)
     vector = jax.ShapeDtypeStruct((rows,), jnp.float32)
     coefficients = Coefficients(**{name: vector for name in Coefficients._fields if name in ("prob", *given)})
@@ -142,9 +152,10 @@ def test_no_product_spills_or_is_too_large(
 
 @pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(map(str, case[:3])) + f"-{np.dtype(case[3]).name}-{case[5]}"
+    ("capability", "case"),
+    [(c, case) for c in configs.NARROW for case in CASES if case[1] != "term" or c // 10 != 10],
+    ids=lambda x: x if isinstance(x, int) else "-".join(map(str, x[:3])) + f"-{np.dtype(x[3]).name}-{x[5]}",
 )
-@pytest.mark.parametrize("capability", list(configs.NARROW))
 def test_no_entry_of_the_table_spills_or_is_too_large(
     capability: int, case: tuple[str, str, int, Any, int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +176,14 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert header.count(".param") == len(kernel.inputs) + len(kernel.outputs) + 2
     names = [name for name, _ in kernel.inputs + kernel.outputs]
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
+
+
+@pytest.mark.parametrize("capability", list(configs.NARROW))
+def test_a_low_rank_term_is_refused_where_it_is_not_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "capability", lambda: capability)
+    head = HeadSpec(64, 512, 512, 0, np.dtype(jnp.bfloat16), None, rank=8)
+    refused = backend.TritonBackend().refusal(head)
+    assert refused is None if capability // 10 != 10 else "LowRank's term for compute capability 10.x" in str(refused)
 
 
 @pytest.mark.parametrize("capability", list(configs.PRODUCTS))

@@ -38,7 +38,7 @@ def test_a_drawn_problem(seed: int) -> None:
 
 @both_modes
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(p=problems(low_rank=False))
+@hypothesis.given(p=problems())
 def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
 

@@ -19,6 +19,12 @@ from pallas_ce.streaming.tiles import shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
+# A low-rank term is multiplied without loads in advance, so that it is to be short.
+_LARGEST_RANK = 256
+
+# For this generation Triton, 3.6 at least, fails to compile a second product behind the loop of the first.
+_NO_SECOND_PRODUCT = 10
+
 # Column numbers are 32 bits wide, and so are those behind the last.
 _LARGEST_VOCABULARY = 2**30
 
@@ -44,18 +50,20 @@ class TritonBackend(Backend):
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
         """Float64, precisions that the kernel has not, and devices without an entry in the table."""
-        if spec.rank:
-            return "its kernel multiplies hidden states and weight only, and the weight is a LowRank; use 'xla'"
+        if spec.rank > _LARGEST_RANK:
+            return f"its kernel adds a LowRank's term of rank {_LARGEST_RANK} at most, not {spec.rank}; use 'xla'"
         if spec.dtype not in _DTYPES:
             return f"its kernel multiplies bfloat16, float16 and float32 operands, not {spec.dtype.name}; use 'xla'"
         if configs.precision(spec) is None:
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
+        return None if padded_share else _device_refusal(spec)  # asked for the call, where its arrays are known
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
+        if spec.rank:
+            return "the kernel has not been measured yet with a LowRank's term"
         return "XLA's products are faster in full float32" if configs.precision(spec) == "ieee" else None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
@@ -106,12 +114,14 @@ class TritonBackend(Backend):
         return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
 
 
-def _device_refusal() -> str | None:
+def _device_refusal(spec: HeadSpec) -> str | None:
     """Why the device lowered for cannot run the kernel; None where it can."""
     capability = binding.capability()
     if capability is None:
         return "its kernel is compiled for a CUDA device, and this process knows of none; use 'xla'"
     if configs.served(capability):
+        if spec.rank and capability // 10 == _NO_SECOND_PRODUCT:
+            return "Triton compiles no LowRank's term for compute capability 10.x; use 'xla'"
         return None
     served = ", ".join(f"{known // 10}.{known % 10}" for known in configs.NARROW)
     return (
@@ -153,14 +163,15 @@ def _down(count: int) -> int:
 def _scratch(spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, several: bool = True) -> int:
     """Bytes that a block takes beside inputs, outputs and accumulators.
 
-    Partial statistics; in_forward: the exponentials, and a block of hidden states as scaled operand and as product;
-    recompute: dlogits of a tile, its part of the weight and of its gradient, and with `several` blocks a block of
-    hidden states as product, and the sum of the tile's gradients.
+    The operands of a low-rank term; partial statistics; in_forward: the exponentials, and a block of hidden states as
+    scaled operand and as product; recompute: dlogits of a tile, its part of the weight and of its gradient, and with
+    `several` blocks a block of hidden states as product, and the sum of the tile's gradients.
     """
     narrow, wide, size, v = spec.dtype.itemsize, spec.accumulator.itemsize, spec.hidden_size, spec.vocab_size
+    term = narrow * launch.padded_rank(spec.rank) * (rows + v)
     if mode == "recompute":
         beside = (narrow + wide * (1 + several)) * columns * size + (narrow + wide) * several * rows * size
-        return narrow * rows * columns + beside
+        return term + narrow * rows * columns + beside
     blocks = -(-v // configs.narrowest(spec, binding.capability()))
-    total = narrow * rows * size + _PARTIAL_FIELDS * wide * blocks * rows
+    total = term + narrow * rows * size + _PARTIAL_FIELDS * wide * blocks * rows
     return total if mode is None else total + narrow * rows * v + (narrow + wide) * rows * size

@@ -13,7 +13,8 @@ A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never
 
 Single entries of a row, its targets' and its largest, are XLA's affair; see `backends.entries`.
 
-Logits are `z = softcap(scale·(hidden·weight + bias)) / T`. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to
+Logits are `z = softcap(scale·(hidden·weight + low·up + bias)) / T`, where `low·up`, a few entries long, is a low-rank
+term of the weight. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to
 1e-7·c; where |x/c| < 1/4, the odd polynomial of degree 9 is good to 1e-8 of the result.
 
 Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
@@ -70,6 +71,8 @@ def head_kernel(  # type: ignore[no-untyped-def]
     scale,  # [1]
     inverse_temperature,  # [ROWS]
     u,  # [VOCABULARY]
+    low,  # [ROWS, RANK]
+    up,  # [at least VOCABULARY, RANK]
     before,  # where `stored` is, if there is something that is kept where no tile is worked on; not read
     reference,  # [ROWS]
     lse,  # [ROWS], inf for a row of -inf only
@@ -96,6 +99,8 @@ def head_kernel(  # type: ignore[no-untyped-def]
     AXIS: tl.constexpr,
     CAP: tl.constexpr,
     UNIFORM: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -162,6 +167,13 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 else:
                     column_at += WINDOW * STRIDE
 
+        if low is not None:
+            for start in tl.static_range(0, RANK, RANK_STEP):
+                entry = start + tl.arange(0, RANK_STEP)
+                a = tl.load(low + rows.to(tl.int64)[:, None] * RANK + entry[None, :], mask=has_row[:, None], other=0.0)
+                at = up + columns.to(tl.int64)[None, :] * RANK + entry[:, None]
+                b = tl.load(at, mask=has_column[None, :], other=0.0)
+                z = tl.dot(a, b, z, input_precision=PRECISION)
         if bias is not None:
             z += tl.load(bias + columns, mask=has_column, other=0.0)[None, :]
         if scale is not None:

@@ -15,10 +15,14 @@ from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import Partial, add, fields_for, from_reference, merge
 from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.tiles import pad
 
 # What numbers take of registers, where options and other numbers take 1, and a mask.
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
 _OF_MASK = 2
+
+# A low-rank term's operands have a multiple of so many entries, zeros behind its own; so many are multiplied at a time.
+_RANK_STEP = 16
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
 _STEP = 16
@@ -94,7 +98,7 @@ def dlogits(
 
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
-    options = (head.bias, head.spec.softcap, batch.inverse_temperature)
+    options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low)
     taken = sum(_REGISTERS.get(number, 1) for number in numbers) + sum(option is not None for option in options)
     find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
     masked = (
@@ -134,6 +138,21 @@ def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Part
     return lax.reduce(Partial(**found), neutral, rule, (0,))
 
 
+def padded_rank(rank: int) -> int:
+    """Entries of a low-rank term's operands."""
+    return -(-rank // _RANK_STEP) * _RANK_STEP
+
+
+def _term(head: Head, batch: Batch) -> dict[str, jax.Array]:
+    """The operands of a low-rank term, as long as the kernel takes them."""
+    if head.up is None:
+        return {}
+    assert batch.low is not None
+    operands = {"low": batch.low, "up": head.up}
+    length = padded_rank(head.spec.rank)
+    return {name: apart(pad(x.astype(head.spec.dtype), (x.shape[0], length))) for name, x in operands.items()}
+
+
 def apart(x: jax.Array) -> jax.Array:
     """`x` as an array that begins where the kernel needs it to: XLA hands slices to a kernel wherever they lie."""
     return lax.optimization_barrier(x)
@@ -162,11 +181,12 @@ def _run(
         "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
         "inverse_temperature": batch.inverse_temperature,
+        **_term(head, batch),
         **inputs,
     }
     arrays = {name: x for name, x in given.items() if x is not None}
     for name in arrays:
-        if name not in ("hidden", "weight", "bounds", binding.BEFORE):
+        if name not in ("hidden", "weight", "bounds", "low", "up", binding.BEFORE):
             arrays[name] = apart(arrays[name].astype(jnp.float32))
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
     ragged = not gradient and _ragged(head, config)
@@ -181,6 +201,8 @@ def _run(
         "AXIS": spec.vocab_axis,
         "CAP": spec.softcap,
         "UNIFORM": spec.uniform_weight,
+        "RANK": padded_rank(spec.rank),
+        "RANK_STEP": _RANK_STEP,
         "PRECISION": configs.precision(spec),
         "MASKED": ragged or head.valid_columns is not None or _overlaps(head, part),
         "GRADIENT": gradient,

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.entries import Entries
@@ -17,7 +18,7 @@ from pallas_ce.backends.triton import launch, part_products, products
 from pallas_ce.backends.triton.launch import Part
 from pallas_ce.head import Batch, Head, Products, TileStep, WeightSum
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles
+from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
@@ -63,7 +64,11 @@ class _Work:
         if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(self.columns) < count, self._bias_sum(dz), 0)
             for_bias = jnp.roll(own, first - tile.start)
-        return Products(hidden_sum, for_weight, for_bias)
+        for_low, for_up = self._of_term(dz, self._up_from(first))
+        if for_up is not None:
+            own = jnp.where(jnp.arange(self.columns)[:, None] < count, for_up, 0)
+            for_up = jnp.roll(own, first - tile.start, axis=0)
+        return Products(hidden_sum, for_weight, for_bias, for_low, for_up)
 
     def _by_slices(
         self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None
@@ -78,7 +83,30 @@ class _Work:
             hidden_sum = self.block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
         if weight_sum is not None:
             for_weight = products.add_for_weight(head, dz, batch.hidden, weight_sum)
-        return Products(hidden_sum, for_weight, self._bias_sum(dz) if self.gradient.needs.bias_sum else None)
+        for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
+        up = None if head.up is None else tile.take(head.up)
+        return Products(hidden_sum, for_weight, for_bias, *self._of_term(dz, up))
+
+    def _up_from(self, first: jax.Array) -> jax.Array | None:
+        """The part of `up` that begins there, zeros behind its end."""
+        up = self.head.up
+        if up is None:
+            return None
+        parts = -(-self.head.spec.vocab_size // self.columns)
+        rows = max(up.shape[0], parts * self.columns)
+        return lax.dynamic_slice_in_dim(pad(up, (rows, up.shape[1])), first, self.columns)
+
+    def _of_term(self, dz: jax.Array, up: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+        """Of a low-rank term, what belongs to its rows `low` and to its part of `up`."""
+        head, batch, needs = self.head, self.batch, self.gradient.needs
+        if up is None:
+            return None, None
+        for_low = head.matmul(dz, up, (1, 0)) if needs.low_product else None
+        if not needs.up:
+            return for_low, None
+        assert batch.low is not None
+        counted = dz if self.block.filled is None else self.block.select(dz, 0)
+        return for_low, head.matmul(counted, batch.low, (0, 0))
 
     def _bias_sum(self, dz: jax.Array) -> jax.Array:
         """`Σ_i dlogits` over the rows that count."""
