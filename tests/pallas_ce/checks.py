@@ -88,8 +88,9 @@ def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
     """`library_results` in float32, or float64 where `wide`, beside `oracle_results`.
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
-    unit in the last place of the terms' sum without their signs; a gradient, multiplied by the head's other arrays, and
-    the scale's by logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
+    unit in the last place of the terms' sum without their signs, and a sum over rows that of each, as noise adds up; a
+    gradient, multiplied by the head's other arrays, and the scale's by logits. A token weight's, `(loss_i - loss)/Σw`,
+    is a difference of losses.
     """
     want, bound = oracle_results(p), 1e-12 if wide else 1e-5
     unit = bound / 2**7
@@ -98,7 +99,8 @@ def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
     if "up" in p.arrays:
         weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
     terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
-    floor = unit * max(4.0, 4.0 * abs(want[0]), terms)
+    added = np.sqrt(p.labels.shape[0]) if p.options["reduction"] == "sum" else 1.0
+    floor = unit * max(4.0, 4.0 * abs(want[0]), terms * added)
     (loss, gradients), (right_loss, right_gradients) = got, want
     counts = oracle.counted(p.labels, p.arrays, p.options)
     weights = np.where(counts, p.arrays.get("token_weights", 1.0), 0.0)
