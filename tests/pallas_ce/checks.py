@@ -99,7 +99,7 @@ def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
     if "up" in p.arrays:
         weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
     terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
-    added = np.sqrt(p.labels.shape[0]) if p.options["reduction"] == "sum" else 1.0
+    added = np.sqrt(p.labels.shape[0]) if p.options.get("reduction") == "sum" else 1.0
     floor = unit * max(4.0, 4.0 * abs(want[0]), terms * added)
     (loss, gradients), (right_loss, right_gradients) = got, want
     counts = oracle.counted(p.labels, p.arrays, p.options)
