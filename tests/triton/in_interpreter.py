@@ -39,6 +39,15 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[Config]:
         yield request.param
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched, as they are."""
+    names: list[str] = []
+    launch = binding.call
+    monkeypatch.setattr(binding, "call", lambda name, *a, **k: (names.append(name), launch(name, *a, **k))[1])
+    return names
+
+
 @both_modes
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(p=problems())
@@ -80,6 +89,24 @@ def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) ->
     assert_near_oracle(p, library_results(p, "triton", backward, scratch_bytes=40_000))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_low_rank_terms_padding_may_hold_anything(
+    tiles: Config, axis: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the vocabulary, of which the last reaches beyond its end, where products are made in place."""
+    monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
+    p, rng = make(8, 43, 48, 808, vocab_axis=axis), np.random.default_rng(0)
+    p.arrays["up"], p.arrays["down"] = (0.3 * rng.normal(size=x).astype(np.float32) for x in ((808, 3), (3, 48)))
+    p.options["vocab_size"] = 760
+    want, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
+    p.arrays["up"][760:] = np.nan
+    loss, gradients = library_results(p, "triton", "recompute", dtype=jnp.float16, scratch_bytes=300 * 256 + 60_000)
+    assert launched.count("product_kernel") == (2 if tiles.descriptors else 0)
+    assert abs(float(loss) - want) <= 1e-3 * abs(want)
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, exact[name]) <= 1e-2, name
+
+
 @both_modes
 def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -> None:
     p = make(5, 33, 40, 100)
@@ -95,7 +122,7 @@ def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ignored", [0, 30, 43])
 def test_products_of_parts_of_the_vocabulary(
-    tiles: Config, axis: int, ignored: int, monkeypatch: pytest.MonkeyPatch
+    tiles: Config, axis: int, ignored: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four parts, of which the last has few columns of its own: read and written in place where there are tiles for it.
 
@@ -107,9 +134,6 @@ def test_products_of_parts_of_the_vocabulary(
     p.labels[:ignored] = -100
     p.arrays["hidden"] = p.arrays["hidden"].astype(np.float16)
     p.arrays["hidden"][:ignored] = np.nan
-    launched: list[str] = []
-    launch = binding.call
-    monkeypatch.setattr(binding, "call", lambda name, *a, **k: (launched.append(name), launch(name, *a, **k))[1])
     found = library_results(p, "triton", "recompute", dtype=jnp.float16, scratch_bytes=300 * 256 + 30_000)
     assert launched.count("product_kernel") == (2 if tiles.descriptors else 0)
     rounded = {**p.arrays, "hidden": np.nan_to_num(p.arrays["hidden"]), "weight": p.arrays["weight"].astype(np.float16)}

@@ -89,12 +89,13 @@ class _Work:
 
     def _up_from(self, first: jax.Array) -> jax.Array | None:
         """The part of `up` that begins there, zeros behind its end."""
-        up = self.head.up
+        up, spec = self.head.up, self.head.spec
         if up is None:
             return None
-        parts = -(-self.head.spec.vocab_size // self.columns)
-        rows = max(up.shape[0], parts * self.columns)
-        return lax.dynamic_slice_in_dim(pad(up, (rows, up.shape[1])), first, self.columns)
+        # Padding of the vocabulary may hold anything, and dlogits of 0 do not take away a nan.
+        parts = -(-spec.vocab_size // self.columns)
+        padded = pad(up[: spec.vocab_size], (parts * self.columns, spec.rank))
+        return lax.dynamic_slice_in_dim(padded, first, self.columns)
 
     def _of_term(self, dz: jax.Array, up: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
         """Of a low-rank term, what belongs to its rows `low` and to its part of `up`."""
