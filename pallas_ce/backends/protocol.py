@@ -220,7 +220,7 @@ class Backend(Protocol):
         The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
         with `dlogitsᵀ·hidden`; and shares of the other `Products`, all before the scale and the normalisation, None
         where not needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which
-        begins undefined. `gradient.factor` is the caller's affair.
+        begins undefined. `gradient.factor` is the caller's affair: it is in that gradient's scale.
         """
 
     def stash(

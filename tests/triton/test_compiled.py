@@ -1,5 +1,6 @@
 """The kernel compiled for every architecture of the table, without a GPU: no spilled register, and it fits."""
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import backend, binding, configs, launch, part_products
+from pallas_ce.backends.triton import binding, configs, launch, part_products
 from pallas_ce.head import Batch, Head, HeadSpec, WeightSum
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
@@ -43,7 +44,8 @@ FULL, TF32 = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
 THREE = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 CASES = [
     *((use, o, axis, jnp.bfloat16, 8192, None) for use in PASSES for o in OPTIONS if o != "term" for axis in (0, 1)),
-    *((use, "term", 0, jnp.bfloat16, 8192, None) for use in PASSES),
+    *((use, "term", axis, jnp.bfloat16, v, None) for use in PASSES for axis in (0, 1) for v in (8192, 8190)),
+    *((use, o, 1, jnp.bfloat16, 8190, None) for use in PASSES for o in ("plain", "capped", "some", "every")),
     *((use, options, 0, jnp.float16, 8190, None) for use in PASSES for options in ("plain", "every")),
     *((use, o, 0, jnp.float32, 8190, p) for use in PASSES for o in ("plain", "every") for p in (FULL, TF32, THREE)),
     *((use, "plain", 1, jnp.float32, 8192, TF32) for use in PASSES),
@@ -153,8 +155,8 @@ def test_no_product_spills_or_is_too_large(
 @pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(
     ("capability", "case"),
-    [(c, case) for c in configs.NARROW for case in CASES if case[1] != "term" or c // 10 != 10],
-    ids=lambda x: x if isinstance(x, int) else "-".join(map(str, x[:3])) + f"-{np.dtype(x[3]).name}-{x[5]}",
+    list(itertools.product(configs.NARROW, CASES)),
+    ids=lambda x: x if isinstance(x, int) else "-".join(map(str, (*x[:3], np.dtype(x[3]).name, *x[4:]))),
 )
 def test_no_entry_of_the_table_spills_or_is_too_large(
     capability: int, case: tuple[str, str, int, Any, int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,14 +178,6 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert header.count(".param") == len(kernel.inputs) + len(kernel.outputs) + 2
     names = [name for name, _ in kernel.inputs + kernel.outputs]
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
-
-
-@pytest.mark.parametrize("capability", list(configs.NARROW))
-def test_a_low_rank_term_is_refused_where_it_is_not_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "capability", lambda: capability)
-    head = HeadSpec(64, 512, 512, 0, np.dtype(jnp.bfloat16), None, rank=8)
-    refused = backend.TritonBackend().refusal(head)
-    assert refused is None if capability // 10 != 10 else "LowRank's term for compute capability 10.x" in str(refused)
 
 
 @pytest.mark.parametrize("capability", list(configs.PRODUCTS))

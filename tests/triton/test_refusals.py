@@ -1,5 +1,6 @@
 """What implementation="triton" does not serve, and what it tells."""
 
+import dataclasses
 import importlib.util
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pallas_ce import cross_entropy, explain, linear_cross_entropy, linear_distillation
 from pallas_ce import linear_top_k as top_k
 from pallas_ce.backends import device
-from pallas_ce.backends.triton import BACKEND, binding
+from pallas_ce.backends.triton import BACKEND, binding, configs
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.table import FIELDS, Coefficients
 
@@ -86,9 +87,9 @@ def test_a_field_or_term_that_the_kernel_does_not_translate_is_refused(inputs: A
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])
-@pytest.mark.parametrize("vocabulary", [7, 1000, 50257])
-def test_a_plan_stays_within_its_budget(vocabulary: int, mode: Any) -> None:
-    spec = HeadSpec(768, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None)
+@pytest.mark.parametrize(("vocabulary", "rank"), [(7, 0), (1000, 0), (50257, 0), (50257, 8)])
+def test_a_plan_stays_within_its_budget(vocabulary: int, rank: int, mode: Any) -> None:
+    spec = HeadSpec(768, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None, rank=rank)
     least = BACKEND.minimum_scratch(spec, mode)
     for budget in (least, 3 * least, max(least, 2**29)):
         for tokens in (1, 100, 9000):
@@ -96,3 +97,20 @@ def test_a_plan_stays_within_its_budget(vocabulary: int, mode: Any) -> None:
             assert 1 <= plan.rows <= tokens
             assert 1 <= plan.columns <= vocabulary
             assert plan.scratch_bytes <= budget
+
+
+@pytest.mark.parametrize("mode", [None, "in_forward", "recompute"])
+def test_a_low_rank_term_takes_no_rows_off_a_block_to_speak_of(mode: Any) -> None:
+    plain = HeadSpec(4096, 131072, 131072, 0, jnp.dtype(jnp.bfloat16), None)
+    found = [BACKEND.plan(spec, 8192, mode, 2**29) for spec in (plain, dataclasses.replace(plain, rank=16))]
+    assert found[1].rows * found[1].columns >= 0.95 * found[0].rows * found[0].columns
+
+
+@pytest.mark.parametrize("vocabulary", [32768, 65536, 131072, 262144])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_parts_of_the_vocabulary_fill_the_multiprocessors(tokens: int, vocabulary: int) -> None:
+    spec = HeadSpec(4096, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None)
+    plan = BACKEND.plan(spec, tokens, "recompute", min(2**29, 4 * tokens * vocabulary))
+    tile, at_once = configs.config_for(spec, None, "dlogits"), configs.multiprocessors()
+    rows, columns, parts = tokens // tile.rows, -(-plan.columns // tile.columns), -(-vocabulary // plan.columns)
+    assert parts * -(-rows * columns // at_once) <= 1.05 * (rows * vocabulary / tile.columns / at_once)

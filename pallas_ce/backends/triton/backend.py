@@ -19,11 +19,8 @@ from pallas_ce.streaming.tiles import shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
-# A low-rank term is multiplied without loads in advance, so that it is to be short.
+# Where pointers load, a low-rank term is multiplied before the loop, without loads in advance: it is to be short.
 _LARGEST_RANK = 256
-
-# For this generation Triton, 3.6 at least, fails to compile a second product behind the loop of the first.
-_NO_SECOND_PRODUCT = 10
 
 # Column numbers are 32 bits wide, and so are those behind the last.
 _LARGEST_VOCABULARY = 2**30
@@ -33,6 +30,9 @@ _LARGEST_VOCABULARY = 2**30
 _PARTIAL_FIELDS = len(FIELDS) - 1  # no target's logit
 _RECOMPUTE_COLUMNS = 16384
 _LEAST_COLUMNS = 2048
+
+# What a part costs beside its tiles, in rounds of those.
+_ROUNDS_OF_A_PART = 2
 
 # Rows of a block and columns of a tile are a multiple of this where there are that many, so that tiles are full.
 _STEP = 256
@@ -62,8 +62,6 @@ class TritonBackend(Backend):
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
-        if spec.rank:
-            return "the kernel has not been measured yet with a LowRank's term"
         return "XLA's products are faster in full float32" if configs.precision(spec) == "ieee" else None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
@@ -75,14 +73,15 @@ class TritonBackend(Backend):
         columns = spec.vocab_size
         if mode == "recompute":
             return _recompute_plan(spec, tokens, scratch_bytes)
-        of_row = _scratch(spec, mode, 1, columns)
+        fixed = _scratch(spec, mode, 0, columns)
+        of_row, scratch_bytes = _scratch(spec, mode, 1, columns) - fixed, scratch_bytes - fixed
         rows = min(tokens, max(1, scratch_bytes // of_row))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
             rows, of_row = max((rows, of_row), (spared, of_row - stash))
         rows = _equal(tokens, rows)
-        return Plan(rows, columns, rows * of_row, spec.vocab_size, skips_rows=mode is None)
+        return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
         """The kernel and its tiles, of plain cross entropy."""
@@ -120,8 +119,6 @@ def _device_refusal(spec: HeadSpec) -> str | None:
     if capability is None:
         return "its kernel is compiled for a CUDA device, and this process knows of none; use 'xla'"
     if configs.served(capability):
-        if spec.rank and capability // 10 == _NO_SECOND_PRODUCT:
-            return "Triton compiles no LowRank's term for compute capability 10.x; use 'xla'"
         return None
     served = ", ".join(f"{known // 10}.{known % 10}" for known in configs.NARROW)
     return (
@@ -141,9 +138,24 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     else:
         rows, columns = shrink(tokens, most, scratch, scratch_bytes)
     if columns < spec.vocab_size:
-        equal = -(-spec.vocab_size // -(-spec.vocab_size // columns))
-        columns = min(_down(columns), -(-equal // _STEP) * _STEP)
+        columns = _of_parts(spec, rows, columns)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
+
+
+def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
+    """Columns of each part, at most so many.
+
+    The multiprocessors work on a part's tiles round by round, and the last round of each may be nearly empty. So these
+    are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
+    """
+    tile = configs.config_for(spec, binding.capability(), "dlogits")
+    row_blocks, at_once = -(-rows // tile.rows), configs.multiprocessors()
+
+    def cost(columns: int) -> tuple[int, int]:
+        parts = -(-spec.vocab_size // columns)
+        return parts * (-(-row_blocks * -(-columns // tile.columns) // at_once) + _ROUNDS_OF_A_PART), columns
+
+    return min(range(_down(most), most // 2, -_STEP), key=cost, default=_down(most))
 
 
 def _equal(tokens: int, most: int) -> int:

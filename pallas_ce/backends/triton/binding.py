@@ -44,8 +44,8 @@ _PTX, _PTX_ELSEWHERE = {103: 88, 121: 88}, 87
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
-# Of a kernel that makes three descriptors, which is what its programs have room for.
-SCRATCH_BYTES = 3 * 128
+# Of a kernel that makes five descriptors, which is what its programs have room for.
+SCRATCH_BYTES = 5 * 128
 
 
 class Kernel(NamedTuple):

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
         forward: for statistics.
         stash: for those and the exponentials.
         dlogits: for dlogits.
-        some: for any of them with a little more.
+        some: for any of them with a little more, or where loads are narrow.
         many: for every other call.
         pointers: where tensor descriptors cannot read the arrays.
     """
@@ -70,12 +70,12 @@ _SMALL_POINTERS = Config(64, 128, 64)
 _SMALL = Config(64, 128, 64, stages=4, descriptors=True)
 _SQUARE_POINTERS = Config(128, 128, 64)
 _SQUARE = Config(128, 128, 64, stages=4, descriptors=True)
-_WIDE_POINTERS = Config(128, 256, 64)
-_WIDE = Config(128, 256, 64, descriptors=True, group=16)
+_WIDE_POINTERS = Config(128, 256, 64, group=16)
+_WIDE = _WIDE_POINTERS._replace(descriptors=True)
 _TALL = Config(256, 128, 64, descriptors=True)
 
-_AMPERE = Entry(1, _WIDE_POINTERS, _SQUARE_POINTERS, _WIDE_POINTERS, _SQUARE_POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
-_HOPPER = Entry(3, _TALL._replace(stages=4), _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
+_AMPERE = Entry(1, _WIDE_POINTERS, _WIDE_POINTERS, _WIDE_POINTERS, _SQUARE_POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
+_HOPPER = Entry(3, _WIDE, _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
 _SHALLOW = Config(128, 128, 64, descriptors=True)
 _BLACKWELL = Entry(3, _SHALLOW, _SHALLOW, _SHALLOW, _SMALL, _SMALL, _SMALL_POINTERS)
 
@@ -159,11 +159,15 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
         step: parts of the vocabulary begin at multiples of so many columns; 0 where there is one part.
     """
     entry = _entry(spec, capability or 80)
-    found: Config = getattr(entry, use) if taken <= entry.room else entry.some if taken <= _SOME else entry.many
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     lengths = (spec.hidden_size, length, step * spec.vocab_axis)
     readable = all(described(size, spec.dtype) for size in lengths)
-    return found if readable or not found.descriptors else entry.pointers
+    if not readable and entry.forward.descriptors:
+        return entry.pointers
+    if taken <= entry.room and readable:
+        found: Config = getattr(entry, use)
+        return found
+    return entry.some if taken <= _SOME else entry.many
 
 
 def product_for(spec: HeadSpec, capability: int | None, columns: int) -> Config | None:

@@ -25,7 +25,8 @@ COLUMNS columns are worked on, those from `bounds[3]` on. Only those below `boun
 rows and columns in memory are 64 bits wide. Loads beyond an array give 0.
 
 With tensor descriptors a program works on many tiles, and the loop over tiles and windows is flattened to one: loads of
-the next tile's windows are under way during the epilogue.
+the next tile's windows are under way during the epilogue. A second loop, or a product outside of it, would undo that,
+so the windows of a low-rank term are more windows of the same loop, which reads them through other descriptors.
 """
 
 import triton
@@ -72,7 +73,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     inverse_temperature,  # [ROWS]
     u,  # [VOCABULARY]
     low,  # [ROWS, RANK]
-    up,  # [at least VOCABULARY, RANK]
+    up,  # [at least VOCABULARY, RANK], or [RANK, STRIDE]
     before,  # where `stored` is, if there is something that is kept where no tile is worked on; not read
     reference,  # [ROWS]
     lse,  # [ROWS], inf for a row of -inf only
@@ -118,12 +119,20 @@ def head_kernel(  # type: ignore[no-untyped-def]
     origin = tl.multiple_of(tl.load(bounds + 3), ORIGIN) if ORIGIN else 0
     column_blocks: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     ragged: tl.constexpr = H % WINDOW != 0
+    length: tl.constexpr = (H + WINDOW - 1) // WINDOW * WINDOW
+    rank: tl.constexpr = (RANK + WINDOW - 1) // WINDOW * WINDOW
     if DESCRIPTORS:
         hidden_windows = tl.make_tensor_descriptor(hidden, [ROWS, H], [H, 1], [BLOCK_ROWS, WINDOW])
         if AXIS == 0:
             weight_windows = tl.make_tensor_descriptor(weight, [VOCABULARY, H], [H, 1], [BLOCK_COLUMNS, WINDOW])
         else:
             weight_windows = tl.make_tensor_descriptor(weight, [H, VOCABULARY], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
+        if low is not None:
+            low_windows = tl.make_tensor_descriptor(low, [ROWS, RANK], [RANK, 1], [BLOCK_ROWS, WINDOW])
+            if AXIS == 0:
+                up_windows = tl.make_tensor_descriptor(up, [VOCABULARY, RANK], [RANK, 1], [BLOCK_COLUMNS, WINDOW])
+            else:
+                up_windows = tl.make_tensor_descriptor(up, [RANK, VOCABULARY], [STRIDE, 1], [WINDOW, BLOCK_COLUMNS])
         if STORES:
             stored_tiles = tl.make_tensor_descriptor(stored, [ROWS, COLUMNS], [COLUMNS, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
 
@@ -139,13 +148,28 @@ def head_kernel(  # type: ignore[no-untyped-def]
 
         z = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         if DESCRIPTORS:
-            for window in tl.range(0, H, WINDOW):
-                a = hidden_windows.load([row, window])
+            for window in tl.range(0, length + rank, WINDOW):
+                left, right, entry = hidden_windows, weight_windows, window
+                if low is not None:  # noqa: SIM102, as this is known when compiling
+                    if window >= length:
+                        left, right, entry = low_windows, up_windows, window - length
+                a = left.load([row, entry])
                 if AXIS == 0:
-                    z = tl.dot(a, weight_windows.load([origin + column, window]).T, z, input_precision=PRECISION)
+                    z = tl.dot(a, right.load([origin + column, entry]).T, z, input_precision=PRECISION)
                 else:
-                    z = tl.dot(a, weight_windows.load([window, origin + column]), z, input_precision=PRECISION)
+                    z = tl.dot(a, right.load([entry, origin + column]), z, input_precision=PRECISION)
         else:
+            if low is not None:
+                for start in tl.static_range(0, RANK, RANK_STEP):
+                    some = start + tl.arange(0, RANK_STEP)
+                    low_at = low + rows.to(tl.int64)[:, None] * RANK + some[None, :]
+                    if AXIS == 0:
+                        up_at = up + columns.to(tl.int64)[None, :] * RANK + some[:, None]
+                    else:
+                        up_at = up + some.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+                    a_low = tl.load(low_at, mask=has_row[:, None], other=0.0)
+                    b_up = tl.load(up_at, mask=has_column[None, :], other=0.0)
+                    z = tl.dot(a_low, b_up, z, input_precision=PRECISION)
             lane = tl.arange(0, WINDOW)
             row_at = hidden + rows.to(tl.int64)[:, None] * H + lane[None, :]
             if AXIS == 0:
@@ -167,13 +191,6 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 else:
                     column_at += WINDOW * STRIDE
 
-        if low is not None:
-            for start in tl.static_range(0, RANK, RANK_STEP):
-                entry = start + tl.arange(0, RANK_STEP)
-                a = tl.load(low + rows.to(tl.int64)[:, None] * RANK + entry[None, :], mask=has_row[:, None], other=0.0)
-                at = up + columns.to(tl.int64)[None, :] * RANK + entry[:, None]
-                b = tl.load(at, mask=has_column[None, :], other=0.0)
-                z = tl.dot(a, b, z, input_precision=PRECISION)
         if bias is not None:
             z += tl.load(bias + columns, mask=has_column, other=0.0)[None, :]
         if scale is not None:

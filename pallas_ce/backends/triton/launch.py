@@ -98,8 +98,9 @@ def dlogits(
 
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
-    options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low)
-    taken = sum(_REGISTERS.get(number, 1) for number in numbers) + sum(option is not None for option in options)
+    options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low, head.up)
+    held = 2 if use == "stash" else 1  # the exponentials themselves are stored, beside what is made of them
+    taken = held * sum(_REGISTERS.get(number, 1) for number in numbers) + sum(x is not None for x in options)
     find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
     masked = (
         _overlaps(head, part) or head.valid_columns is not None or (use != "dlogits" and _ragged(head, find(taken)))
@@ -144,13 +145,14 @@ def padded_rank(rank: int) -> int:
 
 
 def _term(head: Head, batch: Batch) -> dict[str, jax.Array]:
-    """The operands of a low-rank term, as long as the kernel takes them."""
+    """The operands of a low-rank term, as long as the kernel takes them, in the layout of hidden states and weight."""
     if head.up is None:
         return {}
     assert batch.low is not None
-    operands = {"low": batch.low, "up": head.up}
-    length = padded_rank(head.spec.rank)
-    return {name: apart(pad(x.astype(head.spec.dtype), (x.shape[0], length))) for name, x in operands.items()}
+    spec, length = head.spec, padded_rank(head.spec.rank)
+    low = pad(batch.low.astype(spec.dtype), (batch.low.shape[0], length))
+    up = pad(head.up.astype(spec.dtype), (spec.weight_rows, length))
+    return {"low": apart(low), "up": apart(up if spec.vocab_axis == 0 else up.T)}
 
 
 def apart(x: jax.Array) -> jax.Array:

@@ -13,16 +13,27 @@ from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
-def add_for_weight(head: Head, dlogits: jax.Array, hidden: jax.Array, total: WeightSum) -> jax.Array:
+def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
+    """Hidden states as operands that carry the weight's scale; None where that would not be exact.
+
+    It is exact where the scale is a power of two that the operands have the exponents for.
+    """
+    if head.logit_scale is not None or head.spec.dtype == jnp.float16:
+        return None
+    return hidden.astype(head.spec.dtype) * jnp.asarray(scale, head.spec.dtype)
+
+
+def add_for_weight(
+    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightSum
+) -> jax.Array:
     """`total` with the tile's `dlogitsᵀ·hidden`.
 
-    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written. Its scale
-    rides on the hidden states, exactly where it is a power of two that they have the exponents for.
+    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
+    are hidden states that are `carrying` its scale.
     """
-    if total.scale is None or total.adds or head.logit_scale is not None or head.spec.dtype == jnp.float16:
+    if carrying is None or total.scale is None or total.adds:
         return total.add(_for_weight(head, dlogits, hidden), head.spec.vocab_axis)
-    scaled = hidden.astype(head.spec.dtype) * total.scale.astype(head.spec.dtype)
-    product = _for_weight(head, dlogits, scaled, total.array.dtype)
+    product = _for_weight(head, dlogits, carrying, total.array.dtype)
     return total.tile.put(total.array, product, head.spec.vocab_axis)
 
 

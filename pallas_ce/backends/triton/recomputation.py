@@ -26,12 +26,17 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
     head = head.on_gpu()
     exact = entries.exact(head, batch, gradient)
     rest = gradient._replace(coefficients=entries.without(gradient.coefficients))
-    return _Work(head, batch, rest, exact, plan.columns, block)
+    # Here, and not for each part: XLA would scale all rows for each of them.
+    carrying = products.scaled(head, batch.hidden, gradient.factor)
+    return _Work(head, batch, rest, exact, plan.columns, block, carrying)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is the same for all parts; `exact` holds columns and values of single entries, which `gradient` lacks."""
+    """What is the same for all parts.
+
+    `exact` holds columns and values of single entries, which `gradient` lacks; `carrying` see `products.scaled`.
+    """
 
     head: Head
     batch: Batch
@@ -39,6 +44,7 @@ class _Work:
     exact: Entries
     columns: int
     block: RowBlock
+    carrying: jax.Array | None
 
     def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
         tile = Tiles(self.head.spec.vocab_size, self.columns, self.head.valid_columns).tile(index)
@@ -82,7 +88,7 @@ class _Work:
         if hidden_sum is not None:
             hidden_sum = self.block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
         if weight_sum is not None:
-            for_weight = products.add_for_weight(head, dz, batch.hidden, weight_sum)
+            for_weight = products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
         for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
         up = None if head.up is None else tile.take(head.up)
         return Products(hidden_sum, for_weight, for_bias, *self._of_term(dz, up))
