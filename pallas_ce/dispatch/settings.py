@@ -86,12 +86,16 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0) -> Plan:
+    def block_sizes(
+        self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0, *, given: bool = False
+    ) -> Plan:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
         block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
         free, whatever the caller's bound: neither adds to the largest amount in use.
+
+        Where the sum is `given`, no gradient is made beside it, and by default blocks may take what that would.
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         if self.backend.capabilities.large_blocks and spec.dtype.itemsize > 2:
@@ -102,6 +106,8 @@ class Settings:
             alone = self._within_budget(spec, tokens, mode, default + sum_bytes, times_logits=times)
             if alone.rows >= tokens:
                 return alone
+        if given:
+            default, sum_bytes = default + sum_bytes // 2, 0
         return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)
 
     def _within_budget(
@@ -129,11 +135,13 @@ class Settings:
         rounded = dtype == jnp.bfloat16 and self.shards is None
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
-    def sum_bytes(self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards) -> int:
+    def sum_bytes(
+        self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards, *, given: bool = False
+    ) -> int:
         """Bytes of the wide sum for the weight that a single block of in_forward does without; see `block_sizes`."""
-        scattered = shards.gathered
-        large = self.backend.capabilities.large_blocks and self.kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not needs_grad.weight or scattered or not large:
+        scattered, large = shards.gathered, self.backend.capabilities.large_blocks
+        spared = given or self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not needs_grad.weight or scattered or not large or not spared:
             return 0
         return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
 

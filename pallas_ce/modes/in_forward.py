@@ -115,9 +115,9 @@ def _statistics_and_sums(
 ) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
-    sum_bytes = settings.sum_bytes(spec, weight_dtype, needs_grad, shards)
-    plan = settings.block_sizes(spec, tokens, "in_forward", sum_bytes)
     wide, in_place = spec.accumulator, adds_in_place(head, shards)
+    sum_bytes = settings.sum_bytes(spec, weight_dtype, needs_grad, shards, given=in_place)
+    plan = settings.block_sizes(spec, tokens, "in_forward", sum_bytes, given=in_place)
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:

@@ -165,8 +165,8 @@ def test_differentiating_it_is_an_error_that_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
-def test_an_h200s_program_makes_no_array_of_the_weights_size(implementation: Any, backward: Any) -> None:
-    """A scan over micro-batches takes the memory of one and of the sum."""
+def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implementation: Any, backward: Any) -> None:
+    """That of one by differentiation, of which each would have a gradient of the weight."""
     mesh = h200.h200_mesh()
     shape = (65536, 2048)
     given = [
@@ -184,7 +184,7 @@ def test_an_h200s_program_makes_no_array_of_the_weights_size(implementation: Any
         return jax.lax.scan(step, total, (hidden, labels))
 
     memory = h200.compile_for_h200(run, *given, donate_argnums=3)[0].memory_analysis()
-    told = explain(hidden=h200.shaped(mesh, (4096, 2048), jnp.bfloat16), weight=given[1], implementation=implementation,
-                   backward=backward, differentiate=("hidden",))  # fmt: skip
+    one = h200.shaped(mesh, (4096, 2048), jnp.bfloat16)
+    told = explain(one, given[1], implementation=implementation, backward=backward)
     assert memory.alias_size_in_bytes >= 4 * shape[0] * shape[1]
-    assert memory.temp_size_in_bytes <= told.peak_bytes + shape[0] * shape[1]  # half of what the weight takes
+    assert memory.temp_size_in_bytes <= told.peak_bytes
