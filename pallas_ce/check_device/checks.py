@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import itertools
-import threading
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 _MODES = ("recompute", "in_forward")
 _RUNS = 3
 
-# XLA compiles several programs at once, without timing candidates for its own products, which takes seconds for each
-# shape; Triton, where programs are lowered, compiles one after the other.
-_AT_ONCE = 8
+# XLA and Triton compile several programs at once, XLA without timing candidates for its own products, which takes
+# seconds for each shape.
+_AT_ONCE = min(16, os.cpu_count() or 1)
 _UNTUNED = {"xla_gpu_autotune_level": 0}
-_LOWERING = threading.Lock()
 
 
 class Case(NamedTuple):
@@ -128,9 +127,7 @@ def _results(arrays: dict[str, jax.Array], options: dict[str, Any]) -> Any:
         return linear_loss(_negative_log_likelihood, hidden, weight, labels, labels, **given)
 
     differentiable = {name: x for name, x in arrays.items() if name not in constant}
-    with _LOWERING:
-        lowered = jax.jit(jax.value_and_grad(loss)).lower(differentiable)
-    run = lowered.compile(_UNTUNED)
+    run = jax.jit(jax.value_and_grad(loss)).lower(differentiable).compile(_UNTUNED)
     first, *others = (jax.tree.map(np.asarray, run(differentiable)) for _ in range(_RUNS))
     bits = [[x.tobytes() for x in jax.tree.leaves(result)] for result in (first, *others)]
     if any(one != bits[0] for one in bits):

@@ -27,7 +27,7 @@ RESULTS: dict[str, dict[str, str | None]] = {
         "8.0": None,
         "8.6": None,
         "8.9": None,
-        "9.0": "experiments/results/gpu_head_implementations.json",
+        "9.0": "experiments/results/check_device_h200.json",
         "10.0": None,
         "10.3": None,
         "12.0": None,
