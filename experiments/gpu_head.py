@@ -13,6 +13,8 @@ Sections, each a JSON file under `experiments/results/` with the machine and ver
     ampere   the same with those and Ampere's instructions, which newer GPUs run, too
     targets  K labels a row, and row temperatures, by default
     float32  TF32 and full float32, beside products of that precision
+    low_rank a frozen weight with a low-rank term that is trained
+    microbatches  four parts of a batch, their gradients added in place
     windows  the forward with given numbers of vocabulary windows, at N 1024, V 262144
 
 Everything is timed on the device, in one process, in turn, and reported as a ratio: forwards to the bare product

@@ -13,11 +13,17 @@ import numpy as np
 from experiments.bench import timing
 from experiments.bench.command import Point, Sections
 from experiments.bench.programs import Program, Shape, both, canonical, ignoring, ours
-from pallas_ce import explain, linear_row_statistics
+from pallas_ce import (
+    LowRank,
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_and_gradients,
+    linear_row_statistics,
+)
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
-from pallas_ce.backends.protocol import Implementation
+from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.logits import present
@@ -132,6 +138,59 @@ def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[s
 _KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
 
 
+def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """A frozen weight by default, and with the low-rank term that is trained by all that serve it."""
+
+    def of_term(mode: Backward, name: Implementation) -> Program:
+        def loss(hidden: jax.Array, up: jax.Array, down: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+            return linear_cross_entropy(hidden, LowRank(weight, up, down), labels, implementation=name, backward=mode)
+
+        def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+            up, down = weight[:, :_RANK], hidden[:_RANK] / 16
+            return jax.value_and_grad(loss, argnums=(0, 1, 2))(hidden, up, down, weight, labels)
+
+        return run
+
+    kernels = implementation in _KERNELS
+    names: tuple[Implementation, ...] = ("triton", "xla") if kernels else (implementation,)
+    found: dict[str, Program] = {}
+    for mode in _MODES:
+        found[f"{mode} frozen"] = jax.value_and_grad(ours(None if kernels else implementation, backward=mode))
+        found |= {f"{mode} low rank {name}": of_term(mode, name) for name in names}
+    return found
+
+
+_RANK = 16
+_MODES: tuple[Backward, ...] = ("in_forward", "recompute")
+
+
+def microbatches(implementation: Implementation, _: Shape) -> dict[str, Program]:
+    """One batch, and four parts of it whose gradients are added where the weight's sum lies."""
+    given = None if implementation in _KERNELS else implementation
+
+    def parts(mode: Backward) -> Program:
+        def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+            def step(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+                found = linear_cross_entropy_and_gradients(
+                    part[0], weight, part[1], total, loss_scale=1 / _PARTS, implementation=given, backward=mode
+                )
+                return found.weight_sum, (found.loss, found.hidden)
+
+            cut = (hidden.reshape(_PARTS, -1, hidden.shape[1]), labels.reshape(_PARTS, -1))
+            return jax.lax.scan(step, jnp.zeros(weight.shape, jnp.float32), cut)
+
+        return run
+
+    found: dict[str, Program] = {}
+    for mode in _MODES:
+        found[mode] = both(ours(given, backward=mode))
+        found[f"{mode} microbatches"] = parts(mode)
+    return found
+
+
+_PARTS = 4
+
+
 def _measure_float32(
     precision: str, shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
 ) -> dict[str, Any]:
@@ -217,5 +276,7 @@ SECTIONS: Sections = {
         precision: Point((4096, 65536, 2048), float32, functools.partial(_measure_float32, precision))
         for precision in ("tensorfloat32", "float32")
     },
+    "low_rank": {"low_rank": Point((8192, 131072, 4096), low_rank)},
+    "microbatches": {"microbatches": Point((16384, 131072, 4096), microbatches)},
     "masked": {f"{n}x{v}x{h}": Point((n, v, h), masked) for n, v, h in _MASKED_SHAPES},
 }

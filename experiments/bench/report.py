@@ -10,7 +10,7 @@ from experiments.command_line import save_figure, write_atomically
 
 SECTIONS = (
     *("grid", "heads", "options", "windows", "compile"),
-    *("triton", "pointers", "ampere", "implementations", "targets", "float32"),
+    *("triton", "pointers", "ampere", "implementations", "targets", "float32", "low_rank", "microbatches"),
 )
 LOSSES = ("log_probs", "top_k", "given")
 TORCH = "torch_gpu"

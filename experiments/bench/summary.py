@@ -187,8 +187,11 @@ _BY_TRITON = {
 # Of XLA, in geometric mean over the compared shapes; in float32, of what serves each precision by default.
 _BY_XLA = {IN_FORWARD: 1.6, RECOMPUTE: 1.7}
 _IN_FLOAT32 = {"tensorfloat32": ("triton", 1.20), "float32": ("xla", 1.15)}
-# Of calls with more for each row, by the plain call's time.
+# Of calls with more for each row, by the plain call's time; of a low-rank term, by that with the frozen weight alone,
+# and MiB above it; of four microbatches, by that of one batch.
 _OF_PLAIN = 1.05
+_OF_FROZEN, _MIB_OF_TERM = 1.08, 64
+_OF_ONE_BATCH = 1.04
 
 
 def _of_implementations(sections: Sections) -> list[Target]:
@@ -221,7 +224,24 @@ def _of_implementations(sections: Sections) -> list[Target]:
             value = results.get(f"{mode} {kind}", {}).get("ms")
             value = None if plain is None or value is None else value / plain
             found.append(Target(f"{kind}, {mode} / the plain call", _OF_PLAIN, value))
+    for mode in (IN_FORWARD, RECOMPUTE):
+        term = "low_rank", f"{mode} low rank triton", f"{mode} frozen"
+        parts = _beside(sections, "microbatches", f"{mode} microbatches", mode)
+        of_term = _beside(sections, *term, "temporary_mib")
+        found += [
+            Target(f"low-rank term, {mode} / frozen weight alone", _OF_FROZEN, _beside(sections, *term)),
+            Target(f"low-rank term, {mode}, MiB above the frozen weight alone", _MIB_OF_TERM, of_term),
+            Target(f"four microbatches added in place, {mode} / one batch", _OF_ONE_BATCH, parts),
+        ]
     return found
+
+
+def _beside(sections: Sections, section: str, program: str, other: str, number: str = "ms") -> float | None:
+    """The program's time by the other's, or its memory less the other's, at the section's point; None without it."""
+    for point in sections.get(section, {}).values():
+        one, two = (float(point["results"][name][number]) for name in (program, other))
+        return one / two if number == "ms" else one - two
+    return None
 
 
 def _windows(points: Points) -> float | None:
