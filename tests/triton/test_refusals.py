@@ -1,6 +1,7 @@
 """What implementation="triton" does not serve, and what it tells."""
 
 import dataclasses
+import functools
 import importlib.util
 import re
 from typing import Any
@@ -15,6 +16,7 @@ from pallas_ce.backends import device
 from pallas_ce.backends.triton import BACKEND, binding, configs
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.table import FIELDS, Coefficients
+from tests import compile_for_h200 as h200
 
 pytest.importorskip("triton", reason="needs the triton extra")
 
@@ -104,6 +106,16 @@ def test_a_low_rank_term_takes_no_rows_off_a_block_to_speak_of(mode: Any) -> Non
     plain = HeadSpec(4096, 131072, 131072, 0, jnp.dtype(jnp.bfloat16), None)
     found = [BACKEND.plan(spec, 8192, mode, 2**29) for spec in (plain, dataclasses.replace(plain, rank=16))]
     assert found[1].rows * found[1].columns >= 0.95 * found[0].rows * found[0].columns
+
+
+@pytest.mark.parametrize("vocabulary", [32768, 262144])
+@pytest.mark.parametrize("tokens", [1024, 8192, 32768])
+def test_the_forward_keeps_little_of_each_row(tokens: int, vocabulary: int) -> None:
+    given = [((tokens, 4096), jnp.bfloat16), ((vocabulary, 4096), jnp.bfloat16), ((tokens,), jnp.int32)]
+    mesh = h200.h200_mesh()
+    run = functools.partial(linear_cross_entropy, implementation="triton")
+    program, _ = h200.compile_for_h200(run, *(h200.shaped(mesh, *x) for x in given))
+    assert program.memory_analysis().temp_size_in_bytes <= 40 * 2**20
 
 
 @pytest.mark.parametrize("vocabulary", [32768, 65536, 131072, 262144])

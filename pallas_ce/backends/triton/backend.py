@@ -34,6 +34,9 @@ _LEAST_COLUMNS = 2048
 # What a part costs beside its tiles, in rounds of those.
 _ROUNDS_OF_A_PART = 2
 
+# What a block takes in the plain forward, if that leaves so many rows; larger ones would not be faster.
+_FORWARD_BYTES, _ROWS_OF_FORWARD = 2**25, 2048
+
 # Rows of a block and columns of a tile are a multiple of this where there are that many, so that tiles are full.
 _STEP = 256
 
@@ -76,6 +79,8 @@ class TritonBackend(Backend):
         fixed = _scratch(spec, mode, 0, columns)
         of_row, scratch_bytes = _scratch(spec, mode, 1, columns) - fixed, scratch_bytes - fixed
         rows = min(tokens, max(1, scratch_bytes // of_row))
+        if mode is None:
+            rows = min(rows, _rows_of_forward(spec, tokens))
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
@@ -140,6 +145,15 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     if columns < spec.vocab_size:
         columns = _of_parts(spec, rows, columns)
     return Plan(rows, columns, scratch(rows, columns, several=rows < tokens), spec.vocab_size)
+
+
+def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
+    """Of each row there are two numbers of every tile; and if there are several blocks, its hidden states once more."""
+    tile = configs.config_for(spec, binding.capability(), "forward")
+    of_row = 2 * spec.accumulator.itemsize * -(-spec.vocab_size // tile.columns)
+    if tokens * of_row <= _FORWARD_BYTES:
+        return tokens
+    return max(_ROWS_OF_FORWARD, _FORWARD_BYTES // (of_row + spec.dtype.itemsize * spec.hidden_size))
 
 
 def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
