@@ -66,8 +66,6 @@ class MosaicGpuBackend(Backend):
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
                 "into the head, or use 'xla'"
             )
-        if spec.rank:
-            return "its kernels multiply hidden states and weight only, and the weight is a LowRank; use 'xla'"
         if spec.dtype not in _DTYPES:
             return (
                 f"its kernels multiply bfloat16 and float16 operands, and the compute dtype is {spec.dtype.name}; "
@@ -83,6 +81,10 @@ class MosaicGpuBackend(Backend):
         if padded_share and operands.covered(spec) != spec.vocab_size:
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {spec.weight_rows}"
         return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
+
+    def slower(self, spec: HeadSpec) -> str | None:
+        """A low-rank term, which the kernels were not measured with yet."""
+        return "its kernels have not been run yet with a LowRank's term" if spec.rank else None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends import entries
+from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.mosaic_gpu.gemm import walk
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel
@@ -44,7 +44,7 @@ def step(
     exact = entries.exact(head, batch, gradient)
     gradient = gradient._replace(coefficients=entries.without(gradient.coefficients))
     work = _InPlace if in_place(head.spec, plan.rows, plan.columns) else _BySlices
-    return work(head, batch.hidden, gradient, exact, plan, block, configs)
+    return work(head, batch, gradient, exact, plan, block, configs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Work:
     """What is the same for all tiles; `exact` holds columns and values of single entries, which `gradient` lacks."""
 
     head: Head
-    hidden: jax.Array
+    batch: Batch
     gradient: Gradient
     exact: Entries
     plan: Plan
@@ -62,7 +62,7 @@ class _Work:
     def dlogits(self, head: Head, **part: Any) -> jax.Array:
         """Those that the kernel makes, of a part of the head or a slice of it."""
         coefficients, lse = self.gradient[:2]
-        stored = dlogits_kernel.dlogits(head, self.hidden, lse, coefficients, self.configs.dlogits, **part)
+        stored = dlogits_kernel.dlogits(head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part)
         assert stored is not None
         return stored
 
@@ -95,7 +95,7 @@ class _InPlace(_Work):
             place = part if part is None or weight_sum.whole else part._replace(first=shift)
             for_weight = product_kernel.for_weight(
                 stored,
-                self.hidden.astype(spec.dtype),
+                self.batch.hidden.astype(spec.dtype),
                 axis,
                 configs.weight,
                 weight_sum.array,
@@ -107,7 +107,17 @@ class _InPlace(_Work):
         if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
             for_bias = jnp.roll(own, shift)
-        return Products(hidden_sum, for_weight, for_bias)
+        return Products(hidden_sum, for_weight, for_bias, *self._of_term(stored, first, count, shift))
+
+    def _of_term(
+        self, stored: jax.Array, first: jax.Array, count: jax.Array, shift: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        if (up := low_rank.up_from(self.head, first, self.plan.columns)) is None:
+            return None, None
+        # What is stored behind the vocabulary is undefined.
+        own = jnp.where(jnp.arange(self.plan.columns) < count, stored, 0)
+        for_low, for_up = low_rank.shares(self.head, self.batch, self.gradient, self.block, own, up)
+        return for_low, low_rank.own_columns(for_up, count, shift)
 
 
 class _BySlices(_Work):
@@ -118,16 +128,19 @@ class _BySlices(_Work):
         own = None if tile.valid is None else jnp.int32(index) * columns - tile.start
         stored = self.dlogits(self._slice(tile, weight), first=own)
         stored = entries.put_among(stored, self.exact, tile.start, jnp.int32(index) * columns, columns)
-        stored = stored[: self.hidden.shape[0], :columns]
+        hidden = self.batch.hidden
+        stored = stored[: hidden.shape[0], :columns]
         for_weight = for_bias = None
         if hidden_sum is not None:
             hidden_sum = self.block.add(hidden_sum, head.matmul(stored, weight, (1, spec.vocab_axis)))
         if weight_sum is not None:
-            a, b = (stored, self.hidden) if spec.vocab_axis == 0 else (self.hidden, stored)
+            a, b = (stored, hidden) if spec.vocab_axis == 0 else (hidden, stored)
             for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), spec.vocab_axis)
         if self.gradient.needs.bias_sum:
             for_bias = self.bias_sum(stored)
-        return Products(hidden_sum, for_weight, for_bias)
+        up = None if head.up is None else tile.take(head.up)
+        of_term = low_rank.shares(head, self.batch, self.gradient, self.block, stored, up)
+        return Products(hidden_sum, for_weight, for_bias, *of_term)
 
     def _slice(self, tile: Tile, weight: jax.Array) -> Head:
         """The head of the tile's columns, which the kernel knows as a vocabulary of their own."""
@@ -140,6 +153,7 @@ class _BySlices(_Work):
             head,
             weight=operands.pad(weight, shape),
             bias=None if head.bias is None else operands.pad(tile.take(head.bias), (aligned,)),
+            up=None if head.up is None else operands.pad(tile.take(head.up), (aligned, spec.rank)),
             logit_weights=u,
             spec=dataclasses.replace(spec, weight_rows=aligned, vocab_size=tile.size),
             valid_columns=None if valid is None else jnp.clip(valid - tile.start, 0, tile.size),

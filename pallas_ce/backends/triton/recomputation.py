@@ -9,16 +9,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_ce.backends import entries
+from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products, products
 from pallas_ce.backends.triton.launch import Part
 from pallas_ce.head import Batch, Head, Products, TileStep, WeightSum
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles, pad
+from pallas_ce.streaming.tiles import Tile, Tiles
 
 
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
@@ -70,10 +69,9 @@ class _Work:
         if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(self.columns) < count, self._bias_sum(dz), 0)
             for_bias = jnp.roll(own, first - tile.start)
-        for_low, for_up = self._of_term(dz, self._up_from(first))
-        if for_up is not None:
-            own = jnp.where(jnp.arange(self.columns)[:, None] < count, for_up, 0)
-            for_up = jnp.roll(own, first - tile.start, axis=0)
+        up = low_rank.up_from(head, first, self.columns)
+        for_low, for_up = low_rank.shares(head, batch, self.gradient, self.block, dz, up)
+        for_up = low_rank.own_columns(for_up, count, first - tile.start)
         return Products(hidden_sum, for_weight, for_bias, for_low, for_up)
 
     def _by_slices(
@@ -91,29 +89,8 @@ class _Work:
             for_weight = products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
         for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
         up = None if head.up is None else tile.take(head.up)
-        return Products(hidden_sum, for_weight, for_bias, *self._of_term(dz, up))
-
-    def _up_from(self, first: jax.Array) -> jax.Array | None:
-        """The part of `up` that begins there, zeros behind its end."""
-        up, spec = self.head.up, self.head.spec
-        if up is None:
-            return None
-        # Padding of the vocabulary may hold anything, and dlogits of 0 do not take away a nan.
-        parts = -(-spec.vocab_size // self.columns)
-        padded = pad(up[: spec.vocab_size], (parts * self.columns, spec.rank))
-        return lax.dynamic_slice_in_dim(padded, first, self.columns)
-
-    def _of_term(self, dz: jax.Array, up: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        """Of a low-rank term, what belongs to its rows `low` and to its part of `up`."""
-        head, batch, needs = self.head, self.batch, self.gradient.needs
-        if up is None:
-            return None, None
-        for_low = head.matmul(dz, up, (1, 0)) if needs.low_product else None
-        if not needs.up:
-            return for_low, None
-        assert batch.low is not None
-        counted = dz if self.block.filled is None else self.block.select(dz, 0)
-        return for_low, head.matmul(counted, batch.low, (0, 0))
+        of_term = low_rank.shares(head, batch, self.gradient, self.block, dz, up)
+        return Products(hidden_sum, for_weight, for_bias, *of_term)
 
     def _bias_sum(self, dz: jax.Array) -> jax.Array:
         """`Σ_i dlogits` over the rows that count."""

@@ -94,8 +94,10 @@ def multiply(matrices: list[Any], refs: dict[str, Any], product: Product, epilog
     undefined), "valid_length" (about so many numbers of each row are summed over), "first_column" (the right operand's
     that is the product's first) and "first_length" (the right operand's number that meets the left's first); the last
     two are multiples of `walk.STEP`.
+
+    A product with a rank has two more matrices, laid out like the operands: more steps of each tile.
     """
-    left_gmem, right_gmem = matrices
+    left_gmem, right_gmem = matrices[:2]
     config = product.config
     left_tile = (config.tile_rows, config.depth) if product.left_axis == 0 else (config.depth, config.tile_rows)
     right_tile = (config.columns, config.depth) if product.right_axis == 0 else (config.depth, config.columns)
@@ -121,7 +123,7 @@ def multiply(matrices: list[Any], refs: dict[str, Any], product: Product, epilog
         specialised(
             warpgroup,
             _REGISTERS,
-            lambda: load(left_gmem, right_gmem, ring, walk),
+            lambda: load(matrices, ring, walk),
             lambda: Multiplier(ring, {**refs, **scratch}, walk, epilogue, warpgroup).run(),
         )
 
@@ -144,7 +146,7 @@ def specialised(
         compute()
 
 
-def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> None:
+def load(matrices: list[Any], ring: dict[str, Any], walk: Walk) -> None:
     """What the loading warpgroup does: fills slots as they become empty, for all tiles of this thread block in turn."""
     config, product = walk.config, walk.product
     left_peers = "peer" if config.cluster == "rows" else None
@@ -154,14 +156,25 @@ def load(left_gmem: Any, right_gmem: Any, ring: dict[str, Any], walk: Walk) -> N
         return matrix.at[along, depth] if axis == 0 else matrix.at[depth, along]
 
     def fill(row: jax.Array, column: jax.Array, k: jax.Array, at: At) -> At:
-        depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
-        left = part(left_gmem, product.left_axis, pl.ds(row, config.tile_rows), depth)
-        columns = pl.ds(walk.first_column + column, config.columns)
-        right = part(right_gmem, product.right_axis, columns, right_depth)
+        def operands(left_gmem: Any, right_gmem: Any, k: jax.Array) -> tuple[Any, Any]:
+            depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, walk.first_length))
+            left = part(left_gmem, product.left_axis, pl.ds(row, config.tile_rows), depth)
+            columns = pl.ds(walk.first_column + column, config.columns)
+            return left, part(right_gmem, product.right_axis, columns, right_depth)
+
+        def copy(left: Any, right: Any) -> None:
+            full = ring["full"].at[walk.full(at.slot, at.turn)]
+            plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[at.slot], full, collective_axes=left_peers)
+            plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[at.slot], full, collective_axes=right_peers)
+
+        own = operands(matrices[0], matrices[1], k)
         plgpu.barrier_wait(ring["empty"].at[at.slot])
-        full = ring["full"].at[walk.full(at.slot, at.turn)]
-        plgpu.copy_gmem_to_smem(left, ring["left_smem"].at[at.slot], full, collective_axes=left_peers)
-        plgpu.copy_gmem_to_smem(right, ring["right_smem"].at[at.slot], full, collective_axes=right_peers)
+        if product.rank:
+            pl.when(k < product.own_steps)(lambda: copy(*own))
+            of_term = operands(matrices[2], matrices[3], k - product.own_steps)
+            pl.when(k >= product.own_steps)(lambda: copy(*of_term))
+        else:
+            copy(*own)
         return at._replace(slot=walk.next(at.slot))
 
     def load_item(index: jax.Array, at: At) -> At:

@@ -49,7 +49,7 @@ class Walk:
         def blocks(name: str, size: int, most: int) -> jax.Array:
             return lax.div(refs[name][0] + (size - 1), size) if name in refs else jnp.int32(most)
 
-        self.steps = blocks("valid_length", config.depth, -(-product.length // config.depth))
+        self.steps = blocks("valid_length", config.depth, product.steps)
         self.row_blocks = blocks("valid_rows", config.block_rows, schedule.row_blocks)
         self.column_blocks = blocks("valid_columns", config.block_columns, schedule.column_blocks)
         self.first_column, self.first_length = (start(refs, name) for name in ("first_column", "first_length"))

@@ -47,8 +47,11 @@ def padded_spec(spec: HeadSpec) -> HeadSpec:
 
 
 def padded_head(head: Head) -> Head:
-    """That head; the logits of padding do not count."""
-    return head if padded_spec(head.spec) == head.spec else head.with_padding()
+    """That head; the logits of padding do not count, and of a low-rank term padding is 0, as products will read it."""
+    if padded_spec(head.spec) == head.spec:
+        return head
+    up = None if head.up is None else pad(head.up[: head.spec.vocab_size], head.up.shape)
+    return dataclasses.replace(head.with_padding(), up=up)
 
 
 def weight_copied(spec: HeadSpec) -> bool:
@@ -101,10 +104,11 @@ def tail(head: Head, hidden: jax.Array) -> Tail | None:
         head,
         weight=own_weight(head)[ids],
         bias=None if head.bias is None else head.bias[ids],
+        up=None if head.up is None else head.up[ids],
         logit_weights=head.tile_logit_weights(first, left),
         spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
     )
-    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), rest.logits(Batch(hidden)))
+    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), rest.logits(rest.with_low(Batch(hidden))))
 
 
 def apart(x: jax.Array) -> jax.Array:
@@ -139,6 +143,18 @@ def weight_of(head: Head) -> jax.Array:
     return weight if rows == spec.weight_rows else weight[:rows]
 
 
+def term_of(head: Head, hidden: jax.Array, weight: jax.Array, depth: int) -> tuple[jax.Array, ...]:
+    """A low-rank term's operands for `hidden [N, H]`, laid out like hidden states and `weight`, in whole steps."""
+    if head.up is None:
+        return ()
+    spec, width = head.spec, round_up(head.spec.rank, depth)
+    low, entries = head.with_low(Batch(hidden)).low, weight.shape[spec.vocab_axis]
+    assert low is not None
+    up = pad(head.up[:entries].astype(spec.dtype), (entries, width))
+    low = pad(low, (round_up(hidden.shape[0], ROW_MULTIPLE), width))
+    return apart(low), apart(up if spec.vocab_axis == 0 else up.T)
+
+
 class Part(NamedTuple):
     """Vocabulary entries that a launch works on; what it stores begins with the first of them.
 
@@ -162,6 +178,7 @@ class Operands:
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
+        term: a low-rank term's operands, see `term_of`.
         inputs: vectors by name: "bias" and "u" by column, "scale" and "valid" `[1]`.
         rows: N.
     """
@@ -170,6 +187,7 @@ class Operands:
     logits: LogitSpec
     hidden: jax.Array
     weight: jax.Array
+    term: tuple[jax.Array, ...]
     inputs: dict[str, jax.Array]
     rows: int
 
@@ -196,7 +214,7 @@ class Operands:
         numbers: Numbers | None = None,
     ) -> dict[str, jax.Array]:
         """The kernel's outputs by name; `inputs` are others than its own, see `launch.run`."""
-        matrices, inputs = (self.hidden, self.weight), self.inputs | (inputs or {})
+        matrices, inputs = (self.hidden, self.weight, *self.term), self.inputs | (inputs or {})
         return launch.run(multiply, name, self.product, matrices, epilogue, inputs, outputs, numbers)
 
 
@@ -255,12 +273,13 @@ def operands(
         inputs["valid"] = head.valid_columns.astype(jnp.int32).reshape(1)
     if weighted_mean and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
-    length = round_up(spec.hidden_size, LENGTH_MULTIPLE)
+    length, weight = round_up(spec.hidden_size, LENGTH_MULTIPLE), weight_of(head)
     return Operands(
-        product=Product(length, 0, spec.vocab_axis, config, found),
+        product=Product(length, 0, spec.vocab_axis, config, found, spec.rank),
         logits=logits,
         hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
-        weight=weight_of(head),
+        weight=weight,
+        term=term_of(head, hidden, weight, config.depth),
         inputs=inputs,
         rows=rows,
     )

@@ -223,6 +223,7 @@ class Product(NamedTuple):
         right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
         config: tiles.
         schedule: how they are handed out.
+        rank: how many numbers of a low-rank term each entry sums over besides, from operands of its own.
     """
 
     length: int
@@ -230,6 +231,17 @@ class Product(NamedTuple):
     right_axis: int
     config: Config
     schedule: Schedule
+    rank: int = 0
+
+    @property
+    def own_steps(self) -> int:
+        """Steps along the operands' rows, without those along the term's."""
+        return -(-self.length // self.config.depth)
+
+    @property
+    def steps(self) -> int:
+        """All steps of a tile."""
+        return self.own_steps - (-self.rank // self.config.depth)
 
 
 def sm_count() -> int:

@@ -1,0 +1,63 @@
+"""A low-rank term on the Hopper kernels, under the GPU interpreter, beside XLA's in the same dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_ce import LowRank, linear_cross_entropy
+from tests.pallas_ce.checks import relative_error
+
+NAMES = ("hidden", "weight", "up", "down")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_backend")
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize(
+    ("shape", "vocab_axis", "options"),
+    [
+        ((40, 48, 128, 4), 0, {}),
+        ((40, 48, 128, 70), 1, {}),  # more than one step
+        ((33, 40, 131, 3), 0, {"scratch_bytes": 40_000}),  # a tail of the vocabulary, several blocks
+        ((33, 48, 130, 3), 1, {"logit_softcap": 3.0}),
+        ((40, 48, 128, 4), 0, {"vocab_size": 127}),
+    ],
+)
+def test_loss_and_gradients(interpreted: Any, shape: Any, vocab_axis: int, options: Any, backward: Any) -> None:
+    n, h, v, r = shape
+    rng = np.random.default_rng(0)
+
+    def array(*sizes: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=sizes) / np.sqrt(sizes[-1]), jnp.bfloat16)
+
+    arrays = [array(n, h) * 6, array(v, h), array(v, r), array(r, h)]
+    if vocab_axis == 1:
+        arrays[1:] = [x.T for x in arrays[1:]]
+    labels = jnp.asarray(np.where(np.arange(n) % 5 == 4, -100, np.arange(n)))
+    if options.get("vocab_size"):
+        arrays[2] = arrays[2].at[options["vocab_size"] :].set(jnp.nan)
+
+    def results(implementation: Any) -> Any:
+        def loss(hidden: Any, *weight: Any) -> Any:
+            return linear_cross_entropy(
+                hidden,
+                LowRank(*weight, 2.0),
+                labels,
+                vocab_axis=vocab_axis,
+                backward=backward,
+                implementation=implementation,
+                **options,
+            )
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = results("mosaic_gpu")
+    want = results("xla")
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-3)
+    for name, found, expected in zip(NAMES, got[1], want[1], strict=True):
+        assert relative_error(found, expected) <= 2e-2, name
