@@ -152,7 +152,7 @@ def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
         return run
 
     kernels = implementation in _KERNELS
-    names: tuple[Implementation, ...] = ("triton", "xla") if kernels else (implementation,)
+    names: tuple[Implementation, ...] = (*_KERNELS, "xla") if kernels else (implementation,)
     found: dict[str, Program] = {}
     for mode in _MODES:
         found[f"{mode} frozen"] = jax.value_and_grad(ours(None if kernels else implementation, backward=mode))

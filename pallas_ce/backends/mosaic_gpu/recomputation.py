@@ -114,8 +114,9 @@ class _InPlace(_Work):
     ) -> tuple[jax.Array | None, jax.Array | None]:
         if (up := low_rank.up_from(self.head, first, self.plan.columns)) is None:
             return None, None
-        # What is stored behind the vocabulary is undefined.
-        own = jnp.where(jnp.arange(self.plan.columns) < count, stored, 0)
+        own = stored
+        if self.head.spec.vocab_size % self.plan.columns:  # what is stored behind the vocabulary is undefined
+            own = jnp.where(jnp.arange(self.plan.columns) < count, stored, 0)
         for_low, for_up = low_rank.shares(self.head, self.batch, self.gradient, self.block, own, up)
         return for_low, low_rank.own_columns(for_up, count, shift)
 

@@ -4,7 +4,14 @@ import functools
 
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, cost, default_tiles, schedule, sm_count
+from pallas_ce.backends.mosaic_gpu.schedule.config import (
+    PARTIALS_BYTES,
+    Config,
+    cost,
+    default_tiles,
+    schedule,
+    sm_count,
+)
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
@@ -30,6 +37,9 @@ _OPERATIONS_PER_BLOCK = 56 * 10**9
 _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
+
+# Of a tile's steps, to whole ones of which the operands of a low-rank term are padded.
+_DEPTH = Config().depth
 
 # Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
 # each of its H numbers (700 TFLOP/s, 4 TB/s), of which the product hides about half; and operations in the 20 us that
@@ -162,19 +172,20 @@ def _scratch(
 ) -> int:
     """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
 
-    The forward: partial statistics, at least those of one window. In-forward: the stash, a block of hidden states as
-    scaled operand and as product, in parts where it `splits`. Recompute: dlogits of a tile, with several blocks hidden
-    states and a sum for the tile's weight; and, unless it works in place, a slice of the weight and products. Hidden
-    states that are gathered once lie where their gradient will.
+    The operands of a low-rank term. The forward: partial statistics, at least those of one window. In-forward: the
+    stash, a block of hidden states as scaled operand and as product, in parts where it `splits`. Recompute: dlogits of
+    a tile, with several blocks hidden states and a sum for the tile's weight; and, unless it works in place, a slice of
+    the weight and products. Hidden states that are gathered once lie where their gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
+    term = narrow * operands.round_up(spec.rank, _DEPTH) * (stored_rows + spec.weight_rows)
     copied, several = operands.weight_copy_bytes(spec), blocks > 1
     partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
     if mode is None:
-        return copied + partial + (narrow * rows * spec.hidden_size if several else 0)
+        return term + copied + partial + (narrow * rows * spec.hidden_size if several else 0)
     # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
-    stored = _stash(spec, rows, columns)
+    stored = term + _stash(spec, rows, columns)
     if columns % operands.LENGTH_MULTIPLE:
         stored += narrow * stored_rows * columns
     if mode == "in_forward":
