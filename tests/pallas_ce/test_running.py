@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import LowRank, explain, linear_cross_entropy, linear_cross_entropy_and_gradients
+from pallas_ce import LowRank, linear_cross_entropy, linear_cross_entropy_and_gradients
 from tests import compile_for_h200 as h200
 from tests.pallas_ce.checks import assert_close, call, oracle_results
 from tests.pallas_ce.problems import WAYS, Problem, make, problems
@@ -166,7 +166,7 @@ def test_differentiating_it_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implementation: Any, backward: Any) -> None:
-    """That of one by differentiation, of which each would have a gradient of the weight."""
+    """Beside one by differentiation there is no further array of the weight's size."""
     mesh = h200.h200_mesh()
     shape = (65536, 2048)
     given = [
@@ -183,8 +183,14 @@ def test_an_h200s_program_takes_the_memory_of_one_micro_batch_and_the_sum(implem
 
         return jax.lax.scan(step, total, (hidden, labels))
 
+    def alone(hidden: Any, weight: Any, labels: Any) -> Any:
+        def loss(hidden: Any, weight: Any) -> Any:
+            return linear_cross_entropy(hidden, weight, labels, implementation=implementation, backward=backward)
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, weight)
+
+    one = h200.shaped(mesh, (4096, 2048), jnp.bfloat16), given[1], h200.shaped(mesh, (4096,), jnp.int32)
     memory = h200.compile_for_h200(run, *given, donate_argnums=3)[0].memory_analysis()
-    one = h200.shaped(mesh, (4096, 2048), jnp.bfloat16)
-    told = explain(one, given[1], implementation=implementation, backward=backward)
+    of_one = h200.compile_for_h200(alone, *one)[0].memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * shape[0] * shape[1]
-    assert memory.temp_size_in_bytes <= told.peak_bytes
+    assert memory.temp_size_in_bytes < of_one.temp_size_in_bytes + 2 * shape[0] * shape[1]

@@ -14,9 +14,9 @@ from pallas_ce.streaming.tiles import pad
 
 
 def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
-    """Hidden states as operands that carry the weight's scale; None where that would not be exact.
+    """Hidden states as operands that carry the scale of the weight's gradient, a power of two, which costs no accuracy.
 
-    It is exact where the scale is a power of two that the operands have the exponents for.
+    None where it is no such power, as with a scale of the logits, or where operands lack its exponents, as in float16.
     """
     if head.logit_scale is not None or head.spec.dtype == jnp.float16:
         return None
