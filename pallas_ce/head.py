@@ -252,18 +252,25 @@ class Head:
         """
         axis, hidden = self.spec.vocab_axis, batch.hidden
         rounded = dlogits.astype(self.spec.dtype)
-        for_hidden = for_weight = for_bias = for_low = for_up = None
+        for_hidden = for_weight = for_bias = None
         if needs_grad.hidden_product:
             for_hidden = self.matmul(rounded, tile.take(self.weight, axis), (1, axis))
         if needs_grad.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
         if needs_grad.bias_sum:
             for_bias = dlogits.sum(axis=0)
-        if self.up is not None and needs_grad.low_product:
-            for_low = self.matmul(rounded, tile.take(self.up), (1, 0))
-        if batch.low is not None and needs_grad.up:
-            for_up = self.matmul(rounded, batch.low, (0, 0))
-        return Products(for_hidden, for_weight, for_bias, for_low, for_up)
+        up = None if self.up is None else tile.take(self.up)
+        return Products(for_hidden, for_weight, for_bias, *self.term_products(batch, rounded, up, needs_grad))
+
+    def term_products(
+        self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs_grad: "NeedsGrad"
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """A low-rank term's: `dlogits [n, c]·up [c, r]`, and `dlogitsᵀ·low`; short, and XLA's whatever made dlogits."""
+        if up is None:
+            return None, None
+        assert batch.low is not None
+        for_low = self.matmul(dlogits, up, (1, 0)) if needs_grad.low_product else None
+        return for_low, self.matmul(dlogits, batch.low, (0, 0)) if needs_grad.up else None
 
     def row_sums(self, batch: Batch, needs_grad: "NeedsGrad") -> "Products":
         """Zeros for the products by row that are needed."""

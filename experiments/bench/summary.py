@@ -225,7 +225,7 @@ def _of_implementations(sections: Sections) -> list[Target]:
             value = None if plain is None or value is None else value / plain
             found.append(Target(f"{kind}, {mode} / the plain call", _OF_PLAIN, value))
     for mode in (IN_FORWARD, RECOMPUTE):
-        term = "low_rank", f"{mode} low rank triton", f"{mode} frozen"
+        term = "low_rank", f"{mode} low rank mosaic_gpu", f"{mode} frozen"
         parts = _beside(sections, "microbatches", f"{mode} microbatches", mode)
         of_term = _beside(sections, *term, "temporary_mib")
         found += [

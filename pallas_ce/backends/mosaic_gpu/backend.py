@@ -82,10 +82,6 @@ class MosaicGpuBackend(Backend):
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {spec.weight_rows}"
         return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
 
-    def slower(self, spec: HeadSpec) -> str | None:
-        """A low-rank term, which the kernels were not measured with yet."""
-        return "its kernels have not been run yet with a LowRank's term" if spec.rank else None
-
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
         return plans.minimum(operands.padded_spec(spec), mode)

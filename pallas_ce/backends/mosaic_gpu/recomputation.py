@@ -7,10 +7,12 @@ products.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
@@ -59,10 +61,20 @@ class _Work:
     block: RowBlock
     configs: GradientConfigs
 
-    def dlogits(self, head: Head, **part: Any) -> jax.Array:
-        """Those that the kernel makes, of a part of the head or a slice of it."""
+    def dlogits(self, head: Head, *, zeroed: bool = False, **part: Any) -> jax.Array:
+        """Those that the kernel makes, of a part of the head or a slice of it; `zeroed`: 0 where it makes none."""
         coefficients, lse = self.gradient[:2]
-        stored = dlogits_kernel.dlogits(head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part)
+        make = functools.partial(
+            dlogits_kernel.dlogits, head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part
+        )
+
+        def write(zeros: Any) -> None:
+            make(into=zeros)
+
+        if zeroed:
+            shape = operands.stored_shape(self.plan.rows, self.plan.columns)
+            return pl.run_state(write)(jnp.zeros(shape, head.spec.dtype))
+        stored = make()
         assert stored is not None
         return stored
 
@@ -79,7 +91,9 @@ class _InPlace(_Work):
         first = jnp.int32(index) * width
         count = jnp.minimum(width, spec.vocab_size - first)
         part = None if width == spec.vocab_size else Part(width, first, count)
-        stored = self.dlogits(head, part=part, valid_rows=valid_rows)
+        # A low-rank term's products read all of it.
+        partly = valid_rows is not None or spec.vocab_size % width != 0
+        stored = self.dlogits(head, zeroed=partly and head.up is not None, part=part, valid_rows=valid_rows)
         stored = entries.put_among(stored, self.exact, first, first, count)
         if hidden_sum is not None:
             alone = self.plan.rows >= hidden_sum.shape[0]
@@ -107,18 +121,9 @@ class _InPlace(_Work):
         if self.gradient.needs.bias_sum:
             own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
             for_bias = jnp.roll(own, shift)
-        return Products(hidden_sum, for_weight, for_bias, *self._of_term(stored, first, count, shift))
-
-    def _of_term(
-        self, stored: jax.Array, first: jax.Array, count: jax.Array, shift: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        if (up := low_rank.up_from(self.head, first, self.plan.columns)) is None:
-            return None, None
-        own = stored
-        if self.head.spec.vocab_size % self.plan.columns:  # what is stored behind the vocabulary is undefined
-            own = jnp.where(jnp.arange(self.plan.columns) < count, stored, 0)
-        for_low, for_up = low_rank.shares(self.head, self.batch, self.gradient, self.block, own, up)
-        return for_low, low_rank.own_columns(for_up, count, shift)
+        up = low_rank.up_from(head, first, width)
+        for_low, for_up = head.term_products(self.batch, stored, up, self.gradient.needs)
+        return Products(hidden_sum, for_weight, for_bias, for_low, low_rank.own_columns(for_up, count, shift))
 
 
 class _BySlices(_Work):
@@ -140,7 +145,7 @@ class _BySlices(_Work):
         if self.gradient.needs.bias_sum:
             for_bias = self.bias_sum(stored)
         up = None if head.up is None else tile.take(head.up)
-        of_term = low_rank.shares(head, self.batch, self.gradient, self.block, stored, up)
+        of_term = head.term_products(self.batch, stored, up, self.gradient.needs)
         return Products(hidden_sum, for_weight, for_bias, *of_term)
 
     def _slice(self, tile: Tile, weight: jax.Array) -> Head:

@@ -59,7 +59,10 @@ class _Work:
         """The last part runs over the vocabulary's end."""
         head, batch, filled = self.head, self.batch, self.block.filled
         count = jnp.minimum(self.columns, head.spec.vocab_size - first)
-        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), rows=filled)
+        # The term's products read all rows, of which the kernel leaves out some.
+        shape = (batch.hidden.shape[0], self.columns)
+        blank = None if filled is None or head.up is None else jnp.zeros(shape, head.spec.dtype)
+        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), into=blank, rows=filled)
         dz = entries.put_among(dz, self.exact, first, first, count)
         for_weight = for_bias = None
         if hidden_sum is not None:
@@ -70,7 +73,7 @@ class _Work:
             own = jnp.where(jnp.arange(self.columns) < count, self._bias_sum(dz), 0)
             for_bias = jnp.roll(own, first - tile.start)
         up = low_rank.up_from(head, first, self.columns)
-        for_low, for_up = low_rank.shares(head, batch, self.gradient, self.block, dz, up)
+        for_low, for_up = head.term_products(batch, dz, up, self.gradient.needs)
         for_up = low_rank.own_columns(for_up, count, first - tile.start)
         return Products(hidden_sum, for_weight, for_bias, for_low, for_up)
 
@@ -89,7 +92,7 @@ class _Work:
             for_weight = products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
         for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
         up = None if head.up is None else tile.take(head.up)
-        of_term = low_rank.shares(head, batch, self.gradient, self.block, dz, up)
+        of_term = head.term_products(batch, dz, up, self.gradient.needs)
         return Products(hidden_sum, for_weight, for_bias, *of_term)
 
     def _bias_sum(self, dz: jax.Array) -> jax.Array:
