@@ -93,8 +93,9 @@ def linear_cross_entropy(
             for a GPU the kernels that are for it, where they can serve the call, else "xla"; `explain` tells which and
             why, and whether they have run on such a GPU.
         scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
-            most 1 GiB (twice that for float32 operands on an accelerator), and never more than float32 logits would
-            take (but at least 1 MiB). What lies where the weight's gradient will, once it is made, does not count.
+            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA), and never more
+            than float32 logits would take (but at least 1 MiB). What lies where the weight's gradient will, once it is
+            made, does not count.
         mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
             needed: under `jit` the arrays' own shardings are read.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor

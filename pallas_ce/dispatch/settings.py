@@ -16,7 +16,7 @@ from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 
 # What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows. As
-# much again for operands that are twice as wide, where rows should be many.
+# much again where rows should be many and what is kept of them is twice as wide: operands, or in_forward's stash.
 _MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
 _BYTES_PER_ENTRY = 4096
 
@@ -98,14 +98,17 @@ class Settings:
         Where the sum is `given`, no gradient is made beside it, and by default blocks may take what that would.
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
-        if self.backend.capabilities.large_blocks and spec.dtype.itemsize > 2:
+        does, wide = self.backend.capabilities, spec.dtype.itemsize > 2
+        if does.large_blocks and wide:
             default *= 2
         if sum_bytes and self.scratch_bytes is None:
             # The logits of all rows, and where those are the stash, tiles beside them.
-            times = 2 if self.backend.capabilities.wide_stash else 1
+            times = 2 if does.wide_stash else 1
             alone = self._within_budget(spec, tokens, mode, default + sum_bytes, times_logits=times)
             if alone.rows >= tokens:
                 return alone
+        if does.wide_stash and not wide and mode == "in_forward":
+            default *= 2
         if given:
             default, sum_bytes = default + sum_bytes // 2, 0
         return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)

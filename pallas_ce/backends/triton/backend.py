@@ -25,17 +25,23 @@ _LARGEST_RANK = 256
 # Column numbers are 32 bits wide, and so are those behind the last.
 _LARGEST_VOCABULARY = 2**30
 
-# Statistics that a tile may leave of each row, and how large tiles of the recompute mode are at most and, if all rows
-# are to be one block, at least.
+# Statistics that a tile may leave of each row.
 _PARTIAL_FIELDS = len(FIELDS) - 1  # no target's logit
+
+# How large tiles of the recompute mode are at most and, if all rows are to be one block, at least; and what their
+# dlogits take where that leaves so many columns. Larger ones would save a few per cent.
 _RECOMPUTE_COLUMNS = 16384
 _LEAST_COLUMNS = 2048
+_RECOMPUTE_BYTES = 160 * 2**20
 
 # What a part costs beside its tiles, in rounds of those.
 _ROUNDS_OF_A_PART = 2
 
 # What a block takes in the plain forward, if that leaves so many rows; larger ones would not be faster.
 _FORWARD_BYTES, _ROWS_OF_FORWARD = 2**25, 2048
+
+# In_forward: a stash that takes no memory of its own is preferred to one of more rows, if it has this share of them.
+_SPARED = 0.7
 
 # Rows of a block and columns of a tile are a multiple of this where there are that many, so that tiles are full.
 _STEP = 256
@@ -84,7 +90,8 @@ class TritonBackend(Backend):
         stash = spec.dtype.itemsize * columns if mode == "in_forward" else 0
         if rows < tokens and stash:  # several blocks, whose stash may lie where the gradient will
             spared = min(scratch_bytes // (of_row - stash), spare_bytes // stash, -(-tokens // 2))
-            rows, of_row = max((rows, of_row), (spared, of_row - stash))
+            if spared >= _SPARED * rows:
+                rows, of_row = spared, of_row - stash
         rows = _equal(tokens, rows)
         return Plan(rows, columns, fixed + rows * of_row, spec.vocab_size, skips_rows=mode is None)
 
@@ -138,6 +145,7 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     whole = functools.partial(scratch, tokens, several=False)
     most = min(spec.vocab_size, _RECOMPUTE_COLUMNS)
     fitting = min(most, (scratch_bytes - whole(0)) // (whole(1) - whole(0)))
+    fitting = min(fitting, max(_LEAST_COLUMNS, _RECOMPUTE_BYTES // (spec.dtype.itemsize * tokens)))
     if fitting >= min(most, _LEAST_COLUMNS):
         rows, columns = tokens, fitting
     else:
