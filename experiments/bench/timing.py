@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from experiments.bench.programs import BARE, THREE, Program, Shape, bare, for_hidden, for_weight, inputs
 
-# Programs whose compilation is timed differ by so many rows.
-_COMPILED_STEP = 8
+# Programs whose compilation is timed differ by so many vocabulary entries. With other steps, or by rows, their
+# kernels would be others than the shape's own.
+_COMPILED_STEP = 256
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
 # Each program is launched for about so long in a round, by so many launches at most.
@@ -211,14 +212,14 @@ def measure(
 def compile_seconds(shape: Shape, programs: dict[str, Program]) -> dict[str, Any]:
     """Seconds to trace, lower and compile each program, one after the other, in a process that has compiled before.
 
-    Each has a number of rows of its own, so that it finds neither kernels nor autotuning results of those before it.
+    Each has a vocabulary of its own, so that it finds neither kernels nor autotuning results of those before it.
     Where there is a GPU, XLA chooses its own products by compiling and timing dozens; `untuned_seconds` is without.
     """
     n, v, h = shape
     numbers = itertools.count()
 
     def seconds(program: Program, options: dict[str, Any] | None = None) -> float:
-        given = jax.eval_shape(lambda: inputs(n - _COMPILED_STEP * next(numbers), v, h))
+        given = jax.eval_shape(lambda: inputs(n, v - _COMPILED_STEP * next(numbers), h))
         jax.clear_caches()
         start = time.perf_counter()
         jax.jit(program).lower(*given).compile(options)
