@@ -31,7 +31,7 @@ from jax import lax
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import Batch, Head, Products
+from pallas_ce.head import Batch, Head, HeadSpec, Products
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
@@ -65,6 +65,16 @@ class Range(NamedTuple):
 # probabilities down to 1e-6 are normal numbers, and the largest exponential and a replaced entry stay below 2**15.
 _FLOAT32 = Range(0.0, -60.0, 60.0, 1e30, True)
 _RANGES = {"bfloat16": _FLOAT32, "float16": Range(5.0, -1.0, 10.0, 2.0**15, False), "float32": _FLOAT32}
+
+
+def always_recomputed(spec: HeadSpec, coefficients: Coefficients) -> bool:
+    """Whether dlogits of coefficients without single entries are recomputed however well the exponentials fit."""
+    return not (_scales(spec, coefficients) or _RANGES[spec.dtype.name].logarithms)
+
+
+def _scales(spec: HeadSpec, coefficients: Coefficients) -> bool:
+    """Whether exponentials are themselves what is multiplied."""
+    return spec.softcap is None and {name for name, c in coefficients._asdict().items() if c is not None} == {"prob"}
 
 
 class Stash(NamedTuple):
@@ -168,14 +178,13 @@ class Multiplying(_Block, abc.ABC):
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
         spec, (coefficients, lse, argmax, needs, factor, _) = head.spec, gradient
         bounds, rest = _RANGES[spec.dtype.name], entries.without(coefficients)
-        alone = coefficients.prob is not None and all(c is None for c in rest._replace(prob=None))
         bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
         operand = stash.exponentials
-        if alone and spec.softcap is None:
+        if _scales(spec, rest):
             assert lse is not None
             assert coefficients.prob is not None
             scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - lse), 1.0)
-        elif bounds.logarithms:
+        elif not always_recomputed(spec, rest):
             operand = self._formed(lse, rest, stash)
         else:
             bad_rows = jnp.int32(rows) if self.valid_rows is None else self.valid_rows

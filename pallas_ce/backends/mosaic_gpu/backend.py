@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends import entries
-from pallas_ce.backends.exponentials import Stash
+from pallas_ce.backends.exponentials import Stash, always_recomputed
 from pallas_ce.backends.mosaic_gpu import products, recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import (
     forward_kernel,
@@ -146,7 +146,8 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
-        configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=True)
+        rare = not always_recomputed(spec, entries.without(gradient.coefficients))
+        configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=rare)
         skipped = products.skipped_from(head.spec, block)
         return products.Products(head, batch, skipped, configs).products(
             gradient, stash, sums, gradient.adds or block.number != 0

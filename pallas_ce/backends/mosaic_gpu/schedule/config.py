@@ -160,11 +160,11 @@ def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = Fa
         kernel: which one.
         vectors: how many statistics or coefficients it keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
-        rare: whether it runs in few calls only: then tiles that compile a third sooner, and run a little longer.
+        rare: whether it runs in few calls only: then small tiles, which compile sooner, and run longer.
     """
     if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
         return PING_PONG
-    if options >= 2 or (kernel != "forward" and vectors > 4):
+    if rare or options >= 2 or (kernel != "forward" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
