@@ -71,10 +71,7 @@ def dlogits(
 def vectors_by_row(coefficients: Coefficients, lse: jax.Array | None) -> dict[str, jax.Array]:
     """The coefficients that there are and "lse", as the epilogue reads them."""
     found = {name: x.astype(jnp.float32) for name, x in coefficients._asdict().items() if x is not None}
-    if lse is not None:
-        # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-        found["lse"] = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    return found
+    return found if lse is None else found | {"lse": lse}
 
 
 # The fields of `Coefficients` that the epilogue's formula has.
@@ -102,6 +99,9 @@ class DlogitsEpilogue(Epilogue):
         """Vectors by row that the whole window needs, and numbers."""
         names = (*sorted(self.present), "lse", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
+        if "lse" in carry:
+            # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
+            carry["lse"] = jnp.where(carry["lse"] == -jnp.inf, jnp.inf, carry["lse"])
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
