@@ -1,8 +1,9 @@
 """Tables and plots from the GPU benchmarks' result files: `python -m experiments.gpu_report`.
 
-Reads `gpu_head_*.json`, `gpu_losses_*.json`, `torch_gpu.json`, `train_speed.json`, `peers*.json`, `ladder.json` and
-`gpu_scaling_*.json` in `experiments/results/`, and writes `gpu_report.md`, `gpu_scaling.md` and plots beside them. With
-`--step "what changed"` the grid's figures are first added to the ladder of versions.
+Reads `gpu_head_*.json`, `gpu_losses_*.json`, `torch_gpu.json`, `train_speed.json`, `huggingface_table.json`,
+`peers*.json`, `ladder.json` and `gpu_scaling_*.json` in `experiments/results/`, and writes `gpu_report.md`,
+`gpu_scaling.md` and plots beside them. With `--step "what changed"` the grid's figures are first added to the ladder of
+versions.
 """
 
 import sys

@@ -78,6 +78,7 @@ def page(folder: Path) -> str:
         _cpu(json.loads((folder / "cpu_head.json").read_text())),
         "## Microbatches in flight",
         _pipeline(json.loads((folder / "pipeline_memory.json").read_text())),
+        *_models(documents.get(report.MODELS)),
         "## Targets",
         report.targets_table(summary.targets(points)),
         "## Runs",
@@ -113,6 +114,24 @@ def _pipeline(document: dict[str, Any]) -> str:
         f"microbatches in flight, each of {_shape(shape)}.\n\n"
         + report.table(["loss", "GB of the head, measured"], rows)
     )
+
+
+def _models(document: dict[str, Any] | None) -> list[str]:
+    if document is None:
+        return []
+    left_out = {
+        f"{loss} is left out at {name}: {why}."
+        for name, point in document["points"].items()
+        for loss, why in point.get("left_out", {}).items()
+    }
+    return [
+        "## Hugging Face models",
+        "Training steps of Qwen3 with random weights, a vocabulary of 151936, bfloat16 and PyTorch's fused AdamW, in "
+        "eager mode, by transformers' own loss (plain), with Liger's kernels and with `patch_causal_lm` (fused). "
+        + report.machine_line(document),
+        report.models(document["points"]),
+        *sorted(left_out),
+    ]
 
 
 def _shape(shape: dict[str, int]) -> str:

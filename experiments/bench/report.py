@@ -15,7 +15,8 @@ SECTIONS = (
 LOSSES = ("log_probs", "top_k", "given")
 TORCH = "torch_gpu"
 TRAINING = "train_speed"
-_TITLES = {TORCH: "PyTorch", TRAINING: "Training"}
+MODELS = "huggingface_table"
+_TITLES = {TORCH: "PyTorch", TRAINING: "Training", MODELS: "Hugging Face models"}
 _PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
 
 
@@ -24,7 +25,7 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
     files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
     files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
     files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))}
-    files |= {name: folder / f"{name}.json" for name in (TORCH, TRAINING)}
+    files |= {name: folder / f"{name}.json" for name in (TORCH, TRAINING, MODELS)}
     return {name: read(path) for name, path in files.items() if path.exists()}
 
 
@@ -38,7 +39,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
         won, counted = summary.wins(sections["grid"], *peers)
         parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
-        shown = {TORCH: _torch, TRAINING: _training}.get(name, _section)(document["points"])
+        shown = {TORCH: _torch, TRAINING: _training, MODELS: models}.get(name, _section)(document["points"])
         parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", machine_line(document), shown]
         left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
         parts += [f"Left out: {line}." for line in sorted(left_out)]
@@ -96,6 +97,32 @@ def _training(points: dict[str, Any]) -> str:
             numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"], found["compile_seconds"]
             rows.append([head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers)])
     return table(["head", "ratio", "loop, ms", "step, ms", "tokens/s", "seconds to compile"], rows)
+
+
+def models(points: dict[str, Any]) -> str:
+    """A row for each size and loss: a training step's time, memory, and the first step's; JAX's own memory below."""
+    rows, below = [], []
+    for name, point in points.items():
+        if "results" not in point:
+            below.append(f"{name}: {point['mib']:.0f} MiB by the driver's count.")
+            continue
+        for variant, found in point["results"].items():
+            first = found["first_step_seconds"]
+            memory = found["torch_peak_mib"], found["driver_mib"]
+            rows.append(
+                [name, variant, f"{found['ms']:.1f}", *(f"{mib:.0f}" for mib in memory)]
+                + [f"{first[when]:.1f}" for when in ("before", "after")]
+            )
+    header = [
+        "model",
+        "loss",
+        "ms a step",
+        "PyTorch's peak MiB",
+        "driver's MiB",
+        "first step, s",
+        "with kept programs, s",
+    ]
+    return "\n\n".join([table(header, rows), *below])
 
 
 def _cell(result: dict[str, Any]) -> str:

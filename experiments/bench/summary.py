@@ -176,6 +176,7 @@ def targets(sections: Sections) -> list[Target]:
             at_least=True,
         ),
         *_of_implementations(sections),
+        *_of_models(sections.get("huggingface_table", {})),
     ]
 
 
@@ -233,6 +234,38 @@ def _of_implementations(sections: Sections) -> list[Target]:
             Target(f"low-rank term, {mode}, MiB above the frozen weight alone", _MIB_OF_TERM, of_term),
             Target(f"four microbatches added in place, {mode} / one batch", _OF_ONE_BATCH, parts),
         ]
+    return found
+
+
+# Of a Hugging Face model with our loss: a step's time by that with transformers' own loss (at the smallest size the
+# host decides) and with Liger's; the driver's count, without what JAX takes of any GPU, by Liger's; seconds of the
+# first step before and after programs are kept.
+_OF_OWN_LOSS, _OF_OWN_LOSS_SMALLEST, _OF_LIGER = 1.0, 1.05, 1.0
+_OF_LIGERS_MEMORY = 1.05
+_FIRST_STEP = {"before": 6.0, "after": 3.0}
+
+
+def _of_models(points: Points) -> list[Target]:
+    """What is asked of training steps of Hugging Face models; nothing where none was measured."""
+    models = {name: point for name, point in points.items() if "results" in point}
+    if not models:
+        return []
+    idle = next((float(point["mib"]) for point in points.values() if "mib" in point), None)
+    smallest = min(models, key=lambda name: models[name]["tokens"])
+    found = []
+    for name, point in models.items():
+        results, ours = point["results"], point["results"]["fused"]
+        plain, liger = (results.get(other) for other in ("plain", "liger"))
+        bound = _OF_OWN_LOSS_SMALLEST if name == smallest else _OF_OWN_LOSS
+        of_liger = None if liger is None or idle is None else (ours["driver_mib"] - idle) / liger["driver_mib"]
+        found += [
+            Target(f"{name}: step / with the model's own loss", bound, plain and ours["ms"] / plain["ms"]),
+            Target(f"{name}: step / with Liger", _OF_LIGER, liger and ours["ms"] / liger["ms"]),
+            Target(f"{name}: driver's MiB, without JAX's idle ones / with Liger", _OF_LIGERS_MEMORY, of_liger),
+        ]
+    for when, bound in _FIRST_STEP.items():
+        worst = max(point["results"]["fused"]["first_step_seconds"][when] for point in models.values())
+        found.append(Target(f"a model's first step, seconds {when} its programs are kept, worst", bound, worst))
     return found
 
 

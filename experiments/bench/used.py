@@ -4,15 +4,18 @@ import multiprocessing
 import os
 import re
 import resource
+import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import torch_bridge
 
 _STATUS = Path("/proc/self/status")
+_SECONDS_BETWEEN_LOOKS = 0.001
 
 
 def used_bytes(device: str) -> int:
@@ -22,14 +25,41 @@ def used_bytes(device: str) -> int:
     """
     if device == "cuda":
         torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        return _in_use()
     # Where Linux tells it of the program itself: the count of `getrusage` begins with what the process before it had.
     if _STATUS.exists():
         found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
         if found is not None:
             return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def used_peak_bytes(device: str, run: Callable[[], Any]) -> int:
+    """The most of `used_bytes` at any time within `run()`, also of pools that give memory back in between."""
+    if device != "cuda":
+        run()
+        return used_bytes(device)
+    ended = threading.Event()
+
+    def watched() -> int:
+        most = _in_use()
+        while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+            most = max(most, _in_use())
+        return most
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watched)
+        try:
+            run()
+            torch.cuda.synchronize()
+        finally:
+            ended.set()
+        return watching.result()
+
+
+def _in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 def allocated_peak_bytes(device: str) -> int:
