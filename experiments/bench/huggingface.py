@@ -25,7 +25,8 @@ from experiments.bench.results import Record
 from experiments.bench.torch_timing import GRADIENT_TOLERANCE, LOSS_TOLERANCE, synchronize
 from experiments.bench.used import used_bytes, used_peak_bytes
 
-# The model's own loss, that of Liger's `apply_liger_kernel_to_qwen3`, and that of `patch_causal_lm`.
+# The model's own loss, that of Liger's `apply_liger_kernel_to_qwen3`, and that of `patch_causal_lm`. Liger's other
+# kernels would change the rest of the model.
 PLAIN, LIGER, FUSED = VARIANTS = ("plain", "liger", "fused")
 
 _SEQUENCE = 2048  # tokens of a text, or all where there are fewer
@@ -100,7 +101,8 @@ def patch_of(variant: str) -> Callable[[Any], Any]:
     if variant == LIGER:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
-        return lambda model: apply_liger_kernel_to_qwen3(model=model)
+        others = {"rope": False, "rms_norm": False, "swiglu": False}
+        return lambda model: apply_liger_kernel_to_qwen3(model=model, fused_linear_cross_entropy=True, **others)
     return {PLAIN: lambda model: model, FUSED: torch_bridge.patch_causal_lm}[variant]
 
 
