@@ -61,7 +61,9 @@ class XlaBackend(Backend):
             return beside + tiling.scratch(spec, mode, rows, columns, tiling=preferred, alone=alone)
 
         plan = tiling.tiled_plan(preferred, spec.vocab_size, tokens, scratch, scratch_bytes)
-        if mode == "in_forward" and plan.rows < min(tokens, preferred.worth_adding):
+        # Products of float32 take four times as long, or longer.
+        worth_adding = preferred.worth_adding // (4 if spec.dtype.itemsize > 2 else 1)
+        if mode == "in_forward" and plan.rows < min(tokens, worth_adding):
             slower = f"the scratch budget holds {plan.rows} rows of logits: to add so few rows' share of the weight's "
             plan = plan._replace(slower=slower + "gradient to the others' takes longer than to make the logits again")
         return plan

@@ -23,8 +23,10 @@ class Tiling(NamedTuple):
         elements: of a tile, at most.
         cached: whether a tile's logits are in a cache when they are read again.
         in_place: whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
-        worth_adding: in_forward: of fewer rows a block, a fourth product takes less time than to add another share to
-            the weight's whole gradient: with B bytes and F operations a second, where `2·rows / F < 8 / B`.
+        worth_adding: in_forward of 16-bit operands: of fewer rows a block, a fourth product takes less time than to add
+            another share to the weight's whole gradient: with B bytes and F operations a second, where
+            `2·rows / F < 20 / B`, if XLA writes the share, reads it and the sum, and writes that, and slices of the
+            weight, too.
     """
 
     rows: int
@@ -38,7 +40,7 @@ class Tiling(NamedTuple):
 _CPU = Tiling(rows=1024, elements=2**21, cached=True, in_place=False, worth_adding=0)
 
 # Beyond so many rows products gain nothing, and only whole blocks of ignored rows are skipped.
-_GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=512)
+_GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=1792)
 _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
