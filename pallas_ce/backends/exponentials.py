@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends import entries
+from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec, Products
 from pallas_ce.statistics import gradient as coef
@@ -202,6 +202,8 @@ class Multiplying(_Block, abc.ABC):
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
         operand = operand[:rows, : spec.vocab_size]
+        if head.up is not None:
+            operand = low_rank.zeroed(operand, self.valid_rows)
         for_hidden, for_low, weight_sum, bias_sum, up_sum = None, None, sums.weight, sums.bias, sums.up
         if needs.hidden_product:
             for_hidden = scale[:, None] * self.for_hidden(operand)

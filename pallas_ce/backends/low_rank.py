@@ -1,9 +1,13 @@
-"""A low-rank term's arrays by column, in parts of the vocabulary the last of which may run over its end."""
+"""What a low-rank term's products read and make, in blocks and parts whose last rows and columns may not count."""
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Head
+from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
@@ -16,6 +20,23 @@ def up_from(head: Head, first: jax.Array, columns: int) -> jax.Array | None:
     parts = -(-spec.vocab_size // columns)
     padded = pad(up[: spec.vocab_size], (parts * columns, spec.rank))
     return jax.lax.dynamic_slice_in_dim(padded, first, columns)
+
+
+def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None = None) -> jax.Array:
+    """`dlogits [n, c]` with 0 in rows from `rows []` and in columns from `columns []` on, where kernels stored nothing.
+
+    None: they stored all. In the array's own memory, and no work where all counts.
+    """
+    bounds = [(axis, count) for axis, count in enumerate((rows, columns)) if count is not None]
+    if not bounds:
+        return dlogits
+    whole = functools.reduce(operator.and_, (count >= dlogits.shape[axis] for axis, count in bounds))
+
+    def blanked() -> jax.Array:
+        counts = (jax.lax.broadcasted_iota(jnp.int32, dlogits.shape, axis) < count for axis, count in bounds)
+        return jnp.where(functools.reduce(operator.and_, counts), dlogits, 0)
+
+    return device_cond(whole, lambda: dlogits, blanked)
 
 
 def own_columns(for_up: jax.Array | None, count: jax.Array, shift: jax.Array) -> jax.Array | None:

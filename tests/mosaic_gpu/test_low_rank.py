@@ -9,6 +9,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_ce import LowRank, linear_cross_entropy
+from pallas_ce.backends.mosaic_gpu import recomputation
+from pallas_ce.backends.mosaic_gpu.schedule import plans
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import HeadSpec
 from tests.pallas_ce.checks import relative_error
 
 NAMES = ("hidden", "weight", "up", "down")
@@ -28,6 +32,28 @@ NAMES = ("hidden", "weight", "up", "down")
     ],
 )
 def test_loss_and_gradients(interpreted: Any, shape: Any, vocab_axis: int, options: Any, backward: Any) -> None:
+    n, _, v, _ = shape
+    labels = np.where(np.arange(n) % 5 == 4, -100, np.arange(n) % v)
+    check(shape, vocab_axis, labels, backward, options)
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("ignored", [0.0, 0.6])
+def test_rows_that_are_skipped(
+    interpreted: Any, monkeypatch: pytest.MonkeyPatch, ignored: float, vocab_axis: int, backward: Any
+) -> None:
+    """Of them nothing is stored, nor of columns behind the vocabulary's end: the last of three parts is narrower."""
+    n, h, v = 384, 256, 576
+    monkeypatch.setattr(plans, "recompute", lambda *given: Plan(n, 256, 2**20, v, skips_rows=True))
+    assert recomputation.in_place(HeadSpec(h, v, v, vocab_axis, np.dtype(jnp.bfloat16), None), n, 256)
+    labels = np.where(np.arange(n) < ignored * n, -100, np.arange(n))
+    check((n, h, v, 4), vocab_axis, labels, backward, {"scratch_bytes": 3 * 2**18})
+
+
+def check(shape: Any, vocab_axis: int, labels: np.ndarray, backward: Any, options: Any) -> None:
+    """Loss and gradients of both."""
     n, h, v, r = shape
     rng = np.random.default_rng(0)
 
@@ -37,7 +63,6 @@ def test_loss_and_gradients(interpreted: Any, shape: Any, vocab_axis: int, optio
     arrays = [array(n, h) * 6, array(v, h), array(v, r), array(r, h)]
     if vocab_axis == 1:
         arrays[1:] = [x.T for x in arrays[1:]]
-    labels = jnp.asarray(np.where(np.arange(n) % 5 == 4, -100, np.arange(n)))
     if options.get("vocab_size"):
         arrays[2] = arrays[2].at[options["vocab_size"] :].set(jnp.nan)
 
@@ -46,7 +71,7 @@ def test_loss_and_gradients(interpreted: Any, shape: Any, vocab_axis: int, optio
             return linear_cross_entropy(
                 hidden,
                 LowRank(*weight, 2.0),
-                labels,
+                jnp.asarray(labels),
                 vocab_axis=vocab_axis,
                 backward=backward,
                 implementation=implementation,

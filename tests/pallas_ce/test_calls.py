@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import explain, linear_cross_entropy
+from pallas_ce import LowRank, explain, linear_cross_entropy
 from tests.pallas_ce.checks import relative_error
 
 # bfloat16's: rounded dlogits, and a rounded gradient.
@@ -63,6 +63,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "labels_out_of_range": lambda loss, h, w, t: loss(h, w, t.at[:20].set(V).at[20:30].set(-3)),
     "ignored_class": lambda loss, h, w, t: loss(h, w, t.at[::4].set(7), ignore_index=7),
     "nothing_counts": lambda loss, h, w, t: loss(h, w, jnp.full_like(t, -100)),
+    "low_rank_term": lambda loss, h, w, t: loss(h, LowRank(w, w[:, :4], w[:4], 0.125), t),
     "no_tokens": lambda loss, h, w, t: loss(h[:0], w, t[:0]),
 }
 
@@ -137,6 +138,29 @@ def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, diviso
     want[np.asarray(labels)] -= 1 / n
     for part in (gradient[:, 0], gradient[:, -1]):
         assert relative_error(part, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 16), *LARGE])
+@pytest.mark.parametrize("ignored", [0.0, 0.7])
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_a_low_rank_term_where_rows_are_skipped(
+    implementation: str, divisor: int, ignored: float, backward: str
+) -> None:
+    """Nothing is stored of the skipped, nor behind the end of the vocabulary, which is no multiple of its parts."""
+    n, h, v = 4096 // divisor, 512, 64 * (1 + 2**10 // divisor)
+    hidden, weight, labels = operands(n, h, v)
+    labels = jnp.where(jnp.arange(n) < ignored * n, -100, labels)
+    up, down = (operands(n, h, v, seed)[1] for seed in (1, 2))
+    arrays = hidden / 8, weight, up[:, :16], down[:16]
+
+    def results(loss: Loss, *arrays: jax.Array) -> Any:
+        return jax.jit(jax.value_and_grad(lambda h, *w: loss(h, LowRank(*w, 0.125), labels), range(4)))(*arrays)
+
+    got, gradients = results(implemented(implementation, backward, scratch_bytes=2**29 // divisor), *arrays)
+    want, exact = results(implemented("reference", "auto"), *(x.astype(jnp.float32) for x in arrays))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    for gradient, expected in zip(gradients, exact, strict=True):
+        assert relative_error(gradient, np.asarray(expected, np.float64)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("implementation", "divisor"), [("xla", 512), *LARGE])

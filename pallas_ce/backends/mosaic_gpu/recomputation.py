@@ -7,12 +7,10 @@ products.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
@@ -61,20 +59,10 @@ class _Work:
     block: RowBlock
     configs: GradientConfigs
 
-    def dlogits(self, head: Head, *, zeroed: bool = False, **part: Any) -> jax.Array:
-        """Those that the kernel makes, of a part of the head or a slice of it; `zeroed`: 0 where it makes none."""
+    def dlogits(self, head: Head, **part: Any) -> jax.Array:
+        """Those that the kernel makes, of a part of the head or a slice of it."""
         coefficients, lse = self.gradient[:2]
-        make = functools.partial(
-            dlogits_kernel.dlogits, head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part
-        )
-
-        def write(zeros: Any) -> None:
-            make(into=zeros)
-
-        if zeroed:
-            shape = operands.stored_shape(self.plan.rows, self.plan.columns)
-            return pl.run_state(write)(jnp.zeros(shape, head.spec.dtype))
-        stored = make()
+        stored = dlogits_kernel.dlogits(head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part)
         assert stored is not None
         return stored
 
@@ -91,9 +79,9 @@ class _InPlace(_Work):
         first = jnp.int32(index) * width
         count = jnp.minimum(width, spec.vocab_size - first)
         part = None if width == spec.vocab_size else Part(width, first, count)
-        # A low-rank term's products read all of it.
-        partly = valid_rows is not None or spec.vocab_size % width != 0
-        stored = self.dlogits(head, zeroed=partly and head.up is not None, part=part, valid_rows=valid_rows)
+        stored = self.dlogits(head, part=part, valid_rows=valid_rows)
+        if head.up is not None:
+            stored = low_rank.zeroed(stored, valid_rows, count if spec.vocab_size % width else None)
         stored = entries.put_among(stored, self.exact, first, first, count)
         if hidden_sum is not None:
             alone = self.plan.rows >= hidden_sum.shape[0]

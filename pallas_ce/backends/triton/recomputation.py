@@ -59,10 +59,9 @@ class _Work:
         """The last part runs over the vocabulary's end."""
         head, batch, filled = self.head, self.batch, self.block.filled
         count = jnp.minimum(self.columns, head.spec.vocab_size - first)
-        # The term's products read all rows, of which the kernel leaves out some.
-        shape = (batch.hidden.shape[0], self.columns)
-        blank = None if filled is None or head.up is None else jnp.zeros(shape, head.spec.dtype)
-        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), into=blank, rows=filled)
+        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), rows=filled)
+        if head.up is not None:
+            dz = low_rank.zeroed(dz, filled)
         dz = entries.put_among(dz, self.exact, first, first, count)
         for_weight = for_bias = None
         if hidden_sum is not None:
