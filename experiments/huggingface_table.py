@@ -16,11 +16,10 @@ and of JAX what it takes of a GPU before it computes anything. Imports are not c
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from experiments.bench.command import parsed
 from experiments.bench.peers import torch_missing
-from experiments.bench.results import Record, ResultFile, add_options, describe, run
+from experiments.bench.results import Record, ResultFile, add_options, describe, run, versions
 from experiments.command_line import parser_of
 
 _PACKAGES = ("transformers", "liger-kernel", "triton")
@@ -35,17 +34,6 @@ def points(device: str, rounds: int) -> dict[str, Callable[[], Record]]:
         name = f"H {setting.width}, {setting.layers} layers, {setting.tokens} tokens"
         measured = huggingface.dry(setting) if device == "cpu" else setting
         found[name] = functools.partial(huggingface.measure, measured, device, rounds)
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -72,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if reason := torch_missing(not options.dry_run, "; --dry-run shows on a CPU that the command works"):
         print(reason, file=sys.stderr)
         return 2
-    found = versions()
+    found = versions(_PACKAGES)
     if "transformers" not in found:
         print("the model is transformers', which is missing: pip install 'pallas-ce[huggingface]'", file=sys.stderr)
         return 2

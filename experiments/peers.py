@@ -14,24 +14,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from experiments.bench.peers import PEERS, torch_missing
 from experiments.bench.points import GRID
-from experiments.bench.results import ResultFile, add_options, run
+from experiments.bench.results import ResultFile, add_options, run, versions
 from experiments.command_line import parser_of
-
-
-def versions() -> dict[str, str]:
-    """Of the peers' distributions that are installed."""
-    found = {}
-    for package in sorted({peer.package for peer in PEERS} | {"triton"}):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def result_file(peers: Sequence[str] | None, measure: Any) -> ResultFile:
@@ -64,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "rounds": options.rounds,
-        **versions(),
+        **versions(sorted({peer.package for peer in PEERS} | {"triton"})),
     }
 
     def shown(_: str, record: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import jax
 import torch
 
 import torch_bridge
-from experiments.bench.peers import PEERS
+from experiments.bench.peers import PEERS, failure
 from experiments.bench.results import Record
 from experiments.bench.torch_timing import GRADIENT_TOLERANCE, LOSS_TOLERANCE, synchronize
 from experiments.bench.used import used_bytes, used_peak_bytes
@@ -209,9 +209,7 @@ def measure(setting: Setting, device: str, rounds: int) -> Record:
                 except Exception as error:  # whatever a library raises, the others are still measured
                     if variant == FUSED:
                         raise
-                    left_out[variant] = (
-                        f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-                    )
+                    left_out[variant] = failure(error)
                 else:
                     found["driver_mib"] -= before / 2**20
                     processes[variant].append(found)

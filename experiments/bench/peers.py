@@ -29,6 +29,12 @@ class Peer(NamedTuple):
         return None
 
 
+def failure(error: Exception) -> str:
+    """Why a peer has no results, in a line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
 def torch_missing(on_gpu: bool, or_else: str) -> str | None:
     """Why PyTorch cannot measure here, and what to do `or_else` without a GPU; None where it can."""
     try:

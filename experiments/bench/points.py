@@ -52,15 +52,16 @@ _SHARES = (0.0, 0.001, 0.05, 0.3)
 WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
 _NAMES = frozenset({"lse"})
+_KERNELS: tuple[Implementation, ...] = ("mosaic_gpu", "triton")
+_MODES: tuple[Backward, ...] = ("in_forward", "recompute")
+_KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
+_RANK = 16  # of a low-rank term
+_PARTS = 4  # of a batch
 
 
 def modes(implementation: Implementation) -> dict[str, Program]:
     """Our forward, and forward and backward in both modes."""
-    return {
-        "forward": ours(implementation),
-        "in_forward": both(ours(implementation, backward="in_forward")),
-        "recompute": both(ours(implementation, backward="recompute")),
-    }
+    return {"forward": ours(implementation)} | {mode: both(ours(implementation, backward=mode)) for mode in _MODES}
 
 
 def standard(implementation: Implementation, _: Shape) -> dict[str, Program]:
@@ -106,9 +107,6 @@ def masked(implementation: Implementation, _: Shape) -> dict[str, Program]:
     }
 
 
-_KERNELS: tuple[Implementation, ...] = ("mosaic_gpu", "triton")
-
-
 def implementations(implementation: Implementation, _: Shape) -> dict[str, Program]:
     """Every pass by every implementation; a dry run has one."""
     names = (*_KERNELS, "xla") if implementation in _KERNELS else (implementation,)
@@ -135,9 +133,6 @@ def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[s
     return {f"{kind} {name}": make(run) for name, run in cases.items() for kind, make in _KINDS.items()}
 
 
-_KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
-
-
 def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
     """A frozen weight by default, and with the low-rank term that is trained by all that serve it."""
 
@@ -158,10 +153,6 @@ def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
         found[f"{mode} frozen"] = jax.value_and_grad(ours(None if kernels else implementation, backward=mode))
         found |= {f"{mode} low rank {name}": of_term(mode, name) for name in names}
     return found
-
-
-_RANK = 16
-_MODES: tuple[Backward, ...] = ("in_forward", "recompute")
 
 
 def microbatches(implementation: Implementation, _: Shape) -> dict[str, Program]:
@@ -186,9 +177,6 @@ def microbatches(implementation: Implementation, _: Shape) -> dict[str, Program]
         found[mode] = both(ours(given, backward=mode))
         found[f"{mode} microbatches"] = parts(mode)
     return found
-
-
-_PARTS = 4
 
 
 def _measure_float32(

@@ -1,6 +1,7 @@
 """Result files: points measured one after the other, the file whole after each, so that an interrupted run goes on."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -8,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,15 @@ def describe() -> dict[str, Any]:
         "jaxlib": metadata.version("jaxlib"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def read(path: Path) -> dict[str, Any]:

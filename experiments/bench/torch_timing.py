@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from experiments.bench import timing
-from experiments.bench.peers import Loss, Peer
+from experiments.bench.peers import Loss, Peer, failure
 from experiments.bench.programs import BARE, THREE, Shape
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
@@ -92,7 +92,7 @@ def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
                 loss = peer.make()
                 errors[peer.name], reason = wrong(loss, given, want)
         except Exception as error:  # whatever a library raises, the others are still measured
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            reason = failure(error)
         if reason:
             left_out[peer.name] = reason
             continue

@@ -1,4 +1,4 @@
-"""`cross_entropy` of logits that are there already, with every option of `pallas_ce.cross_entropy`.
+"""`cross_entropy` of logits that are there already, with the loss's options of `pallas_ce.cross_entropy`.
 
 Where the kernels serve all rows at once, one program makes the loss and its gradients. Otherwise the loss is written in
 PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.

@@ -22,7 +22,7 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     shift: int = 0,
     reduction: Reduction = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float | Tensor = 0.0,
     z_loss: float | Tensor = 0.0,
     logit_softcap: float | None = None,
@@ -57,7 +57,7 @@ def linear_cross_entropy(
             loss of `input[..., :-1, :]` with `target[..., 1:]` and `token_weights[..., 1:]`, without the copy of
             the input. Positions whose target would lie behind the last one do not count.
         reduction: "mean", "sum", or "none" for `[...]`.
-        ignore_index: tokens with this target have loss and gradient 0 and cost no work.
+        ignore_index: tokens with this target have loss and gradient 0 and cost no work. None: no target is special.
         label_smoothing: in [0, 1]. Numbers may change from call to call without compiling anew.
         z_loss: factor β of `β·lse²`.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None.

@@ -1,1 +1,1 @@
-"""The loss in the models of other libraries: Hugging Face transformers, PyTorch's pipeline schedules."""
+"""The loss in the models of other libraries: Hugging Face transformers, TRL, PyTorch's pipeline schedules."""

@@ -10,6 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_bridge.integrations import adapters
 
+# The label that transformers' losses ignore.
+IGNORED = -100
+
 
 def base(model: Any) -> Any:
     """The model of transformers inside a `PeftModel`, or the model itself."""

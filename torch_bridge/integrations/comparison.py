@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank
 from torch_bridge.integrations import adapters, causal_lm
-
-_IGNORED = -100
+from torch_bridge.integrations.causal_lm import IGNORED
 
 
 def compare(model: Any, signature: inspect.Signature, options: dict[str, Any]) -> None:
@@ -75,7 +74,7 @@ def _of_losses(model: Any, signature: inspect.Signature) -> str | None:
         if not abs(got - want) <= tolerance * max(1.0, abs(want)):
             return (
                 f"its own loss of four labels is {want:.4g} with num_items_in_batch={items}, where theirs shifted by "
-                f"one, {_IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
+                f"one, {IGNORED} ignored, is {got:.4g}: it does not shift them, or computes another loss"
             )
     return None
 
@@ -88,7 +87,7 @@ def _telling_labels(logits: Tensor) -> Tensor:
     log_probs = logits.log_softmax(-1)
     before = nn.functional.pad(log_probs, (0, 0, 1, 0))[:, :-1]
     labels = (before - log_probs).argmax(-1)
-    labels[:, 2] = _IGNORED
+    labels[:, 2] = IGNORED
     return labels
 
 

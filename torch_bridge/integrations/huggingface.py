@@ -50,7 +50,6 @@ _FOR_THE_HEAD = {
     "return_dict",
 }
 
-_IGNORED = -100
 _BY_HAND = "use LinearCrossEntropyLoss in its forward"
 
 
@@ -220,7 +219,7 @@ def _forward(
             labels.to(device),
             linear_bias=bias,
             shift=shift,
-            ignore_index=given.get("ignore_index", _IGNORED),
+            ignore_index=given.get("ignore_index", causal_lm.IGNORED),
             reduction=reduction or "mean",
             normalizer=given.get("num_items_in_batch"),
             **options,

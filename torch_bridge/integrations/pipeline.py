@@ -26,17 +26,10 @@ Other designs were weighed. *Two outputs*, hidden states and logits, still make 
 one's own* that passes targets to the last stage means maintaining a fork of every schedule. *Lazy logits*, a wrapper
 that multiplies on demand, breaks with whatever expects a tensor: buffers between stages, metadata, merged outputs.
 Passing the targets as keyword arguments to a head with the loss inside works too, but every stage of the rank receives
-them, and evaluation needs another model.
-
-Questions that the design raises, answered:
-
-1. *Is there precedent?* Megatron-LM computes the loss inside the last stage's model, whose own schedule hands it the
-   labels. In torchtitan a chunked loss is given the head and is the loss function, as here.
-2. *What is recommended for large vocabularies?* Losses computed in chunks or tiles with float32 accumulation of the
-   weight's gradient, so that no logits are stored: what this library does.
-3. *Is there a better way to separate model and loss?* The boundary "hidden states, output layer, targets" is the one
-   that every schedule supports unchanged; moving the layer's *use*, but not its parameters, removes the drawbacks of
-   moving the layer.
+them, and evaluation needs another model. Megatron-LM computes the loss inside the last stage's model, whose own
+schedule hands it the labels; in torchtitan a chunked loss is given the head and is the loss function, as here. The
+boundary "hidden states, output layer, targets" is the one that every schedule supports unchanged, and moving the
+layer's *use*, but not its parameters, removes the drawbacks of moving the layer.
 
 The loss recomputes logits in the backward (`backward="recompute"`): gradients computed in the forward would be held
 for each microbatch in flight, among them one of the weight's size.
