@@ -81,6 +81,7 @@ def page(folder: Path) -> str:
         *_models(documents.get(report.MODELS)),
         "## Targets",
         report.targets_table(summary.targets(points)),
+        report.devices_line(documents),
         "## Runs",
         report.table(
             ["command", "machine and versions"],

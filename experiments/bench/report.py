@@ -1,5 +1,6 @@
 """Result files as markdown tables and plots; every number in them comes from a file."""
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from experiments.bench.results import read
 from experiments.command_line import save_figure, write_atomically
 
 SECTIONS = (
-    *("grid", "heads", "options", "windows", "compile"),
+    *("grid", "heads", "options", "masked", "windows", "compile"),
     *("triton", "pointers", "ampere", "implementations", "targets", "float32", "low_rank", "microbatches"),
 )
 LOSSES = ("log_probs", "top_k", "given")
@@ -33,7 +34,7 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     """All tables."""
     sections = {name: document["points"] for name, document in documents.items()}
     parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
-    parts += ["## Targets", targets_table(summary.targets(sections))]
+    parts += ["## Targets", targets_table(summary.targets(sections)), devices_line(documents)]
     peers = [points for name, points in sections.items() if name.startswith("peers")]
     if "grid" in sections and peers:
         won, counted = summary.wins(sections["grid"], *peers)
@@ -57,6 +58,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def targets_table(targets: list[summary.Target], digits: str = ".4g") -> str:
     """Each target beside what was measured."""
     return table(["figure", "target", "measured", "reached"], [target.row(digits) for target in targets])
+
+
+def devices_line(documents: Mapping[str, Any]) -> str:
+    """The device that most sections were measured on, and those of others."""
+    devices = {name: document["machine"]["device"] for name, document in documents.items()}
+    most = statistics.mode(devices.values())
+    others = (f"; {name.replace('_', ' ')}: {device}" for name, device in devices.items() if device != most)
+    return f"Device: {most}{''.join(others)}."
 
 
 def machine_line(document: Mapping[str, Any]) -> str:
