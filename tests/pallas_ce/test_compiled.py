@@ -49,7 +49,9 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     assert 0.4 <= used / told.peak_bytes <= 1.1, f"{used=} {told=}"
     if options["implementation"] == "reference":
         return
-    assert told.scratch_bytes <= max(512 * 2**20, 4096 * v)
+    # By XLA on a GPU, in_forward keeps twice as wide logits.
+    wide = 2 if (options["implementation"], options["backward"]) == ("xla", "in_forward") else 1
+    assert told.scratch_bytes <= wide * max(512 * 2**20, 4096 * v)
     # Tiles of a small budget are smaller than blocks of tokens; and a stash may lie where the gradients will.
     assert _largest_new_array(text, {n * h, v * h}) <= max(told.scratch_bytes, told.gradient_bytes, 8 * n) // 4
     assert f"[{n},{v}]" not in text
