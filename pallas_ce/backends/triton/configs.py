@@ -143,11 +143,6 @@ def precision(spec: HeadSpec) -> str | None:
     return "tf32" if own or spec.tf32 else _PRECISIONS.get(spec.precision)
 
 
-def served(capability: int) -> bool:
-    """Whether the table has the architecture."""
-    return capability in NARROW
-
-
 def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0, step: int = 0) -> Config:
     """The tiles for a head and a pass. Where the device is not known yet, it is traced again for it: then any do.
 
