@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
@@ -171,7 +172,7 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
     are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
     """
     tile = configs.config_for(spec, binding.capability(), "dlogits")
-    row_blocks, at_once = -(-rows // tile.rows), configs.multiprocessors()
+    row_blocks, at_once = -(-rows // tile.rows), targets.multiprocessors()
 
     def cost(columns: int) -> tuple[int, int]:
         parts = -(-spec.vocab_size // columns)

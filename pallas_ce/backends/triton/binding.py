@@ -96,8 +96,7 @@ class Compiled(NamedTuple):
 
 def capability() -> int | None:
     """The compute capability of the GPU that is traced for, as 90; None where it is not known."""
-    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
-    kind = targets.local_cuda() if compiled_for is None else str(compiled_for.device_kind)
+    kind = targets.cuda_kind()
     found = None if kind is None else targets.compute_capability(kind)
     return None if found is None else int(found.replace(".", ""))
 

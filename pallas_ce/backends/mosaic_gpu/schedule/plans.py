@@ -2,6 +2,7 @@
 
 import functools
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
@@ -10,7 +11,6 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
     cost,
     default_tiles,
     schedule,
-    sm_count,
 )
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Mode, Plan
@@ -95,7 +95,7 @@ def _slower(spec: HeadSpec) -> str | None:
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
-    return _recompute(spec, tokens, scratch_bytes, sm_count())
+    return _recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
 
 
 @functools.lru_cache(maxsize=1024)
