@@ -132,7 +132,7 @@ def row_gradient(
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
-    """As `coefficients.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
+    """As `gradient.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
     by_row = {name: g for name, g in cotangents.items() if name not in ("target_logit", "log_prob")}
     target = cotangents.get("target_logit")
     if "log_prob" in cotangents:

@@ -1,7 +1,7 @@
 """A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`.
 
 Each process streams its own part of the vocabulary, of any size, and only numbers by row cross the group: one maximum
-and one sum, as `pallas_ce.statistics.merge` joins shards. With l_k the log-sum-exp of part k,
+and one sum, as `pallas_ce.statistics.row.merge` joins shards. With l_k the log-sum-exp of part k,
 
     lse = log Σ_k exp l_k,      d lse / d l_k = exp(l_k - lse),
 

@@ -18,12 +18,12 @@ Kernel = Literal["forward", "stash", "dlogits"]
 
 COMPUTE_WARPGROUPS = 2
 
-# Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
-SHARED_MEMORY_BYTES = 232448
+# Shared memory of one thread block on sm_90, and what barriers, alignment and vectors by row may take of it.
+SHARED_MEMORY_BYTES = 227 * 1024
+RESERVED_BYTES = 3072
 
-# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup; and a vector for each, barriers, alignment.
+# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup.
 _STAGED_BYTES = COMPUTE_WARPGROUPS * 64 * 128
-_RESERVED_BYTES = 3072
 
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
@@ -149,7 +149,7 @@ _VECTORS_IN_TURNS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": 
 
 def most_stages(kernel: Kernel, config: Config) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
-    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
+    fixed = RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
 
 

@@ -19,7 +19,7 @@ from pallas_ce.head import HeadSpec
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
 
-# 16 bytes of them.
+# 16-bit numbers of a row that XLA's products read at once.
 _ALIGNED_COLUMNS = 8
 
 # Statistics that a window may leave of each row.
@@ -38,7 +38,7 @@ _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
 
-# Of a tile's steps, to whole ones of which the operands of a low-rank term are padded.
+# Of a step of a tile: the operands of a low-rank term are padded to whole ones.
 _DEPTH = Config().depth
 
 # Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
