@@ -33,7 +33,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     Args:
         cotangents: `[n]`, that of `target_logit` in the labels' shape.
         statistics: `[n]`, those that `saved_statistics` names.
-        batch: the rows; None for rows with one target and without temperature.
+        batch: the rows; None: without temperature, and targets that repeat are not added up here.
     """
     found: Values = {}
     for name, statistic in PRIMITIVES.items():
