@@ -351,6 +351,19 @@ def above_zero(name: str, value: Any) -> Any:
     return number
 
 
+def beta(value: Any) -> float:
+    """β of the Jensen-Shannon divergence, as a float strictly between 0 and 1."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
+    number = float(scalar("beta", value))
+    if not 0.0 < number < 1.0:
+        raise ValueError(
+            f"beta={value!r} must lie strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or "
+            "'reverse_kl' (1)"
+        )
+    return number
+
+
 def normalizer(value: Any | None) -> Any | None:
     """What a mean divides by: `scalar`, and a plain number must be at least 0. None stays None."""
     return None if value is None else scalar("normalizer", value, 0.0)

@@ -234,6 +234,7 @@ OF_ONE: dict[str, list[Row]] = {
     "linear_distillation": [
         ({"divergence": "kl"}, ValueError, "divergence='kl' is unknown; choose from 'forward_kl'"),
         ({"beta": 1.0}, ValueError, r"beta=1\.0 must lie strictly between 0 and 1; for the ends .*='forward_kl'"),
+        ({"beta": "half"}, TypeError, "beta is a str that JAX cannot read as an array"),
         ({"implementation": "mosaic_gpu"}, ValueError, "implementation='mosaic_gpu' does not serve distillation yet"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda' is unknown"),
         ({"teacher_hidden": jnp.ones((3, 7))}, ValueError, r"teacher_hidden has shape \(3, 7\) and hidden \(4, 3\)"),
@@ -258,7 +259,7 @@ OF_ONE: dict[str, list[Row]] = {
     ],
     "top_k_distillation_loss": [
         ({"divergence": "kl"}, ValueError, "divergence='kl' is unknown"),
-        ({"divergence": "jsd", "beta": 1.0}, ValueError, r"beta=1\.0 must lie in \(0, 1\)"),
+        ({"divergence": "jsd", "beta": 1.0}, ValueError, r"beta=1\.0 must lie strictly between 0 and 1"),
         ({"log_probs": jnp.zeros(3)}, ValueError, r"log_probs has shape \(3,\); it must be \[..., T, K\]"),
         ({"teacher_log_probs": jnp.zeros((2, 4))}, ValueError, r"teacher_log_probs has shape \(2, 4\)"),
         ({"mask": jnp.ones((2, 3), bool)}, ValueError, r"mask has shape \(2, 3\); it must be \(2,\)"),
