@@ -1,4 +1,4 @@
-"""The Triton backend: logits by one kernel, gradient products by XLA; see `protocol.Backend`."""
+"""The Triton backend: logits by one kernel, gradient products by XLA or another; see `protocol.Backend`."""
 
 import functools
 

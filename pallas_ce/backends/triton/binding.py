@@ -156,7 +156,10 @@ def compiled(kernel: Kernel) -> Compiled:
         )
     scratch = metadata.global_scratch_size
     if scratch > SCRATCH_BYTES * kernel.scratch or (scratch and metadata.global_scratch_align > _SCRATCH_ALIGNMENT):
-        raise NotImplementedError(f"Triton {triton.__version__} asks for {scratch} bytes of scratch for a program")
+        raise NotImplementedError(
+            f"implementation='triton' has no room for the {scratch} bytes of scratch that Triton {triton.__version__} "
+            "asks for in each program: use 'xla'"
+        )
     return Compiled(metadata.name, built.asm["ptx"], metadata.shared, scratch, metadata.num_warps, built.asm["cubin"])
 
 
@@ -215,7 +218,9 @@ def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.Shape
 
     del results
     if kernel.capability is None:
-        raise NotImplementedError("implementation='triton' compiles for a device that is known when it is traced")
+        raise NotImplementedError(
+            "implementation='triton' compiles for a GPU that is known when the call is traced, and none was: use 'xla'"
+        )
     built = compiled(kernel)
     arrays = len(kernel.inputs) + len(kernel.outputs)
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNMENT) for _ in range(arrays)]

@@ -140,7 +140,7 @@ def precision(spec: HeadSpec) -> str | None:
 
 
 def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0, step: int = 0) -> Config:
-    """The tiles for a head and a pass. Where the device is not known yet, it is traced again for it: then any do.
+    """The tiles for a head and a pass. Any do where the device is not known: the call is traced again when it is.
 
     Args:
         spec: the head.
