@@ -20,6 +20,7 @@ from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
+from pallas_ce.streaming.loops import fori_loop
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
@@ -64,7 +65,7 @@ def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
         return total + jnp.where(equal, value, 0), repeated | (equal & (order > k))
 
     init = (jnp.zeros_like(values), jnp.zeros(labels.shape, bool))
-    total, repeated = jax.lax.fori_loop(0, labels.shape[1], body, init)
+    total, repeated = fori_loop(0, labels.shape[1], body, init)
     return jnp.where(repeated, 0, total)
 
 
