@@ -117,10 +117,15 @@ def row_gradient(
 
     def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> jax.Array:
         del shared
+        statistics, cotangents = more
+        if rows.labels is not None and rows.labels.ndim > 1:
+            of_targets = {name: g for name, g in cotangents.items() if name in ("target_logit", "log_prob")}
+            cotangents = cotangents | {n: coef.at_first_occurrence(g, rows.labels) for n, g in of_targets.items()}
+        given = statistics, cotangents
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = rows._replace(logits=buffer).of(block)
-            statistics, cotangents = jax.tree.map(block.take, more)
+            statistics, cotangents = jax.tree.map(block.take, given)
             coefficients = _coefficients(cotangents, statistics, part.labels)
             return block.put(buffer, block_gradient(settings, coefficients, part, statistics))
 

@@ -166,7 +166,7 @@ def block_gradient(
 ) -> jax.Array:
     """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 in rows that do not count.
 
-    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
+    With labels `[n, K]` the target's coefficient is `[n, K]` too, and all of an id's stands at its first occurrence.
     """
     spec, (logits, labels, mask, logit_weights) = settings.spec, block
     if settings.kernels is not None:

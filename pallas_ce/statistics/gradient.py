@@ -42,7 +42,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
             for term, value in statistic.coefficients(cotangents[name], statistics).items():
                 found[term] = found[term] + value if term in found else value
     if "target" in found and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
-        found["target"] = _at_first_occurrence(found["target"], batch.labels)
+        found["target"] = at_first_occurrence(found["target"], batch.labels)
     coefficients = Coefficients(**found)
     if batch is not None and (inverse := batch.inverse_temperature) is not None:
         coefficients = coefficients.map(lambda c: c * spread(inverse, c))
@@ -50,7 +50,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
 
 
-def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
+def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
     """`values [n, K]` summed over equal labels of a row, at the first of them, and 0 at the others.
 
     Adding them into dlogits then has the same result in any order: same inputs, same bits, also where a device
