@@ -3,7 +3,8 @@
 A wrapper imports the public names of `pallas_ce` and, beyond those, only what stands here. Whoever changes one of these
 names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
 
-- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `read_logits_spec`.
+- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`; `read_logits_spec` to a
+  `LogitsSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
   `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
   choose how to compute), `keep` (`Known`, the arrays that the backward of `NeedsGrad` needs) and `compute`, which takes
@@ -12,7 +13,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `label_array`, `canonical_labels`,
   `check_label_values`, `counted_labels`, `NO_TARGET`.
-- `refuse_older`, for a package that is too old.
+- `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
 """

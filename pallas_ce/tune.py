@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api.explain import explain
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config, Kernel, device_kind, device_refusal
+from pallas_ce.backends.device import cuda_kind
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config, Kernel, device_refusal
 from pallas_ce.backends.mosaic_gpu.tuning import measure, tables, tuning
 from pallas_ce.backends.mosaic_gpu.tuning.tables import Entry, Shape
 
@@ -90,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
         import tqdm  # noqa: F401
     except ImportError:
         return _failed("the tuner's progress bar needs tqdm: pip install 'pallas-ce[experiments]'")
-    device = device_kind()
+    device = cuda_kind()
     if device is None or (refusal := device_refusal()):
         return _failed(f"tuning needs a GPU of the kernels' kind: {refusal if device else 'JAX finds none'}")
     path = options.out or tuning.user_path(device)

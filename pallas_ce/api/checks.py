@@ -3,15 +3,17 @@
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api.precision import resolve
+from pallas_ce.backends.protocol import Backward
 from pallas_ce.head import HeadSpec, LogitsSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.row import STATISTICS, needs_labels
 
 # What a call takes as an array: one of JAX or NumPy, a number, or nested lists of these at run time. Signatures print
@@ -312,8 +314,8 @@ def by_column(name: str, value: Any | None, vocab_size: int) -> jax.Array | None
 
 def check_reduction(reduction: str, normalizer: Any, backward: str = "auto") -> None:
     """Known names, and a reduction, normalizer and backward mode that go together."""
-    choice("reduction", reduction, ("mean", "sum", "none"))
-    choice("backward", backward, ("auto", "recompute", "in_forward"))
+    choice("reduction", reduction, get_args(Reduction))
+    choice("backward", backward, get_args(Backward))
     if reduction == "none" and backward == "in_forward":
         raise ValueError(
             "backward='in_forward' needs a scalar loss, and reduction='none' returns one loss for each token: "
@@ -348,6 +350,19 @@ def above_zero(name: str, value: Any) -> Any:
     number = scalar(name, value)
     if is_plain(number) and not number > 0:
         raise ValueError(f"{name}={value!r} must be above 0")
+    return number
+
+
+def beta(value: Any) -> float:
+    """β of the Jensen-Shannon divergence, as a float strictly between 0 and 1."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
+    number = float(scalar("beta", value))
+    if not 0.0 < number < 1.0:
+        raise ValueError(
+            f"beta={value!r} must lie strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or "
+            "'reverse_kl' (1)"
+        )
     return number
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
+from pallas_ce.api.checks import beta as check_beta
 from pallas_ce.api.inputs import CheckedCall, read_head
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import Options, read_options, split
@@ -166,14 +167,8 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
 
 def _divergence(name: Name, beta: float) -> Divergence:
     choice("divergence", name, get_args(Name))
-    if isinstance(beta, jax.core.Tracer):
-        raise TypeError("beta must be a Python number, not a traced value: it shapes the compiled program")
-    if not 0.0 < float(beta) < 1.0:
-        raise ValueError(
-            f"beta={beta!r} must lie strictly between 0 and 1; for the ends choose divergence='forward_kl' (0) or "
-            "'reverse_kl' (1)"
-        )
-    return Divergence(name, float(beta) if name == "jsd" else 0.5)
+    beta = check_beta(beta)
+    return Divergence(name, beta if name == "jsd" else 0.5)
 
 
 def _streamed(implementation: str | None) -> bool:

@@ -14,13 +14,13 @@ from pallas_ce.api import checks
 class LowRank:
     """Stands for `weight + scale · up · down` wherever a function takes a head's weight; a pytree.
 
-    Logits are `hidden·weight + scale·(hidden·down)·up`, so that the sum is made of no tile, nor is a gradient of its
-    size. With the weight frozen a loss with gradients takes two large products in place of three (of a weight trained
-    with it, three), and beside the gradients of `up` and `down` a few numbers for each row and column. A gradient has
-    this structure too; to freeze the weight, differentiate what it is made of, as below.
+    Logits are `hidden·weight + scale·(hidden·down)·up`: not even a tile of the sum is made, nor a gradient of its size.
+    With the weight frozen a loss with gradients takes two large products in place of three (of a weight trained with
+    it, three), and beside the gradients of `up` and `down` a few numbers for each row and column. A gradient has this
+    structure too; to freeze the weight, differentiate `up` and `down` alone, as below.
 
     `up` and `down` may have another dtype than the weight, float32 beside bfloat16, say. They are multiplied in the
-    call's compute dtype, in which they have no part, and their gradients have their own.
+    call's compute dtype, which does not depend on theirs, and their gradients have theirs.
 
     Attributes:
         weight: `[V', H]`, or `[H, V']` with `vocab_axis=1`.

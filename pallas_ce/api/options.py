@@ -113,7 +113,7 @@ def read_options(
     backward: Backward = "auto",
     return_metrics: bool = False,
 ) -> Options:
-    """Checked options of rows of the shape `leading`, that `of` an argument. The number 0 leaves a term out."""
+    """Checked options for rows of the shape `leading`; errors say `of` which argument. The number 0 is no term."""
     checks.check_reduction(reduction, normalizer, backward)
     label_smoothing = checks.scalar("label_smoothing", label_smoothing, 0.0, 1.0)
     z_loss = checks.scalar("z_loss", z_loss, 0.0)

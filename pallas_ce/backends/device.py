@@ -36,6 +36,26 @@ def local_cuda() -> str | None:
         return None
 
 
+def cuda_kind() -> str | None:
+    """The model of the GPU traced for: the ambient mesh's where known, else the process's first; None without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return local_cuda() if device is None else str(device.device_kind)
+
+
+def multiprocessors() -> int:
+    """Those of that GPU; where neither tells, as under an interpreter, those of an H100 or H200."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return _local_multiprocessors() if device is None else int(device.num_cores)
+
+
+@functools.cache
+def _local_multiprocessors() -> int:
+    try:
+        return int(jax.local_devices(backend="cuda")[0].core_count)
+    except RuntimeError:
+        return 132
+
+
 # Compute capabilities, and names of GPUs that have them, in which an x stands for any digit. By their names are known
 # those that a program is compiled for and that are not there to be asked.
 MODELS: dict[str, tuple[str, ...]] = {

@@ -73,8 +73,8 @@ class Capabilities:
 
     Attributes:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
-        large_blocks: whether in_forward takes the memory of the weight's wide sum, which a single block does without,
-            for larger blocks; see `Settings.block_sizes`.
+        large_blocks: whether larger blocks are worth the memory: by default twice as much for float32 operands, and for
+            in_forward that of the weight's wide sum, which a single block does without; see `Settings.block_sizes`.
         wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
         cuda_only: whether it runs on CUDA devices alone.
         adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that

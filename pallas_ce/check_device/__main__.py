@@ -1,8 +1,8 @@
 """Checks this library on your device, times it, and writes what it found: `python -m pallas_ce.check_device`.
 
 Loss and gradients of every implementation that serves the device are compared with float64, in bfloat16, float16 and
-float32, in both backward modes; then they are timed beside logits that are stored. It takes about two minutes. The file
-may be sent to the project, also and above all if a check failed.
+float32, in both backward modes; then they are timed beside logits that are stored. It takes a few minutes. The file may
+be sent to the project, also and above all if a check failed.
 
 Exit status: 0 if all checks pass, 1 if one fails, 2 if there is no such device.
 """

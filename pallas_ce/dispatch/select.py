@@ -30,8 +30,10 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
 # What serves every other device, and every call that those refuse.
 _EVERYWHERE = "xla"
 
-# The warnings that this process has given, and whose frames lie between them and the user's call.
+# The warnings that this process has given.
 _TOLD: set[str] = set()
+
+# Where the code between the user's call and a warning lies.
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(jax.__file__).parent))
 
 

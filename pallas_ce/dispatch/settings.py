@@ -92,8 +92,8 @@ class Settings:
         """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
 
         `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
-        block may take them by default. Until several are done, the memory of the sum's rounded copy, half as much, is
-        free, whatever the caller's bound: neither adds to the largest amount in use.
+        block may take them by default. Several may take, whatever the caller's bound, the memory where the sum's
+        rounded copy, half as large, will lie when all are done. Neither adds to the largest amount in use.
 
         Where the sum is `given`, no gradient is made beside it, and by default blocks may take what that would.
         """

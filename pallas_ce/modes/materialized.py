@@ -117,10 +117,15 @@ def row_gradient(
 
     def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> jax.Array:
         del shared
+        statistics, cotangents = more
+        if rows.labels is not None and rows.labels.ndim > 1:
+            of_targets = {name: g for name, g in cotangents.items() if name in ("target_logit", "log_prob")}
+            cotangents = cotangents | {n: coef.at_first_occurrence(g, rows.labels) for n, g in of_targets.items()}
+        given = statistics, cotangents
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = rows._replace(logits=buffer).of(block)
-            statistics, cotangents = jax.tree.map(block.take, more)
+            statistics, cotangents = jax.tree.map(block.take, given)
             coefficients = _coefficients(cotangents, statistics, part.labels)
             return block.put(buffer, block_gradient(settings, coefficients, part, statistics))
 
@@ -132,20 +137,13 @@ def row_gradient(
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
-    """As `coefficients.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
-    by_row = {name: g for name, g in cotangents.items() if name not in ("target_logit", "log_prob")}
-    target = cotangents.get("target_logit")
+    """As `gradient.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
     if "log_prob" in cotangents:
         assert labels is not None
         g = jnp.where(labels >= 0, cotangents["log_prob"], 0.0)
-        target = g if target is None else target + g
-        lse = -g.reshape(g.shape[0], -1).sum(axis=1)
-        by_row["lse"] = by_row["lse"] + lse if "lse" in by_row else lse
-    coefficients = coef.from_cotangents(by_row, statistics)
-    if target is not None and "lse" in statistics:  # a row of -inf only has no distribution to change
-        some = ~jnp.isneginf(statistics["lse"])
-        target = jnp.where(some.reshape(-1, *[1] * (target.ndim - 1)), target, 0.0)
-    return coefficients._replace(target=target)
+        added = {"target_logit": g, "lse": -g.reshape(g.shape[0], -1).sum(axis=1)}
+        cotangents = cotangents | {name: x + cotangents[name] if name in cotangents else x for name, x in added.items()}
+    return coef.from_cotangents(cotangents, statistics)
 
 
 row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)

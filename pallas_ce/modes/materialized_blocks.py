@@ -166,17 +166,13 @@ def block_gradient(
 ) -> jax.Array:
     """dlogits `[n, columns]` of a block of rows, before or after rounding; exactly 0 in rows that do not count.
 
-    With labels `[n, K]` the target's coefficient is `[n, K]` too, and an id that occurs twice counts twice.
+    With labels `[n, K]` the target's coefficient is `[n, K]` too, and all of an id's stands at its first occurrence.
     """
     spec, (logits, labels, mask, logit_weights) = settings.spec, block
     if settings.kernels is not None:
         made_of = Gradient(coefficients, statistics.get("lse"), statistics.get("argmax"))
         return settings.kernels.dlogits(spec, made_of, logits, logit_weights, labels, mask)
     columns, valid = _columns(spec)
-    several = None if labels is None or labels.ndim == 1 else coefficients.target
-    if several is not None:
-        assert spec.softcap is None  # its slope at the labels would have to be applied to what is added below
-        coefficients = coefficients._replace(target=None)
     gradient = coef.dlogits(
         coefficients,
         spec.capped(logits),
@@ -188,10 +184,6 @@ def block_gradient(
         logit_weights,
         spec.softcap,
     )
-    if several is not None:
-        assert labels is not None
-        ids = jnp.where(labels >= 0, labels, spec.columns)
-        gradient = gradient.at[jnp.arange(labels.shape[0])[:, None], ids].add(several, mode="drop")
     return gradient if mask is None else jnp.where(mask[:, None], gradient, 0.0)
 
 

@@ -5,7 +5,7 @@ devices is here, as methods that do nothing where nothing is split:
 
 * rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
   JAX's data parallelism sums that of every other parameter;
-* vocabulary split (tensor parallelism): partial statistics merge by the rule of `statistics.merge`, and the gradient
+* vocabulary split (tensor parallelism): partial statistics merge by the rule of `row.merge`, and the gradient
   of the hidden states, of which each device has a share, is summed in the accumulator dtype;
 * both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
   (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer

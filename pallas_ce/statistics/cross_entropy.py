@@ -77,7 +77,7 @@ class CrossEntropy:
     The smoothing term is `α/V·Σ_v c_v·(lse - z_v)`, PyTorch's rule; its sum over the vocabulary is `mean_logit` with
     `u = c/V`.
 
-    Each of them is there where the inputs have it.
+    A factor or term whose c, α, β or w the inputs lack is left out.
 
     Attributes:
         smoothing: whether α is there.

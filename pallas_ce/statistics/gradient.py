@@ -20,6 +20,7 @@ from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
 from pallas_ce.statistics.table import Coefficients as Coefficients
+from pallas_ce.streaming.loops import fori_loop
 
 
 def saved_statistics(names: frozenset[str]) -> frozenset[str]:
@@ -33,7 +34,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     Args:
         cotangents: `[n]`, that of `target_logit` in the labels' shape.
         statistics: `[n]`, those that `saved_statistics` names.
-        batch: the rows; None for rows with one target and without temperature.
+        batch: the rows; None: without temperature, and targets that repeat are not added up here.
     """
     found: Values = {}
     for name, statistic in PRIMITIVES.items():
@@ -41,7 +42,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
             for term, value in statistic.coefficients(cotangents[name], statistics).items():
                 found[term] = found[term] + value if term in found else value
     if "target" in found and batch is not None and batch.labels is not None and batch.labels.ndim == 2:
-        found["target"] = _at_first_occurrence(found["target"], batch.labels)
+        found["target"] = at_first_occurrence(found["target"], batch.labels)
     coefficients = Coefficients(**found)
     if batch is not None and (inverse := batch.inverse_temperature) is not None:
         coefficients = coefficients.map(lambda c: c * spread(inverse, c))
@@ -49,7 +50,7 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
 
 
-def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
+def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
     """`values [n, K]` summed over equal labels of a row, at the first of them, and 0 at the others.
 
     Adding them into dlogits then has the same result in any order: same inputs, same bits, also where a device
@@ -64,7 +65,7 @@ def _at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
         return total + jnp.where(equal, value, 0), repeated | (equal & (order > k))
 
     init = (jnp.zeros_like(values), jnp.zeros(labels.shape, bool))
-    total, repeated = jax.lax.fori_loop(0, labels.shape[1], body, init)
+    total, repeated = fori_loop(0, labels.shape[1], body, init)
     return jnp.where(repeated, 0, total)
 
 

@@ -13,16 +13,8 @@ from jax import lax
 
 from pallas_ce.streaming.loops import fori_loop
 
-# Each is compiled by itself, and where there are many rows the host need not be quick.
+# Each is compiled by itself. Where there are more, there are so many rows that the host need not be quick.
 _MOST_WITHOUT_LOOP = 10
-
-
-def _slice(x: jax.Array, start: jax.Array | int, size: int, axis: int = 0) -> jax.Array:
-    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _update(buffer: jax.Array, update: jax.Array, start: jax.Array | int, axis: int = 0) -> jax.Array:
-    return update if buffer.shape == update.shape else lax.dynamic_update_slice_in_dim(buffer, update, start, axis)
 
 
 def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
@@ -161,11 +153,13 @@ class Tile:
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The tile's part of `x` along `axis`, columns that are not valid included."""
-        return _slice(x, self.start, self.size, axis)
+        return x if x.shape[axis] == self.size else lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
     def put(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """`buffer` with the tile's part replaced, columns that are not valid included."""
-        return _update(buffer, values, self.start, axis)
+        if buffer.shape == values.shape:
+            return values
+        return lax.dynamic_update_slice_in_dim(buffer, values, self.start, axis)
 
     def add(self, buffer: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """Adds in `buffer`'s dtype. Values of columns that are not valid must be 0.
@@ -175,14 +169,3 @@ class Tile:
         unknown = dataclasses.replace(self, start=lax.optimization_barrier(self.start))
         place = unknown if isinstance(self.number, int) else self
         return place.put(buffer, place.take(buffer, axis) + values.astype(buffer.dtype), axis)
-
-    def add_or_replace(self, total: jax.Array, share: jax.Array, adds: jax.Array | bool, axis: int = 0) -> jax.Array:
-        """`total` with the tile's share added; unless it `adds`, replacing what lies in the tile's own columns."""
-        if adds is True:
-            return self.add(total, share, axis)
-        replaced = jnp.logical_not(adds)
-        if self.own is not None:
-            own = self.own if axis == total.ndim - 1 else self.own[:, None]
-            replaced = replaced & own
-        before = jnp.where(replaced, 0, self.take(total, axis))
-        return self.put(total, before + share.astype(total.dtype), axis)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import explain, tune
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.schedule.config import TILES, Config, Kernel, most_stages
 from pallas_ce.backends.mosaic_gpu.tuning import measure, tables, tuning
@@ -31,7 +32,7 @@ KERNELS: tuple[Kernel, ...] = ("forward", "stash", "dlogits")
 
 @pytest.fixture(autouse=True)
 def h200_with_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(config, "device_kind", lambda: DEVICE)
+    monkeypatch.setattr(targets, "cuda_kind", lambda: DEVICE)
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
@@ -65,7 +66,7 @@ def test_the_users_table_comes_before_the_shipped_one_and_that_before_the_rule(t
 
 def test_without_a_gpu_no_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "cache/pallas_ce/nvidia_h200.json")
-    monkeypatch.setattr(config, "device_kind", lambda: None)
+    monkeypatch.setattr(targets, "cuda_kind", lambda: None)
     assert chosen().source == "the default rule"
 
 
@@ -183,7 +184,7 @@ def test_the_command_refuses_shapes_that_are_none(text: str, capsys: pytest.Capt
 
 
 def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "device_kind", lambda: None)
+    monkeypatch.setattr(tune, "cuda_kind", lambda: None)
     assert tune.main([]) == 2
     assert "tuning needs a GPU of the kernels' kind: JAX finds none" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
@@ -195,7 +196,7 @@ def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str], monk
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Has the command find a GPU, and measure by the made-up law."""
     fake = Fake()
-    monkeypatch.setattr(tune, "device_kind", lambda: DEVICE)
+    monkeypatch.setattr(tune, "cuda_kind", lambda: DEVICE)
     monkeypatch.setattr(tune, "device_refusal", lambda: None)
     monkeypatch.setattr(measure, "on_device", lambda case, launches: fake)
     return fake

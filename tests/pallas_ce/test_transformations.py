@@ -223,6 +223,19 @@ def test_a_checked_shard_map_of_one_device(name: str) -> None:
     assert_close(got, want, 1e-5, floor=1e-6)
 
 
+def test_labels_of_a_row_that_repeat_in_a_checked_shard_map() -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+
+    def log_prob(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_log_probs(hidden, weight, labels).sum()
+
+    specs, once = (P("data"), P(), P("data")), (HIDDEN[0], WEIGHT[0], LABELS[0])
+    twice = (*once[:2], jnp.stack([LABELS[0], LABELS[0]], axis=-1))
+    sharded = jax.shard_map(lambda *a: jax.lax.psum(log_prob(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+    got, want = (jax.grad(f, argnums=(0, 1))(*given) for f, given in ((jax.jit(sharded), twice), (log_prob, once)))
+    assert_close(got, jax.tree.map(lambda g: 2 * g, want), 1e-5, floor=1e-6)
+
+
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_frozen_side_costs_no_product(name: str) -> None:
     def products(*argnums: int) -> int:

@@ -39,7 +39,7 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
     patch.setattr(configs, "NARROW", {90: entry})
     patch.setattr(configs, "WIDE", entry)
     patch.setattr(configs, "PRODUCTS", {90: config} if config.descriptors else {})
-    patch.setattr(configs, "multiprocessors", lambda: programs)
+    patch.setattr(device, "multiprocessors", lambda: programs)
     mlir.register_lowering(binding._call_p, mlir.lower_fun(_called_back, multiple_results=True), platform="cpu")
 
 

@@ -58,4 +58,4 @@ def test_launches_in_a_captured_graph_give_the_same_bits_each_time(backward: Any
 def test_the_table_has_this_gpu() -> None:
     capability = binding.capability()
     assert capability is not None
-    assert configs.served(capability)
+    assert capability in configs.NARROW

@@ -123,6 +123,6 @@ def test_the_forward_keeps_little_of_each_row(tokens: int, vocabulary: int) -> N
 def test_parts_of_the_vocabulary_fill_the_multiprocessors(tokens: int, vocabulary: int) -> None:
     spec = HeadSpec(4096, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None)
     plan = BACKEND.plan(spec, tokens, "recompute", min(2**29, 4 * tokens * vocabulary))
-    tile, at_once = configs.config_for(spec, None, "dlogits"), configs.multiprocessors()
+    tile, at_once = configs.config_for(spec, None, "dlogits"), device.multiprocessors()
     rows, columns, parts = tokens // tile.rows, -(-plan.columns // tile.columns), -(-vocabulary // plan.columns)
     assert parts * -(-rows * columns // at_once) <= 1.05 * (rows * vocabulary / tile.columns / at_once)

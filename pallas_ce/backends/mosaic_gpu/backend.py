@@ -60,7 +60,7 @@ class MosaicGpuBackend(Backend):
     config: Config | None = None
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """All but bfloat16 and float16 operands, whose accuracy is the reason to ask for wider ones."""
+        """Temperatures by row, operands and precisions that the kernels do not know, and other devices."""
         if rows.row_temperature:
             return (
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
@@ -131,7 +131,7 @@ class MosaicGpuBackend(Backend):
     def stash(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, Stash]:
-        """See `products.make`."""
+        """See `exponentials`."""
         head = operands.padded_head(head)
         rows = batch.hidden.shape[0]
         config = self._config("stash", head, rows, partials.vectors(names))
@@ -142,7 +142,7 @@ class MosaicGpuBackend(Backend):
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
     ) -> Products:
-        """See `products.products`."""
+        """See `exponentials`."""
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)

@@ -1,4 +1,4 @@
-"""A kernel in Triton for NVIDIA GPUs from Ampere on."""
+"""Kernels in Triton for NVIDIA GPUs from Ampere on."""
 
 from pallas_ce.backends.triton.backend import TritonBackend
 

@@ -1,4 +1,4 @@
-"""The Triton backend: logits by one kernel, gradient products by XLA; see `protocol.Backend`."""
+"""The Triton backend: logits by one kernel, gradient products by XLA or another; see `protocol.Backend`."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
@@ -67,7 +68,7 @@ class TritonBackend(Backend):
             return f"its kernel does not multiply {spec.dtype.name} operands as precision={spec.precision}; use 'xla'"
         if spec.vocab_size > _LARGEST_VOCABULARY:
             return f"it numbers at most {_LARGEST_VOCABULARY} vocabulary entries, not {spec.vocab_size}; use 'xla'"
-        return None if padded_share else _device_refusal(spec)  # asked for the call, where its arrays are known
+        return None if padded_share else _device_refusal()  # asked for the call, where its arrays are known
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Full float32, which the kernel multiplies without tensor cores, as cuBLAS does in larger tiles."""
@@ -125,12 +126,12 @@ class TritonBackend(Backend):
         return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
 
 
-def _device_refusal(spec: HeadSpec) -> str | None:
+def _device_refusal() -> str | None:
     """Why the device lowered for cannot run the kernel; None where it can."""
     capability = binding.capability()
     if capability is None:
         return "its kernel is compiled for a CUDA device, and this process knows of none; use 'xla'"
-    if configs.served(capability):
+    if capability in configs.NARROW:
         return None
     served = ", ".join(f"{known // 10}.{known % 10}" for known in configs.NARROW)
     return (
@@ -171,7 +172,7 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
     are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
     """
     tile = configs.config_for(spec, binding.capability(), "dlogits")
-    row_blocks, at_once = -(-rows // tile.rows), configs.multiprocessors()
+    row_blocks, at_once = -(-rows // tile.rows), targets.multiprocessors()
 
     def cost(columns: int) -> tuple[int, int]:
         parts = -(-spec.vocab_size // columns)

@@ -96,8 +96,7 @@ class Compiled(NamedTuple):
 
 def capability() -> int | None:
     """The compute capability of the GPU that is traced for, as 90; None where it is not known."""
-    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
-    kind = targets.local_cuda() if compiled_for is None else str(compiled_for.device_kind)
+    kind = targets.cuda_kind()
     found = None if kind is None else targets.compute_capability(kind)
     return None if found is None else int(found.replace(".", ""))
 
@@ -157,7 +156,10 @@ def compiled(kernel: Kernel) -> Compiled:
         )
     scratch = metadata.global_scratch_size
     if scratch > SCRATCH_BYTES * kernel.scratch or (scratch and metadata.global_scratch_align > _SCRATCH_ALIGNMENT):
-        raise NotImplementedError(f"Triton {triton.__version__} asks for {scratch} bytes of scratch for a program")
+        raise NotImplementedError(
+            f"implementation='triton' has no room for the {scratch} bytes of scratch that Triton {triton.__version__} "
+            "asks for in each program: use 'xla'"
+        )
     return Compiled(metadata.name, built.asm["ptx"], metadata.shared, scratch, metadata.num_warps, built.asm["cubin"])
 
 
@@ -216,7 +218,9 @@ def _lower(ctx: Any, *operands: Any, kernel: Kernel, results: Sequence[jax.Shape
 
     del results
     if kernel.capability is None:
-        raise NotImplementedError("implementation='triton' compiles for a device that is known when it is traced")
+        raise NotImplementedError(
+            "implementation='triton' compiles for a GPU that is known when the call is traced, and none was: use 'xla'"
+        )
     built = compiled(kernel)
     arrays = len(kernel.inputs) + len(kernel.outputs)
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNMENT) for _ in range(arrays)]

@@ -6,7 +6,6 @@ of Ampere's too, whose code runs there.
 
 from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
@@ -130,9 +129,6 @@ PRODUCTS: dict[int, Config] = {90: _WIDE}
 # What tensor descriptors read and write: rows that are multiples of this long.
 _ROW_BYTES = 16
 
-# Multiprocessors where the device does not tell.
-_PROGRAMS = 132
-
 
 def precision(spec: HeadSpec) -> str | None:
     """How the kernel multiplies, in Triton's words; None where it cannot as the head wants it.
@@ -143,13 +139,8 @@ def precision(spec: HeadSpec) -> str | None:
     return "tf32" if own or spec.tf32 else _PRECISIONS.get(spec.precision)
 
 
-def served(capability: int) -> bool:
-    """Whether the table has the architecture."""
-    return capability in NARROW
-
-
 def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0, step: int = 0) -> Config:
-    """The tiles for a head and a pass. Where the device is not known yet, it is traced again for it: then any do.
+    """The tiles for a head and a pass. Any do where the device is not known: the call is traced again when it is.
 
     Args:
         spec: the head.
@@ -200,13 +191,3 @@ def _entry(spec: HeadSpec, capability: int) -> Entry:
         case _ if spec.dtype.itemsize > 2:
             return _TF32 if not descriptors else _TF32_HOPPER if capability == 90 else _TF32_NEWER
     return NARROW.get(capability, _AMPERE)
-
-
-def multiprocessors() -> int:
-    """Those of the GPU that is traced for."""
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        return int(device.num_cores)
-    try:
-        return int(jax.local_devices(backend="cuda")[0].core_count)
-    except RuntimeError:
-        return _PROGRAMS

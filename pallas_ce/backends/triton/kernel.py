@@ -1,4 +1,4 @@
-"""The one kernel: logits of rows × columns tile by tile, and what is made of a tile while it is in registers.
+"""The kernel for logits, rows × columns tile by tile, and what is made of a tile while it is in registers.
 
 A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never leaves the registers as a whole, unless
 `stored` is asked for. What is made of it depends on which outputs there are:
@@ -14,8 +14,8 @@ A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never
 Single entries of a row, its targets' and its largest, are XLA's affair; see `backends.entries`.
 
 Logits are `z = softcap(scale·(hidden·weight + low·up + bias)) / T`, where `low·up`, a few entries long, is a low-rank
-term of the weight. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to
-1e-7·c; where |x/c| < 1/4, the odd polynomial of degree 9 is good to 1e-8 of the result.
+term of the weight. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to 1e-7·c; where |x/c| < 1/4, the odd
+polynomial of degree 9 is good to 1e-8 of the result.
 
 Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
 float32 has 0, so that 0·(-inf) does not arise.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
@@ -221,7 +222,7 @@ def _run(
         arrays,
         outputs,
         constants,
-        programs=min(tiles, configs.multiprocessors()) if config.descriptors else tiles,
+        programs=min(tiles, targets.multiprocessors()) if config.descriptors else tiles,
         warps=config.warps,
         stages=config.stages,
         scratch=config.descriptors,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.triton import binding, configs, launch
 from pallas_ce.head import Head, WeightSum
 
@@ -70,7 +71,7 @@ def _product(
         arrays | {"bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])},
         {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)},
         constants,
-        programs=min(tiles, configs.multiprocessors()),
+        programs=min(tiles, targets.multiprocessors()),
         warps=config.warps,
         stages=config.stages,
         scratch=True,

@@ -23,10 +23,10 @@ class Tiling(NamedTuple):
         elements: of a tile, at most.
         cached: whether a tile's logits are in a cache when they are read again.
         in_place: whether XLA writes products into parts of larger arrays, and keeps scratch where an output will lie.
-        worth_adding: in_forward of 16-bit operands: of fewer rows a block, a fourth product takes less time than to add
-            another share to the weight's whole gradient: with B bytes and F operations a second, where
-            `2·rows / F < 20 / B`, if XLA writes the share, reads it and the sum, and writes that, and slices of the
-            weight, too.
+        worth_adding: rows of a block below which in_forward of 16-bit operands is the slower mode: a fourth product
+            then takes less time than adding another share to the weight's whole gradient. With F operations and B bytes
+            a second that is where `2·rows / F < 20 / B`: for each entry XLA writes the share, reads it and the sum,
+            writes that, and copies slices of the weight.
     """
 
     rows: int
@@ -46,8 +46,8 @@ _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
 
-# What the products take, in such passes over sums as `_least_traffic` counts: of three with a vector of H numbers each,
-# 6·H operations and 8·H bytes of a pass, at the 150 to 250 operations that accelerators do for each byte they move.
+# How many times longer than the three products one pass over sums would take, of those that `_least_traffic` counts, if
+# each logit had one: 8·H bytes to 6·H operations, of which accelerators do 150 to 250 in the time of a byte.
 _PASSES = 200
 
 # Elements of a product that half of the chip could have made while the last parts of it were.

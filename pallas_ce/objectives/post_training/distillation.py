@@ -1,6 +1,7 @@
 """Distillation from the log-probabilities of a teacher's K most likely tokens, where the student's are read by id."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +71,9 @@ def top_k_distillation_loss(
         a temperature, pass `temperature` to `linear_log_probs` and multiply the loss by its square: "Distilling the
         Knowledge in a Neural Network", arXiv 1503.02531.
     """
-    arguments.choice("divergence", divergence, ("forward_kl", "reverse_kl", "jsd"))
-    if divergence == "jsd" and not 0 < arguments.scalar("beta", beta) < 1:
-        raise ValueError(f"beta={beta!r} must lie in (0, 1); its limits are divergence='forward_kl' and 'reverse_kl'")
+    arguments.choice("divergence", divergence, get_args(Name))
+    if divergence == "jsd":
+        beta = arguments.beta(beta)
     log_probs = sequences.floats("log_probs", log_probs)
     if log_probs.ndim < 2:
         raise ValueError(f"log_probs has shape {log_probs.shape}; it must be [..., T, K]")

@@ -1,7 +1,7 @@
 """Policy gradients on log-probabilities: PPO's clipped objective, GRPO and its variants, advantages, KL estimates."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,7 @@ def policy_loss(
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
     advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
+    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
     if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > 1 + clip_high:
@@ -171,7 +172,7 @@ def policy_loss(
 
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     """log r, `[..., T]` or, for sequences, `[..., 1]`."""
-    arguments.choice("level", level, ("token", "sequence", "sequence_token"))
+    arguments.choice("level", level, get_args(Level))
     by_token = _limit(sequences.difference(log_probs, old_log_probs))
     if level == "token":
         return by_token
@@ -217,7 +218,7 @@ def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estim
     References:
         J. Schulman, "Approximating KL Divergence" (2020); GRPO, arXiv 2402.03300, equation 4.
     """
-    arguments.choice("estimator", estimator, ("k1", "k2", "k3"))
+    arguments.choice("estimator", estimator, get_args(Estimator))
     log_probs = sequences.floats("log_probs", log_probs)
     d = _limit(sequences.difference(sequences.floats("ref_log_probs", ref_log_probs, log_probs.shape), log_probs))
     if estimator == "k1":
@@ -258,6 +259,7 @@ def group_advantages(
         GRPO: arXiv 2402.03300, section 4.1; Dr. GRPO: arXiv 2503.20783.
     """
     arguments.choice("scale", scale, ("group", "batch", "none"))
+    arguments.scalar("epsilon", epsilon, 0.0)
     rewards = sequences.constants("rewards", rewards)
     if not arguments.is_int(group_size):
         raise TypeError(f"group_size={group_size!r} must be an int")

@@ -1,6 +1,6 @@
 """Preference losses on the log-probabilities of pairs of answers."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
-from pallas_ce.statistics.cross_entropy import safe_inverse
+from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
 
 
 class PreferenceMetrics(NamedTuple):
@@ -66,7 +66,7 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     return_metrics: bool = False,
 ) -> Any:
     r"""Direct preference optimisation: prefers the chosen answer more than the reference model does.
@@ -107,7 +107,7 @@ def dpo_loss(
         hinge: SLiC-HF, arXiv 2305.10425; IPO: arXiv 2310.12036, equation 17.
     """
     arguments.choice("kind", kind, ("sigmoid", "hinge", "ipo"))
-    arguments.choice("reduction", reduction, ("mean", "sum", "none"))
+    arguments.choice("reduction", reduction, get_args(Reduction))
     beta = arguments.above_zero("beta", beta)
     arguments.scalar("label_smoothing", label_smoothing, 0.0, 0.5)
     smoothed = not arguments.is_known(label_smoothing, 0.0)

@@ -1,6 +1,6 @@
 """What the losses share: checked arrays, the masking rule, and how the tokens of many sequences become one number."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +64,11 @@ def aggregate(
         fixed_length    Σ_it m_it·x_it / (length·Z)              [B]
         none            m_it·x_it
     """
-    arguments.choice("aggregation", how, ("token_mean", "sequence_mean", "fixed_length", "none"))
+    arguments.choice("aggregation", how, get_args(Aggregation))
     if (length is not None) != (how == "fixed_length"):
-        raise ValueError(f"length={length!r} is needed for aggregation='fixed_length', and only there; it is {how!r}")
+        raise ValueError(
+            f"length={length!r} with aggregation={how!r}: 'fixed_length' needs a number, and the others take none"
+        )
     if normalizer is not None and how == "none":
         raise ValueError("normalizer is given with aggregation='none', which divides by nothing")
     values = keep(mask, values)

@@ -1,8 +1,8 @@
 """Tiles of a matrix that lies in memory, one after the other at the rate of memory, handed to an epilogue.
 
-This is the loop of `gemm` without a product. One warpgroup only issues TMA loads and fills a ring of slots with tiles.
-Two others hand the tiles to an `Epilogue`, as float32 in the layout of a wgmma accumulator, so an item of work, a
-statistic and the gradient's formula mean the same as there. An epilogue may overwrite the matrix: each tile is read
+This is the loop of `pipeline` without a product. One warpgroup only issues TMA loads and fills a ring of slots with
+tiles. Two others hand the tiles to an `Epilogue`, as float32 in the layout of a wgmma accumulator, so an item of work,
+a statistic and the gradient's formula mean the same as there. An epilogue may overwrite the matrix: each tile is read
 once, before anything is written in its place.
 """
 
@@ -16,13 +16,16 @@ from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place, specialised
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, SHARED_MEMORY_BYTES, Config, Schedule
+from pallas_ce.backends.mosaic_gpu.schedule.config import (
+    COMPUTE_WARPGROUPS,
+    RESERVED_BYTES,
+    SHARED_MEMORY_BYTES,
+    Config,
+    Schedule,
+)
 
-# Registers of a thread that loads and of one that computes, as in `gemm`.
+# Registers of a thread that loads and of one that computes, as in `pipeline`.
 _REGISTERS = (40, 232)
-
-# Shared memory for barriers, alignment and vectors by row.
-_RESERVED_BYTES = 3072
 
 # Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
 _TILE_BYTES = 512
@@ -31,7 +34,7 @@ _TILE_ROWS = 64
 
 def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
     """Tiles of numbers of `itemsize`, in as many stages as shared memory holds beside `staged_bytes`."""
-    free = SHARED_MEMORY_BYTES - _RESERVED_BYTES - staged_bytes
+    free = SHARED_MEMORY_BYTES - RESERVED_BYTES - staged_bytes
     stages = free // (COMPUTE_WARPGROUPS * _TILE_ROWS * _TILE_BYTES)
     return Config(rows=_TILE_ROWS, columns=_TILE_BYTES // itemsize, stages=stages, cluster=None, piece=piece)
 

@@ -1,8 +1,8 @@
 """The forward: row statistics of hidden·weightᵀ, kept in registers across a window of the vocabulary.
 
-Each tile of logits yields a `Partial` of its own, measured from its own maximum, which `statistics.merge` joins with
-the window's. A window writes one `Partial` a row; joining the windows is left to XLA. Memory: `rows × windows` numbers
-for each statistic.
+Each tile of logits yields a `Partial` of its own, measured from its own maximum, which `row.merge` joins with the
+window's. A window writes one `Partial` a row; joining the windows is left to XLA. Memory: `rows × windows` numbers for
+each statistic.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ def dlogits(
     logits: jax.Array,
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
-    valid_rows: jax.Array | None,
+    valid: jax.Array | None,
     config: Config | None = None,
 ) -> jax.Array:
     """See `protocol.Materialized`: where XLA need not keep the logits, in their buffer. `config` is for tests.
@@ -74,8 +74,8 @@ def dlogits(
         by_row["labels"] = labels
     if gradient.argmax is not None:
         by_row["argmax_column"] = gradient.argmax
-    if valid_rows is not None:
-        by_row["counts"] = valid_rows.astype(jnp.float32)
+    if valid is not None:
+        by_row["counts"] = valid.astype(jnp.float32)
     u = logit_weights if "logit_weights" in present else None
     facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=0)
     inputs = {name: operands.pad(x, (facts.padded_rows,)) for name, x in by_row.items()} | inputs

@@ -41,7 +41,7 @@ LEAST_ROWS = 2048
 _LEAST_WIDTH = 256
 
 # Blocks of rows end where a pipeline stage does.
-_ROW_MULTIPLE = 64
+_STAGE_ROWS = 64
 
 _MOST_WINDOWS = 8
 
@@ -73,7 +73,7 @@ def serves(spec: HeadSpec, rows: int) -> bool:
         and spec.hidden_size % LENGTH_MULTIPLE == 0
         and spec.weight_rows % LENGTH_MULTIPLE == 0
         and spec.vocab_size == spec.weight_rows
-        and rows % _ROW_MULTIPLE == 0
+        and rows % _STAGE_ROWS == 0
     )
 
 

@@ -1,13 +1,7 @@
-"""The in-forward mode's kernel: statistics, and every logit's exponential kept in 16 bits.
+"""The in-forward mode's kernel: statistics, and every logit's exponential `e^{z_ij - e_i}` kept in 16 bits.
 
-With a reference `e_i` near row i's lse, `E_ij = e^{z_ij - e_i}` needs no maximum to be known in advance, and the
-softmax is `p_ij = e^{e_i - lse_i}·E_ij`: a factor by row, which both gradient products can apply to an operand or to a
-result of theirs. So dlogits need not be formed: with `s_i = A_i·e^{e_i - lse_i}`, the term `A·p` contributes
-
-    s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to that of W_j
-
-and the target's term is a change of one entry of each row of E. Rounding E to 16 bits is the rounding that dlogits
-would have had. The statistics come from the unrounded values.
+`backends.exponentials` derives what they serve for. The reference `e_i`, near row i's lse, is known in advance, so that
+sums over tiles are measured from one number by row. The statistics come from the unrounded values.
 """
 
 import dataclasses

@@ -18,12 +18,12 @@ Kernel = Literal["forward", "stash", "dlogits"]
 
 COMPUTE_WARPGROUPS = 2
 
-# Shared memory of one thread block on sm_90: 227 KiB, less what barriers, alignment and reductions take.
-SHARED_MEMORY_BYTES = 232448
+# Shared memory of one thread block on sm_90, and what barriers, alignment and vectors by row may take of it.
+SHARED_MEMORY_BYTES = 227 * 1024
+RESERVED_BYTES = 3072
 
-# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup; and a vector for each, barriers, alignment.
+# A block of 64 rows of 128 bytes on its way to memory, for each warpgroup.
 _STAGED_BYTES = COMPUTE_WARPGROUPS * 64 * 128
-_RESERVED_BYTES = 3072
 
 # Partial statistics are the forward's only temporary memory; there are no more windows than fit in this.
 PARTIALS_BYTES = 12 * 2**20
@@ -116,7 +116,7 @@ class Config:
     @property
     def clusters(self) -> int:
         """How many clusters work at once."""
-        return max(1, (self.sms or sm_count()) // self.cluster_size)
+        return max(1, (self.sms or targets.multiprocessors()) // self.cluster_size)
 
     @property
     def block_rows(self) -> int:
@@ -149,7 +149,7 @@ _VECTORS_IN_TURNS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": 
 
 def most_stages(kernel: Kernel, config: Config) -> int:
     """Pipeline stages that fit into shared memory beside what the epilogue stages, for 16-bit operands."""
-    fixed = _RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
+    fixed = RESERVED_BYTES + (0 if kernel == "forward" else config.staged * _STAGED_BYTES)
     return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
 
 
@@ -244,37 +244,12 @@ class Product(NamedTuple):
         return self.own_steps - (-self.rank // self.config.depth)
 
 
-def sm_count() -> int:
-    """Multiprocessors of the GPU lowered for: of a compile-only target if there is one, else of the process's.
-
-    Where neither tells, as under the interpreter, those of an H100 or H200.
-    """
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        return int(device.num_cores)
-    return _local_sm_count()
-
-
-@functools.cache
-def _local_sm_count() -> int:
-    try:
-        return int(jax.local_devices(backend="cuda")[0].core_count)
-    except RuntimeError:
-        return 132
-
-
-def device_kind() -> str | None:
-    """The model of the GPU lowered for, as `sm_count` finds it; None where neither tells."""
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        return str(device.device_kind)
-    return targets.local_cuda()
-
-
 def device_refusal() -> str | None:
     """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
     compiled_for = jax.sharding.get_abstract_mesh().abstract_device
     if compiled_for is None and targets.interpreted():
         return None
-    if (kind := device_kind()) is None:
+    if (kind := targets.cuda_kind()) is None:
         return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
     capability = targets.compute_capability(kind)
     if capability == _COMPUTE_CAPABILITY:

@@ -2,6 +2,7 @@
 
 import functools
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule.config import (
@@ -10,7 +11,6 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
     cost,
     default_tiles,
     schedule,
-    sm_count,
 )
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Mode, Plan
@@ -19,7 +19,7 @@ from pallas_ce.head import HeadSpec
 # The recompute mode may take this much; beyond, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
 
-# 16 bytes of them.
+# 16-bit numbers of a row that XLA's products read at once.
 _ALIGNED_COLUMNS = 8
 
 # Statistics that a window may leave of each row.
@@ -38,7 +38,7 @@ _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
 
-# Of a tile's steps, to whole ones of which the operands of a low-rank term are padded.
+# Of a step of a tile: the operands of a low-rank term are padded to whole ones.
 _DEPTH = Config().depth
 
 # Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
@@ -95,7 +95,7 @@ def _slower(spec: HeadSpec) -> str | None:
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
     """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
-    return _recompute(spec, tokens, scratch_bytes, sm_count())
+    return _recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config, Kernel
 from pallas_ce.backends.mosaic_gpu.tuning import tables
@@ -44,7 +45,7 @@ def tiles_for(
         options: how many of bias, scale, soft cap and given u the head has.
         rare: see `config.default_tiles`; no table is asked then.
     """
-    device = config.device_kind()
+    device = targets.cuda_kind()
     if device is not None and not rare and vectors <= _PLAIN_VECTORS and options == 0:
         key = tables.Shape(kernel, rows, columns, spec.hidden_size, spec.vocab_axis).nearest
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
