@@ -62,8 +62,8 @@ def sampled_softmax_cross_entropy(
 
     Args:
         hidden: `[..., H]`.
-        weight: `[V', H]` or `[H, V']`. Its gradient is dense, 0 in columns that are neither sampled nor labels. A GPU adds
-            up those of equal labels in any order, unless XLA is told to be deterministic.
+        weight: `[V', H]` or `[H, V']`. Its gradient is dense, 0 in columns that are neither sampled nor labels. A GPU
+            adds up those of equal labels in any order, unless XLA is told to be deterministic.
         labels: `[...]` integers; those outside `[0, V)` count as ignored.
         key: one of JAX's random keys; a new one for each step.
         num_samples: S, from 1 to V.
