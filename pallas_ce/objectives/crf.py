@@ -10,6 +10,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
+from pallas_ce.streaming.loops import vary_like
 
 
 def linear_chain_crf(
@@ -152,7 +153,8 @@ def _log_partition(emissions: jax.Array, transitions: jax.Array, valid: jax.Arra
         return jnp.where(is_live[:, None], following, alpha), None
 
     between = None if shared else jnp.moveaxis(transitions, 1, 0)
-    alpha, _ = lax.scan(step, emissions[:, 0], (jnp.moveaxis(emissions, 1, 0)[1:], valid.T[1:], between))
+    first = vary_like(emissions[:, 0], (transitions, valid))
+    alpha, _ = lax.scan(step, first, (jnp.moveaxis(emissions, 1, 0)[1:], valid.T[1:], between))
     return _log_sum_exp(alpha)
 
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_ce import linear_chain_crf, linear_log_probs
 from tests.pallas_ce.checks import assert_close
@@ -154,3 +156,14 @@ def test_which_sequences_count() -> None:
     np.testing.assert_allclose(linear_chain_crf(emissions, tags, transitions, mask=mask), each.sum() / 2, rtol=1e-6)
     unknown = linear_chain_crf(emissions, np.full((3, 4), 2), transitions, mask=mask)
     assert unknown == 0
+
+
+def test_transitions_alone_may_vary_over_a_mesh() -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    emissions, tags, transitions = jnp.zeros((2, 4, 3)), jnp.zeros((2, 4), int), jnp.ones((2, 3, 3, 3))
+
+    def loss(transitions: jax.Array) -> jax.Array:
+        return linear_chain_crf(emissions, tags, transitions, reduction="none")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_array_equal(jax.jit(sharded)(transitions), loss(transitions))
