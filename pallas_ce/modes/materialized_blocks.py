@@ -14,7 +14,7 @@ from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.forward import Statistics
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.logits import present
-from pallas_ce.statistics.row import Partial, finalise, partial_of_tile
+from pallas_ce.statistics.row import Partial, finalise, gap, partial_of_tile
 from pallas_ce.statistics.table import total
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows
@@ -146,9 +146,8 @@ def block_statistics(settings: MaterializedSettings, names: frozenset[str], bloc
             found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
         if "log_prob" in names:
             # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
-            top = jnp.where(jnp.isneginf(present(partial.max)), 0.0, present(partial.max))[:, None]
-            sum_exp = total(partial)[:, None]
-            log_prob = (picked - top - jnp.log(sum_exp)).reshape(labels.shape)
+            distance = gap(picked, present(partial.max)[:, None])
+            log_prob = (distance - jnp.log(total(partial)[:, None])).reshape(labels.shape)
             found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
     return found
 

@@ -143,7 +143,7 @@ def from_reference(partial: Partial, reference: jax.Array) -> Partial:
 
 
 def gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:
-    """m - M, and 0 where both are -inf."""
+    """m - M; -inf, and not nan, where both are."""
     return part_max - jnp.where(jnp.isneginf(joint_max), 0.0, joint_max)
 
 
