@@ -45,7 +45,8 @@ def linear_row_statistics(
 
     Args:
         hidden: `[..., H]` bfloat16, float16, float32 or float64; N rows in all, zero rows included.
-        weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. Never copied or transposed.
+        weight: `[V', H]` (`vocab_axis=0`) or `[H, V']` (`vocab_axis=1`), floating. `explain` tells where a copy is
+            made; none is transposed.
         labels: `[...]`, any integer dtype; needed for `target_logit` and `log_prob`. No label is special here: one
             outside `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
         statistics: names of the statistics to return, out of `RowStatistics`' fields. Others cost nothing.
