@@ -131,7 +131,10 @@ def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int 
         >>> print(chunked_cross_entropy(jnp.zeros((6, 4)), jnp.arange(6) % 4, chunk_size=4))
         1.3862944
     """
-    given = inspect.signature(cross_entropy).bind(logits, labels, **options)
+    try:
+        given = inspect.signature(cross_entropy).bind(logits, labels, **options)
+    except TypeError as error:
+        raise TypeError(f"chunked_cross_entropy() {error}") from None
     given.apply_defaults()
     return _checked(**given.arguments, chunk=arguments.chunk("chunk_size", chunk_size))
 

@@ -103,6 +103,8 @@ def multi_task_cross_entropy(
         try:
             if not isinstance(task, Task):
                 raise TypeError(f"it is a {type(task).__name__}; it must be a Task")
+            if not isinstance(task.options, Mapping):
+                raise TypeError(f"options is a {type(task.options).__name__}; it must be a mapping of names to values")
             if "return_metrics" in task.options:
                 raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
             if task.options.get("reduction", "mean") == "none":

@@ -248,8 +248,11 @@ OF_ONE: dict[str, list[Row]] = {
         ({"transitions": jnp.ones((3, 3))}, ValueError, r"\(3, 3\); it must be \(4, 4\), or \(2, 2, 4, 4\)"),
     ],
     "chunked_cross_entropy": [
-        ({"chunk_size": size}, ValueError, "chunk_size=.* must be a positive int, or 0 for 4096")
-        for size in (-1, 2.0, True)
+        *(
+            ({"chunk_size": size}, ValueError, "chunk_size=.* must be a positive int, or 0 for 4096")
+            for size in (-1, 2.0, True)
+        ),
+        ({"chunks": 4}, TypeError, r"chunked_cross_entropy\(\) got an unexpected keyword argument 'chunks'"),
     ],
     "selective_log_softmax": [
         ({"index": jnp.zeros(2)}, TypeError, "index has dtype float32; it must be an integer one"),

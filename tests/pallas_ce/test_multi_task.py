@@ -111,6 +111,7 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
         multi_task_cross_entropy(hidden, [Task(weight, labels)])  # type: ignore[arg-type]
     cases: list[tuple[Any, Any, str]] = [
         ((weight, labels), TypeError, "it is a tuple; it must be a Task"),
+        (Task(weight, labels, 1.0, None), TypeError, "options is a NoneType; it must be a mapping"),
         (Task(weight, labels, 1.0, {"reduction": "none"}), ValueError, "reduction='none' is not for several tasks"),
         (Task(weight, labels, 1.0, {"return_metrics": True}), ValueError, "return_metrics is not an option of a task"),
         (Task(weight, labels[:2]), ValueError, "labels have shape"),
