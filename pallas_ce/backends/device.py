@@ -37,13 +37,13 @@ def local_cuda() -> str | None:
 
 
 def cuda_kind() -> str | None:
-    """The model of the GPU traced for: the ambient mesh's where known, else the process's first; None without one."""
+    """The model of the device traced for: the ambient mesh's where known, else the process's GPU; None without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return local_cuda() if device is None else str(device.device_kind)
 
 
 def multiprocessors() -> int:
-    """Those of that GPU; where neither tells, as under an interpreter, those of an H100 or H200."""
+    """Those of the GPU traced for; where nothing tells, as under an interpreter, those of an H100 or H200."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return _local_multiprocessors() if device is None else int(device.num_cores)
 
