@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.gradient_products import NeedsGrad, Products
 from pallas_ce.streaming.tiles import Tile
 
 
@@ -245,7 +246,7 @@ class Head:
         """Logits `[n, c]` for one tile, columns that are not valid included."""
         return self.columns(tile.take).logits(batch)
 
-    def tile_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs_grad: "NeedsGrad") -> "Products":
+    def tile_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs_grad: NeedsGrad) -> Products:
         """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.
 
         Left in float32 they would pull both products into float32: the commonest performance bug of this field.
@@ -263,7 +264,7 @@ class Head:
         return Products(for_hidden, for_weight, for_bias, *self.term_products(batch, rounded, up, needs_grad))
 
     def term_products(
-        self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs_grad: "NeedsGrad"
+        self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs_grad: NeedsGrad
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """A low-rank term's: `dlogits [n, c]·up [c, r]`, and `dlogitsᵀ·low`; short, and XLA's whatever made dlogits."""
         if up is None:
@@ -272,7 +273,7 @@ class Head:
         for_low = self.matmul(dlogits, up, (1, 0)) if needs_grad.low_product else None
         return for_low, self.matmul(dlogits, batch.low, (0, 0)) if needs_grad.up else None
 
-    def row_sums(self, batch: Batch, needs_grad: "NeedsGrad") -> "Products":
+    def row_sums(self, batch: Batch, needs_grad: NeedsGrad) -> Products:
         """Zeros for the products by row that are needed."""
         wide, rank = self.spec.accumulator, self.spec.rank
         hidden = jnp.zeros(batch.hidden.shape, wide) if needs_grad.hidden_product else None
@@ -309,114 +310,3 @@ class Head:
     def largest_logit_weight(self) -> jax.Array | float:
         """max |u|."""
         return self.spec.uniform_weight if self.logit_weights is None else jnp.max(jnp.abs(self.logit_weights))
-
-
-class Products(NamedTuple):
-    """What a tile of dlogits `[n, c]` is multiplied for, or sums of that; in the accumulator dtype, None if not needed.
-
-    Attributes:
-        hidden: `dlogits·weight_tile [n, H]`.
-        weight: `dlogitsᵀ·hidden` in the weight tile's layout.
-        bias: `Σ_i dlogits [c]`.
-        low: `dlogits·up_tile [n, r]`.
-        up: `dlogitsᵀ·low [c, r]`.
-    """
-
-    hidden: jax.Array | None = None
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    low: jax.Array | None = None
-    up: jax.Array | None = None
-
-    def added(self, hidden_sum: jax.Array | None, weight_sum: "WeightSum | None", vocab_axis: int) -> "Products":
-        """What a `TileStep` returns of a tile's products, from hidden's sum with the tile's share."""
-        weight = self.weight
-        if weight_sum is not None and weight is not None:
-            weight = weight_sum.add(weight, vocab_axis)
-        return self._replace(hidden=hidden_sum, weight=weight)
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightSum:
-    """What a tile's share of the weight's gradient goes into.
-
-    Attributes:
-        array: the whole gradient, whose part of the tile is replaced; or a sum in the accumulator dtype, of the tile's
-            shape.
-        tile: the tile.
-        scale: `[]`, which shares are multiplied by for the whole gradient; None for a tile's sum.
-        adds: whether the whole gradient is a sum itself, in the accumulator dtype, whose part is added to.
-    """
-
-    array: jax.Array
-    tile: Tile
-    scale: jax.Array | None
-    adds: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole gradient."""
-        return self.scale is not None
-
-    def add(self, product: jax.Array, vocab_axis: int) -> jax.Array:
-        """`array` with a share in the weight tile's layout."""
-        if self.scale is None:
-            return self.array + product
-        if self.adds:
-            return self.tile.add(self.array, self.scale * product, vocab_axis)
-        return self.tile.put(self.array, (self.scale * product).astype(self.array.dtype), vocab_axis)
-
-
-# `(tile index, hidden's sum, the weight's sum)` -> both with the tile's shares, and the others' shares; see `Backend`.
-TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Products]
-
-
-@dataclasses.dataclass(frozen=True)
-class NeedsGrad:
-    """Which inputs are differentiated; the others' products, buffers and collectives are skipped. Static."""
-
-    hidden: bool = False
-    weight: bool = False
-    bias: bool = False
-    logit_scale: bool = False
-    up: bool = False
-    down: bool = False
-
-    def __bool__(self) -> bool:
-        return any(dataclasses.astuple(self))
-
-    @property
-    def hidden_product(self) -> bool:
-        """The scale's gradient comes from the hidden one's (see `scale_gradient`), so either needs that product."""
-        return self.hidden or self.logit_scale
-
-    @property
-    def low_product(self) -> bool:
-        """A low-rank term has a share in hidden's gradient, and all of that of `down`."""
-        return self.hidden_product or self.down
-
-    @property
-    def bias_sum(self) -> bool:
-        """The scale's gradient also comes from the bias's, the sum of dlogits over the rows."""
-        return self.bias or self.logit_scale
-
-    @property
-    def products(self) -> int:
-        """Matrix products with the width of hidden states beside the logits' own."""
-        return int(self.hidden_product) + int(self.weight)
-
-
-def scale_gradient(
-    hidden: jax.Array, unscaled_hidden: jax.Array, bias: jax.Array | None, unscaled_bias: jax.Array | None
-) -> jax.Array:
-    """dL/dscale from the gradients before their multiplication by the scale: no pass over the logits.
-
-    With `x = scale·y`, `y = hidden·weight + bias` is linear in (hidden, bias) together, so
-    `Σ_ij dL/dx_ij · y_ij = <hidden, dL/dx·weight> + <bias, Σ_i dL/dx_i>`.
-    """
-    # Rows that do not count have a gradient of 0, whatever they hold: 0·nan is not 0.
-    total = jnp.sum(jnp.where(unscaled_hidden == 0, 0, hidden.astype(unscaled_hidden.dtype) * unscaled_hidden))
-    if bias is not None and unscaled_bias is not None:
-        finite = jnp.isfinite(bias)  # the logit of a -inf bias has gradient 0, and 0·(-inf) = 0
-        total += jnp.sum(jnp.where(finite, bias, 0).astype(unscaled_bias.dtype) * unscaled_bias)
-    return total

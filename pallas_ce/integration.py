@@ -23,7 +23,6 @@ from pallas_ce.api import log_probs as log_probs_steps
 from pallas_ce.api import row_statistics as row_statistics_steps
 from pallas_ce.api.checks import check_reduction, check_statistics
 from pallas_ce.api.checks import ignored as read_ignore_index
-from pallas_ce.api.checks import logits_spec as read_logits_spec
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
@@ -32,9 +31,11 @@ from pallas_ce.api.inputs import read_head
 from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
+from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.head import LogitsSpec, NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.call import Known
 from pallas_ce.modes.materialized import MaterializedRows, MaterializedSettings
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient

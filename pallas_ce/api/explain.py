@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs, low_rank
+from pallas_ce.api import inputs, low_rank, specs
 from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch.settings import decide
-from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import HeadSpec
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
@@ -200,7 +201,7 @@ def _explain(
     hidden, of_weight = _described("hidden", hidden), low_rank.read(weight, _described)
     weight, up, down = of_weight.weight, of_weight.up, of_weight.down
     bias = None if bias is None else _described("bias", bias)
-    spec = arguments.head_spec(
+    spec = specs.head_spec(
         hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, up=up, down=down
     )
     leading = hidden.shape[:-1]

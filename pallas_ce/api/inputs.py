@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import low_rank
+from pallas_ce.api import low_rank, specs
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.select import warn_once
 from pallas_ce.dispatch.settings import Settings, decide
@@ -147,7 +147,7 @@ def read_head(
     bias = None if bias is None else arguments.array("bias", bias)
     mesh_axes = arguments.mesh_axes(mesh_axes)
     parts = (1, 1) if mesh_axes is None else mesh_axes.parts
-    spec = arguments.head_spec(
+    spec = specs.head_spec(
         hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts, up, down
     )
     leading = hidden.shape[:-1]

@@ -12,7 +12,7 @@ from pallas_ce.api.options import Options, call_metrics, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.inputs import read_labels
 from pallas_ce.api.options import Options, call_metrics, read_options
@@ -173,7 +174,7 @@ def mean_squared_lse(
         1.0
     """
     logits = arguments.array("logits", logits)
-    spec = arguments.logits_spec(logits, vocab_size, logit_softcap)
+    spec = specs.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
     return _mean_squared_lse(mode.decide(spec, logits, None), arguments.ignored(ignore_index), logits, labels)
 
@@ -227,7 +228,7 @@ def selective_log_softmax(
         The function of that name in TRL, and "Reducing VRAM Footprint in PPO and GRPO Using Selective Log-Softmax".
     """
     logits = arguments.array("logits", logits)
-    spec = arguments.logits_spec(logits, None, None)
+    spec = specs.logits_spec(logits, None, None)
     index = index if isinstance(index, np.ndarray) else arguments.array("index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
@@ -265,7 +266,7 @@ def _checked(
     **of_loss: Any,
 ) -> Any:
     logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
-    spec, leading = arguments.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
+    spec, leading = specs.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
     options = read_options(leading, spec.vocab_size, "logits'", **of_loss)
     labels = read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
     settings = mode.decide(spec, logits, implementation, chunk=chunk)

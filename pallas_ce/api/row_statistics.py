@@ -9,7 +9,7 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program

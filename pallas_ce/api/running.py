@@ -15,7 +15,7 @@ from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import evaluate, running
 from pallas_ce.modes.call import added
 from pallas_ce.parallel.entry import program

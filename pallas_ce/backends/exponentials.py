@@ -31,7 +31,8 @@ from jax import lax
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import Batch, Head, HeadSpec, Products
+from pallas_ce.gradient_products import Products
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec, NeedsGrad, Products, TileStep
+from pallas_ce.gradient_products import NeedsGrad, Products, TileStep
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock

@@ -10,7 +10,8 @@ import numpy as np
 from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
-from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec, NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget

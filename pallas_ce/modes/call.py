@@ -6,7 +6,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.head import Batch, Head, NeedsGrad, Products, scale_gradient
+from pallas_ce.gradient_products import NeedsGrad, Products, scale_gradient
+from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, Sums, psum
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.streaming.rows import zeroed

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics

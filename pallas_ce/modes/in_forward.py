@@ -19,7 +19,8 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Head, NeedsGrad, Products
+from pallas_ce.gradient_products import NeedsGrad, Products
+from pallas_ce.head import Head
 from pallas_ce.modes.call import (
     Call,
     Gradients,

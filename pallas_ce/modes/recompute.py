@@ -12,7 +12,8 @@ import numpy as np
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import Head, NeedsGrad, TileStep
+from pallas_ce.gradient_products import NeedsGrad, TileStep
+from pallas_ce.head import Head
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Call, Gradients, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import evaluate, in_forward, recompute
 from pallas_ce.modes.call import Call, Gradients, Operands, added
 from pallas_ce.statistics.logits import present

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Head, NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.head import Head
 from pallas_ce.modes.call import Gradients, Operands, added, adds_in_place, finish, sum_over_devices, through_down
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.streaming.rows import RowBlock, Rows

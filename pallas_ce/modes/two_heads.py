@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, NeedsGrad, Products, TileStep, WeightSum, tempered
+from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Gradients, Operands
 from pallas_ce.modes.evaluate import differentiable

@@ -13,7 +13,8 @@ from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import BACKEND
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, busiest, schedule
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.head import HeadSpec, NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import HeadSpec
 from pallas_ce.parallel.shards import Shards
 
 SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)

@@ -15,7 +15,8 @@ from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import BACKEND, tiling
 from pallas_ce.dispatch.select import Default
 from pallas_ce.dispatch.settings import Settings, decide
-from pallas_ce.head import Head, HeadSpec, NeedsGrad
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 
 MODES: list[Mode | None] = [None, "in_forward", "recompute"]

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles

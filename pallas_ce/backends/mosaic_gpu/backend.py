@@ -28,7 +28,8 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep
+from pallas_ce.gradient_products import Products, TileStep
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.streaming.rows import RowBlock
 

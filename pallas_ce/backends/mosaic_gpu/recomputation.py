@@ -19,7 +19,8 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, prod
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.head import Batch, Head, HeadSpec, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 

@@ -12,7 +12,8 @@ from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, launch, products, recomputation
 from pallas_ce.backends.triton.configs import Use
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep
+from pallas_ce.gradient_products import Products, TileStep
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.rows import RowBlock

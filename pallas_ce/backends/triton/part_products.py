@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.triton import binding, configs, launch
-from pallas_ce.head import Head, WeightSum
+from pallas_ce.gradient_products import WeightSum
+from pallas_ce.head import Head
 
 
 def served(head: Head, columns: int) -> bool:

@@ -7,7 +7,8 @@ import numpy as np
 from pallas_ce.backends.exponentials import Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch
-from pallas_ce.head import Head, WeightSum
+from pallas_ce.gradient_products import WeightSum
+from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad

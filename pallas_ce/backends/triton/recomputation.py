@@ -15,7 +15,8 @@ from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products, products
 from pallas_ce.backends.triton.launch import Part
-from pallas_ce.head import Batch, Head, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 

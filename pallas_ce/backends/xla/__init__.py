@@ -13,7 +13,8 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, without_columns
 from pallas_ce.streaming.loops import fori_loop
