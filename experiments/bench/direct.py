@@ -59,7 +59,7 @@ def stash_kernel(hidden: jax.Array, weight: jax.Array, reference: jax.Array) -> 
 
 
 class _InForward(torch.autograd.Function):
-    """Both gradients in the forward, from one stash of exponentials; see `pallas_ce.backends.mosaic_gpu.products`."""
+    """Both gradients in the forward, from one stash of exponentials; see `pallas_ce.backends.mosaic_gpu.in_forward`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, labels: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash, always_recomputed
-from pallas_ce.backends.mosaic_gpu import products, recomputation
+from pallas_ce.backends.mosaic_gpu import in_forward, recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import (
     forward_kernel,
     materialized_kernel,
@@ -137,8 +137,8 @@ class MosaicGpuBackend(Backend):
         rows = batch.hidden.shape[0]
         config = self._config("stash", head, rows, partials.vectors(names))
         fallback = self._config("forward", head, rows, partials.vectors(names), rare=True)
-        skipped = products.skipped_from(head.spec, block)
-        return products.Kernels(head, batch, skipped, config, fallback).make(names)
+        skipped = in_forward.skipped_from(head.spec, block)
+        return in_forward.Kernels(head, batch, skipped, config, fallback).make(names)
 
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
@@ -149,8 +149,8 @@ class MosaicGpuBackend(Backend):
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
         rare = not always_recomputed(spec, entries.without(gradient.coefficients))
         configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=rare)
-        skipped = products.skipped_from(head.spec, block)
-        return products.Products(head, batch, skipped, configs).products(
+        skipped = in_forward.skipped_from(head.spec, block)
+        return in_forward.Products(head, batch, skipped, configs).products(
             gradient, stash, sums, gradient.adds or block.number != 0
         )
 

@@ -10,7 +10,7 @@ from pallas_ce.backends import device as targets
 from pallas_ce.backends import entries
 from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
-from pallas_ce.backends.triton import binding, configs, launch, products, recomputation
+from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
 from pallas_ce.gradient_products import Products, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
@@ -117,14 +117,14 @@ class TritonBackend(Backend):
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, block: RowBlock
     ) -> tuple[Partial, Stash]:
         """See `exponentials`."""
-        return products.Kernels(head, batch, None).make(names)
+        return in_forward.Kernels(head, batch, None).make(names)
 
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
     ) -> Products:
         """See `exponentials`."""
         adds = gradient.adds or block.number != 0
-        return products.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
+        return in_forward.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
 
 
 def _device_refusal() -> str | None:

@@ -1,9 +1,10 @@
-"""Gradient products of a part of the vocabulary by a kernel, read and written in place; see `product_kernel`."""
+"""Gradient products of a part of the vocabulary: in place by a kernel (`product_kernel`), or by XLA."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.triton import binding, configs, launch
@@ -77,3 +78,33 @@ def _product(
         stages=config.stages,
         scratch=True,
     )[binding.STORED]
+
+
+def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
+    """Hidden states as operands that carry the scale of the weight's gradient, a power of two, which costs no accuracy.
+
+    None where it is no such power, as with a scale of the logits, or where operands lack its exponents, as in float16.
+    """
+    if head.logit_scale is not None or head.spec.dtype == jnp.float16:
+        return None
+    return hidden.astype(head.spec.dtype) * jnp.asarray(scale, head.spec.dtype)
+
+
+def add_for_weight(
+    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightSum
+) -> jax.Array:
+    """`total` with the tile's `dlogitsᵀ·hidden`.
+
+    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
+    are hidden states that are `carrying` its scale.
+    """
+    if carrying is None or total.scale is None or total.adds:
+        return total.add(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
+    product = for_weight_by_xla(head, dlogits, carrying, total.array.dtype)
+    return total.tile.put(total.array, product, head.spec.vocab_axis)
+
+
+def for_weight_by_xla(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+    """`stored [n, c]ᵀ·rows [n, H]` in the weight's layout."""
+    a, b = (stored, rows) if head.spec.vocab_axis == 0 else (rows, stored)
+    return head.matmul(a, b, (0, 0), dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.backends.triton import launch, part_products, products
+from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.backends.triton.launch import Part
 from pallas_ce.gradient_products import Products, TileStep, WeightSum
 from pallas_ce.head import Batch, Head
@@ -27,7 +27,7 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
     exact = entries.exact(head, batch, gradient)
     rest = gradient._replace(coefficients=entries.without(gradient.coefficients))
     # Here, and not for each part: XLA would scale all rows for each of them.
-    carrying = products.scaled(head, batch.hidden, gradient.factor)
+    carrying = part_products.scaled(head, batch.hidden, gradient.factor)
     return _Work(head, batch, rest, exact, plan.columns, block, carrying)
 
 
@@ -35,7 +35,7 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
 class _Work:
     """What is the same for all parts.
 
-    `exact` holds columns and values of single entries, which `gradient` lacks; `carrying` see `products.scaled`.
+    `exact` holds columns and values of single entries, which `gradient` lacks; `carrying` see `part_products.scaled`.
     """
 
     head: Head
@@ -89,7 +89,7 @@ class _Work:
         if hidden_sum is not None:
             hidden_sum = self.block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
         if weight_sum is not None:
-            for_weight = products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
+            for_weight = part_products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
         for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
         up = None if head.up is None else tile.take(head.up)
         of_term = head.term_products(batch, dz, up, self.gradient.needs)

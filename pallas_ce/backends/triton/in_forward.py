@@ -6,42 +6,10 @@ import numpy as np
 
 from pallas_ce.backends.exponentials import Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.backends.triton import launch
-from pallas_ce.gradient_products import WeightSum
-from pallas_ce.head import Head
+from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
-
-
-def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
-    """Hidden states as operands that carry the scale of the weight's gradient, a power of two, which costs no accuracy.
-
-    None where it is no such power, as with a scale of the logits, or where operands lack its exponents, as in float16.
-    """
-    if head.logit_scale is not None or head.spec.dtype == jnp.float16:
-        return None
-    return hidden.astype(head.spec.dtype) * jnp.asarray(scale, head.spec.dtype)
-
-
-def add_for_weight(
-    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightSum
-) -> jax.Array:
-    """`total` with the tile's `dlogitsᵀ·hidden`.
-
-    Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
-    are hidden states that are `carrying` its scale.
-    """
-    if carrying is None or total.scale is None or total.adds:
-        return total.add(_for_weight(head, dlogits, hidden), head.spec.vocab_axis)
-    product = _for_weight(head, dlogits, carrying, total.array.dtype)
-    return total.tile.put(total.array, product, head.spec.vocab_axis)
-
-
-def _for_weight(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
-    """`stored [n, c]ᵀ·rows [n, H]` in the weight's layout."""
-    a, b = (stored, rows) if head.spec.vocab_axis == 0 else (rows, stored)
-    return head.matmul(a, b, (0, 0), dtype)
 
 
 class Kernels(Stashing):
@@ -75,7 +43,7 @@ class Products(Multiplying):
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
-            found = _for_weight(self.head, operand, rows, None if late is not None else dtype)
+            found = part_products.for_weight_by_xla(self.head, operand, rows, None if late is not None else dtype)
             return pad(found if late is None else late * found, total.shape)
 
         if adds is False:
