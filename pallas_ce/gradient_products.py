@@ -35,6 +35,11 @@ class Products(NamedTuple):
         return self._replace(hidden=hidden_sum, weight=weight)
 
 
+def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
+    """Their sum; None where there is none of either."""
+    return None if total is None or share is None else total + share
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSum:
     """What a tile's share of the weight's gradient goes into.

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum, plus
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Gradients, Operands, added, adds_in_place, finish, sum_over_devices, through_down
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
@@ -60,9 +60,6 @@ def gradient_sums(
     def sums_of(tile: Tile, hidden_sum: jax.Array | None, low_sum: jax.Array | None) -> Products:
         """Of a tile over all blocks; those by row by place: consecutive writes, put in place once at the end."""
         i = jnp.asarray(tile.number)
-
-        def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-            return None if total is None or share is None else total + share
 
         def block_body(block: RowBlock, sums: Products) -> Products:
             given = None if sums.weight is None else WeightSum(sums.weight, tile, None)

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Products, TileStep, WeightSum, plus
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, without_columns
@@ -149,9 +149,6 @@ class XlaBackend(Backend):
         narrow = head.spec.dtype == np.float16
         gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
         replaced = isinstance(block.number, int) and not gradient.adds
-
-        def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-            return None if total is None or share is None else total + share
 
         def with_share(total: jax.Array | None, tile: Tile, share: jax.Array | None, axis: int = 0) -> jax.Array | None:
             if total is None or share is None:
