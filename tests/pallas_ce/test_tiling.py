@@ -113,6 +113,21 @@ def test_few_rows_of_logits_are_rather_made_again() -> None:
     assert "the scratch budget holds" in BACKEND.on("cuda").plan(spec, 8192, "in_forward", budget).slower
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "vocab_size", "dtype", "slower"),
+    [(2048, 151936, "bfloat16", True), (4096, 131072, "bfloat16", False), (2048, 151936, "float32", False)],
+)
+def test_by_default_small_blocks_of_16_bits_are_the_slower_mode(
+    hidden_size: int, vocab_size: int, dtype: str, slower: bool
+) -> None:
+    """As measured on GPUs; a fourth product in float32 would take longer than adding."""
+    spec, settings = _spec(hidden_size, vocab_size, dtype), Settings("xla", "in_forward", None, platform="cuda")
+    sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+    plan = settings.block_sizes(spec, 8192, "in_forward", sums)
+    assert plan.rows < 8192
+    assert (plan.slower is not None) == slower
+
+
 def test_what_stands_in_for_the_gpus_kernels_is_planned_for_a_cpu() -> None:
     arrays = {"weight": jnp.zeros((8, 4), jnp.bfloat16), "bias": None, "logit_scale": None, "logit_weights": None}
     settings = Settings("mosaic_gpu", "recompute", None, default=Default("xla", certain=False))

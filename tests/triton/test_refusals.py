@@ -126,3 +126,14 @@ def test_parts_of_the_vocabulary_fill_the_multiprocessors(tokens: int, vocabular
     tile, at_once = configs.config_for(spec, None, "dlogits"), device.multiprocessors()
     rows, columns, parts = tokens // tile.rows, -(-plan.columns // tile.columns), -(-vocabulary // plan.columns)
     assert parts * -(-rows * columns // at_once) <= 1.05 * (rows * vocabulary / tile.columns / at_once)
+
+
+def test_blocks_take_no_memory_that_would_save_little_time() -> None:
+    """Dlogits of large problems stay small, and a stash lies where the gradient will, if most of the rows fit there."""
+    for tokens, vocabulary in ((8192, 131072), (16384, 262144), (32768, 32768)):
+        spec = HeadSpec(4096, vocabulary, vocabulary, 0, jnp.dtype(jnp.bfloat16), None)
+        plan = BACKEND.plan(spec, tokens, "recompute", 2**29)
+        assert plan.rows == tokens
+        assert 2 * tokens * plan.columns <= 160 * 2**20
+    stash = 2 * vocabulary * BACKEND.plan(spec, tokens, "in_forward", 2**29, 2**28).rows
+    assert 2**27 <= stash <= 2**28
