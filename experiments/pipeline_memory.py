@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pallas_ce
+from experiments.bench.processes import apart
 from experiments.bench.results import describe
-from experiments.bench.used import allocated_peak_bytes, apart, used_bytes
+from experiments.bench.used import allocated_peak_bytes, used_bytes
 from experiments.command_line import command, parser_of, positive, save_figure, write_record
 from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
 

@@ -7,49 +7,30 @@ loop's rate over that with stored logits (`fused_to_canonical`), to `experiments
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 
 from experiments.bench import timing
 from experiments.bench.command import parsed
+from experiments.bench.lm_training import DRY, HEADS, loop_records
 from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.command_line import parser_of, positive
 from experiments.lm.config import TrainConfig, default_config
 from experiments.lm.data.dataset import load_dataset
 from experiments.lm.data.packing import Dataset, training_batch
 from experiments.lm.model.program import Program, TrainState, build
-from experiments.lm.run.checkpoint import Checkpoints
-from experiments.lm.run.loop import WARM_UP, Trainer
-from experiments.lm.run.metrics import MetricsLog, read_records
+from experiments.lm.run.loop import WARM_UP
 from experiments.train_lm import start_jax
-
-HEADS = ("fused", "canonical")
-_DRY = TrainConfig(vocab_size=300, width=16, layers=1, attention_heads=2, mlp_width=32, sequence_length=16)
-
-
-class _Unsaved(Checkpoints[TrainState]):
-    """Checkpoints that are not written."""
-
-    def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
-        pass
 
 
 def loop_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -> float:
     """Of a step in the training loop, its warm-up left out."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        log = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
-        Trainer(program, config, dataset, _Unsaved(folder), log, lambda: lambda: 0).run(resume=False)
-        (summary,) = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "summary"]
+    (summary,) = [record for record in loop_records(program, config, dataset) if record["kind"] == "summary"]
     return 1e3 * config.batch_size * config.sequence_length / float(summary["tokens_per_second"])
 
 
@@ -106,7 +87,7 @@ def _shown(_: str, record: Record) -> str:
 
 
 def _config(options: argparse.Namespace, backend: str) -> TrainConfig:
-    return dataclasses.replace(_DRY if options.dry_run else default_config(backend), data=options.data)
+    return dataclasses.replace(DRY if options.dry_run else default_config(backend), data=options.data)
 
 
 def main(words: Sequence[str] | None = None) -> int:

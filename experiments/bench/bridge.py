@@ -18,8 +18,9 @@ import torch
 
 import torch_bridge
 from experiments.bench import direct, timing, torch_timing
+from experiments.bench.processes import apart
 from experiments.bench.programs import Shape, both, ours
-from experiments.bench.used import allocated_peak_bytes, apart, used_bytes
+from experiments.bench.used import allocated_peak_bytes, used_bytes
 
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
 _QUEUED_CYCLES = 25_000_000

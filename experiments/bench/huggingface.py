@@ -4,15 +4,14 @@ Every measurement has a process of its own: pools of memory grow, patches stay, 
 another is to find in a folder or not at all. They fork from one that has imported the packages and started nothing.
 """
 
+import functools
 import itertools
 import math
-import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 
 import torch_bridge
 from experiments.bench.peers import PEERS, failure
+from experiments.bench.processes import forked
 from experiments.bench.results import Record
 from experiments.bench.torch_timing import GRADIENT_TOLERANCE, LOSS_TOLERANCE, synchronize
 from experiments.bench.used import used_bytes, used_peak_bytes
@@ -43,6 +43,7 @@ _IMPORTED = (
     "experiments.bench.command",
     __name__,
 )
+_apart = functools.partial(forked, _IMPORTED)
 
 
 class Setting(NamedTuple):
@@ -253,11 +254,3 @@ def differs(found: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
         if not abs(found[name] - other[name]) <= bound * abs(other[name])
     ]
     return f"differs by more than bfloat16 explains: {', '.join(beyond)}" if beyond else None
-
-
-def _apart[*Arguments, Result](function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """What the function returns in a process that has only imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(function, *arguments).result()

@@ -45,9 +45,10 @@ class ResultFile(NamedTuple):
     points: Mapping[str, Callable[[], Record]]
 
 
-def add_options(parser: argparse.ArgumentParser, rounds: str = "times each program of a point is timed") -> None:
-    """The options of a command that calls `run`; `rounds` says what is repeated."""
-    parser.add_argument("--rounds", type=positive, default=7, help=rounds)
+def add_options(parser: argparse.ArgumentParser, rounds: str | None = "times each program of a point is timed") -> None:
+    """The options of a command that calls `run`; `rounds` says what is repeated, None that nothing is."""
+    if rounds is not None:
+        parser.add_argument("--rounds", type=positive, default=7, help=rounds)
     parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")

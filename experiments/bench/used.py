@@ -1,12 +1,10 @@
 """Memory in use as the driver counts it, which sees both frameworks' pools."""
 
-import multiprocessing
-import os
 import re
 import resource
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +65,3 @@ def allocated_peak_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() + (torch_bridge.memory_usage().jax_peak or 0)
     return used_bytes(device)
-
-
-def apart[*Arguments](
-    function: Callable[[*Arguments], tuple[int, int]], *arguments: *Arguments, **environment: str
-) -> tuple[int, int]:
-    """What the function returns in a process of its own, with that environment: pools of memory only grow."""
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawning, initializer=_set_environment, initargs=(environment,)) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    os.environ.update(environment)

@@ -7,6 +7,18 @@ class UsageError(Exception):
     exit_code = 2
 
 
+class TooFewEntriesError(UsageError):
+    """The text does not support a vocabulary of that size.
+
+    Attributes:
+        entries: how many it supports.
+    """
+
+    def __init__(self, message: str, entries: int) -> None:
+        super().__init__(message)
+        self.entries = entries
+
+
 class RunError(Exception):
     """The run itself failed after a valid start, for instance by a loss that is not finite."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import train_speed
 from experiments.bench import report, summary
+from experiments.bench.lm_training import HEADS
 
 
 def test_a_dry_run_compares_loop_and_step_of_both_heads(
@@ -18,9 +19,7 @@ def test_a_dry_run_compares_loop_and_step_of_both_heads(
     assert "fused / canonical" in capsys.readouterr().out
     document = json.loads((tmp_path / "train_speed.json").read_text())
     found = document["points"]["defaults"]
-    milliseconds = {
-        head: {kind: found["results"][head][kind]["ms"] for kind in ("loop", "step")} for head in train_speed.HEADS
-    }
+    milliseconds = {head: {kind: found["results"][head][kind]["ms"] for kind in ("loop", "step")} for head in HEADS}
     for head, result in found["results"].items():
         assert result["ratio"] == milliseconds[head]["step"] / milliseconds[head]["loop"]
         assert result["tokens_per_second"] == pytest.approx(8 * 16 / (1e-3 * milliseconds[head]["loop"]))

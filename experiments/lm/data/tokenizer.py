@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from experiments.command_line import write_atomically
 from experiments.lm.data.corpus import Document, digest
-from experiments.lm.errors import UsageError
+from experiments.lm.errors import TooFewEntriesError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 _ENCODED_TOGETHER = 64
@@ -33,7 +33,8 @@ def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Pa
         The tokeniser, and whether it came from the cache.
 
     Raises:
-        UsageError: if the text does not support so many entries, or the cache cannot be written.
+        TooFewEntriesError: if the text does not support so many entries.
+        UsageError: if the cache cannot be written.
     """
     key = f"{digest(documents)} {vocab_size} {version('tokenizers')}"
     path = cache_dir / f"bpe-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -91,9 +92,10 @@ def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     entries = tokenizer.get_vocab_size()
     if entries < vocab_size:
-        raise UsageError(
+        raise TooFewEntriesError(
             f"vocab_size is {vocab_size}, but the text supports only {entries} entries; "
-            f"use --vocab-size {entries} or less, or give more text"
+            f"use --vocab-size {entries} or less, or give more text",
+            entries,
         )
     return tokenizer
 
