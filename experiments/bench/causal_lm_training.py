@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.bench.largest_batch import bracket, search
+from experiments.bench.largest_batch import bracket, mib_by_batch, search
 from experiments.bench.lm_training import load_text
 from experiments.bench.processes import forked
 from experiments.bench.results import Record
@@ -33,6 +33,7 @@ PLAIN, FUSED = VARIANTS = ("plain", "fused")
 _IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "torch_bridge.integrations.huggingface", __name__)
 _STEPS_OF_A_TRIAL = 3
 _LEARNING_RATE = 3e-4
+_OUT_OF_MEMORY = ("out of memory", "RESOURCE_EXHAUSTED", "ALLOC_FAILED")
 
 # On a CPU, whose memory no dry run should fill, each row of a batch stands for a MiB of so many.
 _DRY_LIMIT = 20 * 2**20
@@ -123,7 +124,7 @@ def largest(config: TrainConfig, variant: str, device: str) -> Record:
         "vocabulary": config.vocab_size,
         "batch": batch,
         "ms": ms[batch],
-        "used_mib": {str(b): need / 2**20 if math.isfinite(need) else None for b, need in found.items()},
+        "used_mib": mib_by_batch(found),
         "limit_mib": limit / 2**20,
     }
 
@@ -133,23 +134,21 @@ def run_steps(config: TrainConfig, variant: str, device: str) -> tuple[float, fl
 
     Where the device's memory does not suffice, infinity and NaN.
     """
-    import jax
     import torch
 
     from experiments.bench import huggingface
 
-    before = _driver_bytes(device)
     try:
         model = huggingface.model_of(setting_of(config), device)
         huggingface.patch_of(variant)(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
         rows = torch.randint(config.vocab_size, (config.batch_size, config.sequence_length + 1), device=device)
         samples = huggingface.intervals(lambda: _step(model, optimizer, rows, rows), _STEPS_OF_A_TRIAL, device)
-    except (torch.OutOfMemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except RuntimeError as error:  # of either framework
+        if not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
         return math.inf, math.nan
-    return (config.batch_size * 2**20 if device == "cpu" else _driver_bytes(device) - before), samples[-1]
+    return (config.batch_size * 2**20 if device == "cpu" else _driver_bytes(device)), samples[-1]
 
 
 def train_by_trl(config: TrainConfig, variant: str, device: str) -> Record:

@@ -38,6 +38,11 @@ def bracket(found: Mapping[int, float], limit: float) -> tuple[int, float]:
     return max((batch for batch in found if batch < over), default=0), over
 
 
+def mib_by_batch(found: Mapping[int, float]) -> dict[str, float | None]:
+    """For a record: MiB, None for a batch that failed."""
+    return {str(batch): need / 2**20 if math.isfinite(need) else None for batch, need in found.items()}
+
+
 def _next(found: Mapping[int, float], limit: float) -> list[int]:
     fits, over = bracket(found, limit)
     if over - fits <= max(1, fits // FINE):

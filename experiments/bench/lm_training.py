@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.bench.largest_batch import FINE, bracket, search
+from experiments.bench.largest_batch import FINE, bracket, mib_by_batch, search
 from experiments.bench.processes import apart
 from experiments.bench.results import Record
 from experiments.lm.config import TrainConfig
@@ -93,11 +94,19 @@ def train(config: TrainConfig, head: str) -> Record:
 
 
 def planned_bytes(config: TrainConfig, head: str, batches: Sequence[int]) -> dict[int, float]:
-    """State, rows and temporaries of each batch's compiled step; nothing is run, and programs are kept."""
+    """State, rows and temporaries of each batch's compiled step; nothing is run, and programs are kept.
+
+    Infinity where the compiler, which tries out products, runs out of memory.
+    """
     start_jax()
 
     def planned(batch: int) -> float:
-        program = _build(config, head, batch)
+        try:
+            program = _build(config, head, batch)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return math.inf
         state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
         return state + 4 * batch * (config.sequence_length + 1) + program.facts["step_temporary_bytes"]
 
@@ -118,8 +127,6 @@ def run_steps(config: TrainConfig, head: str, batch: int) -> Record:
             started = time.perf_counter()
             jax.block_until_ready(program.train(state, rows))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         return {"failed": str(error).splitlines()[0][:200]}
     return {"ms": 1e3 * (time.perf_counter() - started), "peak_mib": peak_bytes() / 2**20}
 
@@ -133,7 +140,7 @@ def largest(config: TrainConfig, head: str, limit: float) -> Record:
     found = search(lambda batches: apart(planned_bytes, config, head, batches), limit, _FIRST * config.batch_size)
     batch, _ = bracket(found, limit)
     record: Record = {"sequence": config.sequence_length, "vocabulary": config.vocab_size}
-    record |= {"limit_mib": limit / 2**20, "planned_mib": {str(b): need / 2**20 for b, need in found.items()}}
+    record |= {"limit_mib": limit / 2**20, "planned_mib": mib_by_batch(found)}
     failed: dict[str, str] = {}
     for _ in range(1 + _LESS):
         if batch < 1:

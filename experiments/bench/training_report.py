@@ -19,7 +19,8 @@ _NOTES = """\
 Losses are in nats a token. Time is the median of the steps behind the first three. Peak memory is the framework's own
 count of one process that trains and nothing else: JAX's for train_lm, PyTorch's for the others, with JAX's beside it.
 The driver's count has both frameworks' pools, which keep what they have once taken. Planned temporaries are what XLA's
-compiled step takes beside its state and its batch."""
+compiled step takes beside its state and its batch. TRL's plain loss is that of the fused head that TRL itself puts in
+the place of a model's forward."""
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, int, float]:
