@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 # Trials of a search, which ends early when the batch is known to one in so many of its rows.
-MOST_TRIALS = 6
+MOST_TRIALS = 7
 FINE = 16
 
 # A line through two small batches is not trusted further than this.
@@ -13,7 +13,7 @@ _MOST_GROWTH = 16
 
 
 def search(needs: Callable[[Sequence[int]], Mapping[int, float]], limit: float, first: int) -> dict[int, float]:
-    """Tries `first` and its double, then batches about the one that a line through the largest two says is full.
+    """Tries `first` and its double, then batches about the one that a line through two of them says is full.
 
     Args:
         needs: the bytes that batches need, infinity for one that failed; in ascending order, and those behind one that
@@ -54,9 +54,10 @@ def _next(found: Mapping[int, float], limit: float) -> list[int]:
 
 
 def _full(found: Mapping[int, float], limit: float) -> int:
-    """Where the line through the largest two known needs meets the limit; 0 where it does not."""
+    """Where the limit is met by the line through the batches about it, else through the largest two; 0 without one."""
     known = sorted(batch for batch, need in found.items() if math.isfinite(need))
-    for low, high in itertools.pairwise(known[-2:]):
+    about = [batch for batch in bracket(found, limit) if batch in known]
+    for low, high in itertools.pairwise(about if len(about) == 2 else known[-2:]):
         slope = (found[high] - found[low]) / (high - low)
         if slope > 0:
             return max(0, min(int(low + (limit - found[low]) / slope), _MOST_GROWTH * high))
