@@ -48,15 +48,17 @@ def _next(found: Mapping[int, float], limit: float) -> list[int]:
     if over - fits <= max(1, fits // FINE):
         return []
     full = _full(found, limit)
-    step = max(1, full // (2 * FINE))
-    between = [batch for batch in (full - step, full, full + step) if fits < batch < over]
+    # The line is right, or what lies well below it narrows the search.
+    wanted = full - full // 4, full, full + max(1, full // (2 * FINE))
+    between = [batch for batch in wanted if fits < batch < over]
     return between or [2 * fits if math.isinf(over) else int(fits + over) // 2]
 
 
 def _full(found: Mapping[int, float], limit: float) -> int:
     """Where the limit is met by the line through the batches about it, else through the largest two; 0 without one."""
     known = sorted(batch for batch, need in found.items() if math.isfinite(need))
-    about = [batch for batch in bracket(found, limit) if batch in known]
+    fits, over = bracket(found, limit)
+    about = [batch for batch in known if batch in (fits, over)]
     for low, high in itertools.pairwise(about if len(about) == 2 else known[-2:]):
         slope = (found[high] - found[low]) / (high - low)
         if slope > 0:

@@ -97,6 +97,17 @@ def test_the_search_finds_the_largest_batch_in_few_trials(fixed: int, each: int,
         assert over - fits <= max(1, fits // largest_batch.FINE)
 
 
+def test_the_search_follows_needs_that_are_no_line() -> None:
+    """As of a program that takes another way from some size on."""
+
+    def needs(batches: Sequence[int]) -> dict[int, float]:
+        return {batch: 10.0 * batch if batch < 100 else 500.0 + 20.0 * batch for batch in batches}
+
+    found = largest_batch.search(needs, 10_000.0, 32)
+    fits, over = largest_batch.bracket(found, 10_000.0)
+    assert 475 * 3 / 4 < fits <= 475 < over < 475 * 5 / 4
+
+
 def test_a_search_ends_where_nothing_fits() -> None:
     found = largest_batch.search(lambda batches: dict.fromkeys(batches, math.inf), 1.0, 8)
     assert largest_batch.bracket(found, 1.0)[0] == 0
