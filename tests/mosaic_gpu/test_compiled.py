@@ -170,11 +170,14 @@ def assert_the_device_chooses(text: str) -> None:
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("n", "v"), [(32768, 32768), (8192, 131072)])
-@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
-def test_the_device_chooses_and_the_host_is_never_told(mode: str, n: int, v: int) -> None:
+@pytest.mark.parametrize(("mode", "chooses"), [("in_forward", False), ("recompute", True)])
+def test_the_device_chooses_and_the_host_is_never_told(mode: str, chooses: bool, n: int, v: int) -> None:
     """The host is told by a choice between branches with loops, and by a loop whose length only the device knows."""
     text = compiled_loss(mode, n, v).text
-    assert_the_device_chooses(text)
+    if chooses:
+        assert_the_device_chooses(text)
+    else:
+        assert not choices_with_loops(text)
     loops = [line for line in text.splitlines() if re.search(r" while\(", line)]
     assert all("known_trip_count" in line for line in loops)
 
@@ -235,6 +238,8 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     # One of each, whether rows are skipped or not, but for a forward's blocks of packed rows.
     assert report.kernels == len(kernels) + (mode == "recompute")
     assert len(re.findall(r" fusion\(", text)) <= parts
+    # XLA chooses among its products by timing them: there is but in_forward's guess of lse, of 64 vocabulary entries.
+    assert len(re.findall(r" dot\(", text)) == (mode == "in_forward")
     assert kernels_of(text) == kernels
     named = r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)'
     assert all(re.search(named, line) for line in kernel_calls(text))
@@ -248,9 +253,7 @@ def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str,
     whole, (text, memory, _) = compiled_loss(mode, n, v), compiled_loss(mode, n, v, places=(place,))
     assert any(missing in name for name in kernels_of(whole.text))
     assert not any(missing in name for name in kernels_of(text))
-    dot = rf"= \w+\[{v if place == 0 else n},{h}\]\{{1,0\}} dot\("
-    assert (mode, place) != ("in_forward", 1) or re.search(dot, whole.text)
-    assert not re.search(dot, text)
+    assert not re.search(rf"= \w+\[{v if place == 0 else n},{h}\]\{{1,0\}} dot\(", text)
     assert memory.output_size_in_bytes < 2 * h * (n if place == 0 else v) + MIB
     # In one block of rows in_forward needs no wide sum for the weight.
     saved = {("recompute", 1): 64 * MIB, ("in_forward", 0): 256 * MIB, ("in_forward", 1): 64 * MIB}

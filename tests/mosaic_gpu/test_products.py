@@ -160,20 +160,22 @@ def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_ax
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden_size", "splits", "windows", "faster"),
+    ("rows", "hidden_size", "splits", "windows", "cluster"),
     [
-        (1024, 4096, True, 1, True),
-        (1024, 1024, True, 4, True),
-        (1024, 1024, False, 1, False),
-        (8192, 4096, True, 1, False),
+        (1024, 4096, True, 1, "columns"),
+        (1024, 1024, True, 4, None),
+        (1024, 1024, False, 1, None),
+        (8192, 4096, True, 1, "rows"),
+        (8192, 4352, True, 2, None),
+        (8192, 4352, False, 1, None),
     ],
 )
-def test_few_rows_and_windows_take_the_kernel(
-    rows: int, hidden_size: int, splits: bool, windows: int, faster: bool
+def test_hiddens_tiles_are_cut_or_paired_as_the_rows_ask_for(
+    rows: int, hidden_size: int, splits: bool, windows: int, cluster: str | None
 ) -> None:
     config = product_kernel.hidden_config(rows, hidden_size, 65536, splits=splits)
     assert product_kernel.hidden_schedule(config, rows, hidden_size, 65536).windows == windows
-    assert product_kernel.faster_for_hidden(config, rows, hidden_size, 65536) == faster
+    assert config.cluster == cluster
 
 
 def test_tiles_are_those_that_lose_least_to_their_edges() -> None:

@@ -15,7 +15,6 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import Partial, merge
-from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock
 
 
@@ -71,32 +70,20 @@ class Products(Multiplying):
         return operand
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """By the kernel where that is faster or rows are skipped, else by XLA."""
-        head, spec, config, rows = self.head, self.head.spec, self.configs.hidden, operand.shape[0]
-
-        def by_kernel() -> jax.Array:
-            return product_kernel.for_hidden(
-                operand, operands.weight_of(head), spec.vocab_axis, config, self.valid_rows
-            )
-
-        def by_xla() -> jax.Array:
+        """By a kernel, which XLA need not measure candidates for; what it does not serve, by XLA."""
+        head, spec = self.head, self.head.spec
+        if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
             return head.matmul(operand, weight, (1, spec.vocab_axis))
-
-        faster = product_kernel.faster_for_hidden(config, rows, spec.hidden_size, spec.vocab_size)
-        skips_few = self.valid_rows is not None and rows <= product_kernel.LEAST_ROWS
-        if skips_few or (faster and product_kernel.serves(spec, rows)):
-            return by_kernel()
-        if self.valid_rows is None:
-            return by_xla()
-        return device_cond(self.valid_rows == rows, by_xla, by_kernel)
+        weight, config = operands.weight_of(head), self.configs.hidden
+        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows)
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
     ) -> jax.Array:
-        """By the kernel, which adds in place, but for a product that is the only one and skips nothing."""
-        spec, valid_rows = self.head.spec, self.valid_rows
-        if valid_rows is None and (adds is False or not product_kernel.serves(spec, rows.shape[0])):
+        """By a kernel, which adds in place; what it does not serve, by XLA."""
+        spec = self.head.spec
+        if not product_kernel.serves(spec, rows.shape[0]):
             a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
             product = self.head.matmul(a, b, (0, 0), total.dtype if adds is False and late is None else None)
             product = operands.pad(product if late is None else late * product, total.shape)
@@ -109,7 +96,7 @@ class Products(Multiplying):
             self.configs.weight,
             into,
             replaced=not adds if isinstance(adds, bool) else jnp.logical_not(adds),
-            valid_rows=valid_rows,
+            valid_rows=self.valid_rows,
             multiplier=late,
         )
 

@@ -33,9 +33,8 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import (
 from pallas_ce.head import HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 
-# XLA's product for hidden is faster by 2 to 6 per cent, but skips no rows. For fewer rows than this there is little to
-# skip, and for so many or fewer XLA's is slower by 4 to 7 per cent.
-LEAST_ROWS = 2048
+# Of so few rows there is little to skip, and hidden's product takes the tiles of a shorter sum.
+_LEAST_ROWS = 2048
 
 # Below this width, products are so short that other costs dominate.
 _LEAST_WIDTH = 256
@@ -80,7 +79,7 @@ def serves(spec: HeadSpec, rows: int) -> bool:
 def skips(spec: HeadSpec, block: RowBlock) -> bool:
     """Whether rows of the block that are not valid are skipped; not in a small problem's only block."""
     rows = block.tile.size
-    small = isinstance(block.number, int) and rows < LEAST_ROWS
+    small = isinstance(block.number, int) and rows < _LEAST_ROWS
     return block.filled is not None and not small and serves(spec, rows)
 
 
@@ -91,20 +90,13 @@ def hidden_sum_config(rows: int, hidden_size: int) -> Config:
 
 def hidden_config(rows: int, hidden_size: int, vocab_size: int, *, splits: bool) -> Config:
     """Tiles of `for_hidden`, in windows of the vocabulary only if it `splits`."""
-    if _few_that_fill(rows, hidden_size, vocab_size):
+    if splits and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows > 1:
+        return HIDDEN
+    if rows <= _LEAST_ROWS:
         return dataclasses.replace(hidden_sum_config(rows, hidden_size), windows=1)
-    return HIDDEN if splits else dataclasses.replace(HIDDEN, windows=1)
-
-
-def faster_for_hidden(config: Config, rows: int, hidden_size: int, vocab_size: int) -> bool:
-    """Whether `for_hidden` takes less time than XLA's product even if it skips no rows."""
-    windowed = hidden_schedule(config, rows, hidden_size, vocab_size).windows > 1
-    return windowed or _few_that_fill(rows, hidden_size, vocab_size)
-
-
-def _few_that_fill(rows: int, hidden_size: int, vocab_size: int) -> bool:
-    """Whether there are few rows, but enough to fill the chip without windows."""
-    return rows <= LEAST_ROWS and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows == 1
+    # The two blocks of a cluster, whose tiles lie beside each other, load the same rows once.
+    paired = hidden_size % (2 * HIDDEN.columns) == 0
+    return dataclasses.replace(HIDDEN, windows=1, cluster="rows" if paired else None)
 
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int) -> Config:
