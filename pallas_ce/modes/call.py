@@ -10,7 +10,6 @@ from pallas_ce.gradient_products import NeedsGrad, Products, scale_gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, Sums, psum
 from pallas_ce.statistics.powers import exponent_above, power_of_two
-from pallas_ce.streaming.rows import zeroed
 
 
 class RowTotal(Protocol):
@@ -117,7 +116,11 @@ def through_down(head: Head, for_hidden: jax.Array | None, for_low: jax.Array | 
 def _for_down(head: Head, rows: RowArrays, for_low: jax.Array) -> jax.Array:
     """`for_lowᵀ·hidden [r, H]`, where `for_low [N, r]` is 0 in rows that do not count."""
     operand, factor = _fitted(for_low, head)
-    return factor * head.matmul(operand, zeroed(rows.mask, rows.batch.hidden), (0, 0))
+    # Behind a barrier: XLA would keep until now what it zeroed to find `low`, or as many zeros.
+    hidden = rows.batch.hidden
+    operand, hidden, zero = jax.lax.optimization_barrier((operand, hidden, jnp.zeros((), hidden.dtype)))
+    counted = hidden if rows.mask is None else jnp.where(rows.mask[..., None], hidden, zero)
+    return factor * head.matmul(operand, counted, (0, 0))
 
 
 def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:

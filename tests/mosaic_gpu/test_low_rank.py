@@ -92,8 +92,8 @@ def check(shape: Any, vocab_axis: int, labels: np.ndarray, backward: Any, option
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_an_h200s_program_holds_no_second_array_of_dlogits(implementation: Any, backward: Any) -> None:
-    """Beside a frozen weight alone; in this problem they take more than the bound."""
+def test_an_h200s_program_holds_no_second_array_of_dlogits_or_hidden_states(implementation: Any, backward: Any) -> None:
+    """Beside a frozen weight alone; in this problem either takes as much as the bound or more."""
     mesh = h200.h200_mesh()
     shapes = (8192, 4096), (131072, 4096), (131072, 16), (16, 4096)
     arrays = [h200.shaped(mesh, shape, jnp.bfloat16) for shape in shapes]
@@ -107,4 +107,4 @@ def test_an_h200s_program_holds_no_second_array_of_dlogits(implementation: Any, 
         program = jax.value_and_grad(loss, differentiate)
         return int(h200.compile_for_h200(program, labels, *arrays)[0].memory_analysis().temp_size_in_bytes)
 
-    assert temporary((1, 3, 4), *arrays) - temporary((1,), *arrays[:2]) <= 128 * 2**20
+    assert temporary((1, 3, 4), *arrays) - temporary((1,), *arrays[:2]) < 64 * 2**20
