@@ -2,10 +2,11 @@
 
 * PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, even if it is free.
 * JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches
-  it off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`); where JAX has started already, a warning says so. A setting of yours
-  wins.
-* Without preallocation JAX's pool grows as needed, to the peak of its own use, and does not shrink. The bridge uses
-  scratch (`scratch_bytes` bounds it), and memory for what it returns and keeps: losses, gradients, float32 sums.
+  it off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool, which then grows to the peak of JAX's use
+  (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`); JAX's own grows in steps to nearly twice that. Where JAX has started
+  already, a warning says so. A setting of yours wins.
+* The pool does not shrink. The bridge uses scratch (`scratch_bytes` bounds it), and memory for what it returns and
+  keeps: losses, gradients, float32 sums.
 * `torch.cuda.empty_cache()` returns PyTorch's free memory to the device, where JAX can take it.
 * An out-of-memory error of the one may be the other's doing: `memory_usage` shows both.
 * Setting `XLA_PYTHON_CLIENT_ALLOCATOR=platform` gives everything back at once, but allocates slowly: for debugging.
@@ -25,14 +26,14 @@ _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leaves device memory to PyTorch: switches JAX's preallocation off, or warns where it is too late.
+    """Leaves device memory to PyTorch: JAX takes what it needs, and no more; or warns where it is too late.
 
     Settings of the user's own are left alone, and nothing is started.
     """
     if any(name in environment for name in (_PREALLOCATE, _ALLOCATOR, *_FRACTIONS)):
         return
     if not xla_bridge.backends_are_initialized():
-        environment[_PREALLOCATE] = "false"
+        environment.update({_PREALLOCATE: "false", _ALLOCATOR: "cuda_async"})
     elif jax.default_backend() == "gpu":
         warnings.warn(
             "JAX started before torch_bridge was imported and has reserved most of the GPU's memory, which PyTorch "
@@ -105,7 +106,7 @@ def memory_usage(device: int = 0) -> MemoryUsage:
         torch.cuda.memory_reserved(device),
         stats.get("bytes_in_use"),
         stats.get("peak_bytes_in_use"),
-        stats.get("pool_bytes") or stats.get("bytes_reserved"),
+        stats.get("pool_bytes") or stats.get("bytes_reserved") or None,  # CUDA's pool tells 0
         free,
         total,
     )

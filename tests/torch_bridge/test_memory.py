@@ -15,6 +15,7 @@ def test_importing_the_bridge_needs_no_pytorch_and_switches_preallocation_off():
     program = (
         "import os, sys; sys.modules['torch'] = None; import torch_bridge\n"
         "assert os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'\n"
+        "assert os.environ['XLA_PYTHON_CLIENT_ALLOCATOR'] == 'cuda_async'\n"
         "try: torch_bridge.linear_cross_entropy\n"
         "except ModuleNotFoundError as error: assert 'pallas-ce[torch]' in str(error), error\n"
         "else: raise SystemExit('no error')"
