@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from unittest import mock
 
 import jax
 import pytest
@@ -16,6 +17,7 @@ from torch_bridge import (
     to_jax,
     to_torch,
 )
+from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import kernels
 
 pytestmark = pytest.mark.gpu
@@ -70,6 +72,22 @@ def test_a_call_waits_for_each_of_its_tensors(mode, late):
         torch.cuda._sleep(_CYCLES // 10)
         tensors[late].detach().copy_(given[late].detach())
         assert all(map(torch.equal, gradients(tensors), want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_recomputing_backward_adds_to_main_grad_where_it_lies(dtype):
+    """As Megatron-LM has it: a part of a buffer, whose other parts stay as they are."""
+    hidden, weight, target = problem(dtype=dtype)
+    (want,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backward="recompute"), weight)
+    buffer = torch.ones(3, *weight.shape, device="cuda")
+    weight.main_grad = buffer[1]
+    for _ in range(2):
+        with mock.patch.object(exchange, "written", wraps=exchange.written) as written:
+            linear_cross_entropy(hidden, weight, target, backward="recompute").backward()
+        into, result = written.call_args.args
+        assert result.data_ptr() == into.data_ptr() == weight.main_grad.data_ptr()
+    torch.testing.assert_close(buffer[1], 1 + 2 * want.float(), rtol=1e-5, atol=2**-7 * float(want.abs().max()))
+    assert buffer[::2].eq(1).all()
 
 
 @pytest.mark.parametrize("mode", ["in_forward", "recompute", None])

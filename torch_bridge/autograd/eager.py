@@ -68,18 +68,18 @@ class Eager(torch.autograd.Function):
         count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
         gradients: dict[str, Tensor | None] = {}
         if asked := graph.asked(ctx, signature, ctx.needs_input_grad, given):
-            tensors, found = saved[:count], list(saved[count:])
+            tensors, found, total = saved[:count], list(saved[count:]), graph.main_grad(ctx, asked)
             for place, array in ctx.staying.items():
                 found[place] = array
             # Only the operator raises where these gradients are to be differentiated in turn.
             if serves((*saved, *given)) and not torch.is_grad_enabled():
-                computed = _computed(call.program, tensors, found, given, asked)
+                computed = _computed(call.program, tensors, found, given, asked, total)
             else:
                 named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
                 for place, array in ctx.staying.items():
                     found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
                 computed = call.operation.call_backward(named, call.static, found, given, asked)
-            gradients = graph.placed(ctx, asked, computed)
+            gradients = graph.placed(ctx, asked, computed, total)
         return (*[gradients.get(name) for name, _ in signature.arrays], None)
 
 
@@ -89,8 +89,14 @@ def _computed(
     found: Sequence[Tensor | jax.Array | None],
     given: Sequence[Tensor | None],
     asked: tuple[str, ...],
+    total: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over."""
+    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over.
+
+    A `total` to which the backward can add the weight's gradient is returned in place of that.
+    """
+    if total is not None and calls.adds_to(program, total, tensors[graph.WEIGHT], asked):
+        return calls.backward(program, tensors, found, given, asked, total)
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)
     others = tuple(name for name in asked if name not in handed)

@@ -10,7 +10,7 @@ from torch_bridge.autograd import first_order
 from torch_bridge.programs.program import Layout, Signature
 
 # The weight is the second tensor of every operation.
-_WEIGHT = 1
+WEIGHT = 1
 
 
 def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
@@ -38,12 +38,37 @@ def asked(
     )
 
 
-def placed(ctx: Any, asked: Sequence[str], gradients: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Gradients by name, but the weight's where a `main_grad` has taken it."""
+def main_grad(ctx: Any, asked: Sequence[str]) -> Tensor | None:
+    """The weight's float32 `main_grad`, where it has one and its gradient is to be added there in place of `.grad`.
+
+    What `torch.autograd.grad` asks for it gets, and `main_grad` stays as it is. Under `torch.compile` the node is not
+    the leaf's, and `.grad` is filled.
+    """
+    node = ctx.next_functions[WEIGHT][0]
+    if "linear_weight" not in asked or _is_captured(node):
+        return None
+    return getattr(getattr(node, "variable", None), "main_grad", None)
+
+
+def placed(
+    ctx: Any, asked: Sequence[str], gradients: Sequence[Tensor], total: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Gradients by name, but the weight's where a `main_grad` takes it, or is what came in its place.
+
+    `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive: one that
+    nobody reads, or zeros where `zero_out_wgrad` says that the embedding's will be added to it.
+    """
     found: dict[str, Tensor | None] = dict(zip(asked, gradients, strict=True))
-    if (gradient := found.get("linear_weight")) is not None:
-        found["linear_weight"] = _into_main_grad(ctx.next_functions[_WEIGHT][0], gradient)
-    return found
+    if total is None:
+        return found
+    weight, gradient = ctx.next_functions[WEIGHT][0].variable, found["linear_weight"]
+    if gradient is not None and gradient is not total:
+        total.add_(gradient)
+    arrives = None
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+        arrives = (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+    return {**found, "linear_weight": arrives}
 
 
 def _is_asked(node: Any | None) -> bool:
@@ -65,24 +90,3 @@ def _is_executed(node: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
-
-
-def _into_main_grad(node: Any | None, gradient: Tensor) -> Tensor | None:
-    """Adds to the weight's float32 `main_grad`, where it has one, in place of `.grad`.
-
-    `grad_added_to_main_grad` is the convention of Megatron-LM, whose hooks still expect a gradient to arrive: one that
-    nobody reads, or zeros where `zero_out_wgrad` says that the embedding's will be added to it.
-
-    What `torch.autograd.grad` asks for it gets, and `main_grad` stays as it is. Under `torch.compile` the node is not
-    the leaf's, and `.grad` is filled. The gradient of each microbatch has been rounded to the weight's dtype.
-    """
-    weight: Any = getattr(node, "variable", None)
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or _is_captured(node):
-        return gradient
-    main_grad.add_(gradient)
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-        zeros = getattr(weight, "zero_out_wgrad", False)
-        return torch.zeros_like(gradient) if zeros else torch.empty_like(gradient)
-    return None

@@ -188,7 +188,8 @@ class Operation:
         needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
         gradients: dict[str, Tensor | None] = {}
         if asked := graph.asked(ctx, ctx.signature, needed, given):
-            gradients = graph.placed(ctx, asked, self.call_backward(present, ctx.static, found, given, asked))
+            computed = self.call_backward(present, ctx.static, found, given, asked)
+            gradients = graph.placed(ctx, asked, computed, graph.main_grad(ctx, asked))
         return (*[gradients.get(name) for name in self.tensors], *[None for _ in ctx.static])
 
 

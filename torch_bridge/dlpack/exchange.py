@@ -214,6 +214,12 @@ def adopt(arrays: Iterable[jax.Array], current: streams.Current | None, staying:
     ]
 
 
+def written(into: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`into` with the result of a program that was given its memory for it."""
+    # JAX may have made another array all the same.
+    return into if result.data_ptr() == into.data_ptr() else into.copy_(result)
+
+
 def check_dense(name: str, tensor: Any) -> None:
     """Refuses what is not a plain dense tensor with memory of its own, and a process in which JAX would hang."""
     if _forked:

@@ -80,7 +80,7 @@ class Kernels(NamedTuple):
         """Writes the gradient over the rows, 0 where they are not `valid [n]`; cotangents by statistics' names."""
         named = {"rows": rows, "ids": ids, "kept lse": lse, "valid": valid, "u": u}
         (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
-        _into(rows, gradient)
+        exchange.written(rows, gradient)
 
     def loss(self, what: "Loss", tensors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The loss and its gradients of `what.differentiated`; that of "rows" takes their memory, and is not returned.
@@ -91,7 +91,7 @@ class Kernels(NamedTuple):
         """
         value, *gradients = self._run(_loss, what, tensors)
         if "rows" in what.differentiated:
-            _into(tensors["rows"], gradients.pop(0))
+            exchange.written(tensors["rows"], gradients.pop(0))
         return value, gradients
 
     def _run(self, function: Any, what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
@@ -158,8 +158,3 @@ def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax
 
     value, gradients = jax.value_and_grad(loss)({name: arrays[name] for name in what.differentiated})
     return value, *[gradients[name] for name in what.differentiated]
-
-
-def _into(rows: Tensor, gradient: Tensor) -> None:
-    if gradient.data_ptr() != rows.data_ptr():  # JAX has not taken the memory that it was given
-        rows.copy_(gradient)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
+import torch
 from torch import Tensor
 
 from torch_bridge.dlpack import exchange, streams
@@ -32,6 +34,7 @@ def backward(
     saved: Sequence[Tensor | jax.Array | None],
     cotangents: Sequence[Tensor | None],
     asked: tuple[str, ...],
+    total: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients of the inputs in `asked`.
 
@@ -41,12 +44,27 @@ def backward(
         saved: what it returned, as tensors or arrays; outputs that `Layout.reread` does not name may be missing.
         cotangents: of the differentiable outputs; None is zero.
         asked: names of inputs.
+        total: a sum that `adds_to` says the weight's gradient can be added to; it is returned in place of that.
     """
-    compiled = program.backward(asked, tuple([x is not None for x in cotangents]))
+    compiled = program.backward(asked, tuple([x is not None for x in cotangents]), adds=total is not None)
     taken: list[Any] = [*_in_memory_order(program, tensors), *saved, *cotangents]
-    read, shapes = [taken[i] for i in compiled.reads], [program.layout.taken[i] for i in compiled.reads]
-    found = _run(compiled.run, program, read, shapes, tensors[0])
-    return _as_inputs(program, found, asked, tensors[0].shape[0])
+    of_taken = program.layout.taken
+    if total is not None:
+        taken.append(total)
+        of_taken = (*of_taken, ("main_grad", Shape(tuple(total.shape), np.dtype(np.float32))))
+    read, shapes = [taken[i] for i in compiled.reads], [of_taken[i] for i in compiled.reads]
+    found = _as_inputs(program, _run(compiled.run, program, read, shapes, tensors[0]), asked, tensors[0].shape[0])
+    if total is not None:
+        place = asked.index("linear_weight")
+        found[place] = exchange.written(total, found[place])
+    return found
+
+
+def adds_to(program: Program, total: Tensor, weight: Tensor, asked: tuple[str, ...]) -> bool:
+    """Whether `backward` can add the weight's gradient to a tensor, for these gradients."""
+    like = (total.shape, total.device, total.dtype) == (weight.shape, weight.device, torch.float32)
+    dense = total.is_contiguous() and not program.signature.options.vocab_axis
+    return like and dense and "linear_weight" in asked and program.adds.issuperset(asked)
 
 
 def handed_over(

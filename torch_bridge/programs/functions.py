@@ -81,6 +81,10 @@ _NAMES = {
 }
 
 
+# What has a gradient in a backward that adds the weight's to a sum.
+_OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
+
+
 def _arguments(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
     """The arguments of `read`; arrays that are missing are left to its defaults."""
     static = options._asdict()
@@ -137,6 +141,21 @@ def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> A
     return {name: x for name, x in sums.items() if x is not None}
 
 
+def _adds_to_sum(checked: cross_entropy_steps.Checked, known: Known | None) -> frozenset[str]:
+    """Where a backward recomputes, for a cotangent that is one number."""
+    _, call, options = checked
+    made = known is None or any(x is not None for x in known.sums)
+    return frozenset() if made or options.by_row or call.up is not None else _OF_SUMS
+
+
+def _add_loss(
+    checked: cross_entropy_steps.Checked, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]
+) -> Arrays:
+    needs_grad = NeedsGrad(**dict.fromkeys((_NAMES[name] for name in names), True))
+    found = cross_entropy_steps.add_gradients(*checked, known, needs_grad, cotangent, total)
+    return {name: getattr(found, _NAMES[name]) for name in names}
+
+
 def _mode(options: LossOptions, arrays: Arrays) -> str | None:
     if options.backward != "auto" or options.implementation == "reference":
         return options.backward
@@ -168,7 +187,9 @@ def _chosen_mode(
     ).backward
 
 
-LOSS = Function(_read_loss, functools.partial(_keep, cross_entropy_steps), _compute_loss, _scaled_loss)
+LOSS = Function(
+    _read_loss, functools.partial(_keep, cross_entropy_steps), _compute_loss, _scaled_loss, _adds_to_sum, _add_loss
+)
 STATISTICS = Function(
     _read_statistics,
     functools.partial(_keep, row_statistics_steps),

@@ -20,6 +20,9 @@ from torch_bridge.dlpack.exchange import words_to_int32
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
+# The weight is the second array of every signature.
+_WEIGHT = 1
+
 # A number of rows that no other axis has: what grows with the rows is recognised by it.
 _PROBE_ROWS = 1_000_003
 
@@ -33,12 +36,17 @@ class Function(NamedTuple):
         compute: `(problem, known or None) -> (differentiable outputs, other outputs)`.
         scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
             for one factor, the cotangent of the only differentiable output, a scalar.
+        adds: `(problem, known) -> names of inputs` of which `add` makes all gradients that are asked for.
+        add: `(problem, known, cotangent of the only differentiable output, sum, names) -> gradients by names`, in place
+            of the weight's the float32 sum with it added where it lies.
     """
 
     read: Callable[[Any, Arrays], Any]
     keep: Callable[[Any, frozenset[str]], Any]
     compute: Callable[[Any, Any], Outputs]
     scaled: Callable[[Any, Any], Arrays] = lambda problem, known: {}
+    adds: Callable[[Any, Any], frozenset[str]] = lambda problem, known: frozenset()
+    add: Callable[[Any, Any, jax.Array, jax.Array, frozenset[str]], Arrays] | None = None
 
 
 class Shape(NamedTuple):
@@ -133,6 +141,7 @@ class Program:
         kept: shapes of what the backward needs beside inputs and outputs.
         differentiable: how many outputs have gradients.
         scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
+        adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
         forward: `(*inputs) -> (*outputs, *kept)`.
     """
 
@@ -141,6 +150,7 @@ class Program:
         self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
         self._backwards: dict[Hashable, Backward] = {}
         self.scaled: dict[str, int] = {}
+        self.adds: frozenset[str] = frozenset()
         self._count = self.differentiable = 0
         self.forward = jax.jit(self._forward, keep_unused=True)
         self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
@@ -157,22 +167,29 @@ class Program:
         """What forward and backward exchange."""
         return layout(self.signature)
 
-    def backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
-        """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done."""
-        if (asked, given) not in self._backwards:
-            self._backwards[asked, given] = self._make_backward(asked, given)
-        return self._backwards[asked, given]
+    def backward(self, asked: tuple[str, ...], given: tuple[bool, ...], *, adds: bool = False) -> Backward:
+        """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done.
 
-    def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...]) -> Backward:
+        With `adds` it takes a float32 sum behind all else, donated, to which the weight's is added.
+        """
+        if (asked, given, adds) not in self._backwards:
+            self._backwards[asked, given, adds] = self._make_backward(asked, given, adds)
+        return self._backwards[asked, given, adds]
+
+    def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...], adds: bool) -> Backward:
         outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
         cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
-        flat = (*self.inputs, *outputs, *self.kept, *cotangents)
-        traced = jax.make_jaxpr(functools.partial(self._backward, asked))(*flat)
+        flat = [*self.inputs, *outputs, *self.kept, *cotangents]
+        if adds:
+            flat.append(jax.ShapeDtypeStruct(self.inputs[_WEIGHT].shape, np.float32))
+        traced = jax.make_jaxpr(functools.partial(self._added if adds else self._backward, asked))(*flat)
         jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         there = (position for position, struct in enumerate(flat) if struct is not None)
         reads = tuple(position for position, is_used in zip(there, used, strict=True) if is_used)
         closed = jax.extend.core.ClosedJaxpr(jaxpr, traced.consts)
-        return Backward(reads, jax.jit(jax.extend.core.jaxpr_as_fun(closed), keep_unused=True))
+        donated = len(reads) - 1 if adds else ()
+        run = jax.jit(jax.extend.core.jaxpr_as_fun(closed), keep_unused=True, donate_argnums=donated)
+        return Backward(reads, run)
 
     def _named(self, inputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
         return {
@@ -200,13 +217,12 @@ class Program:
         self._known = jax.tree.map(index, known)
         scaled = function.scaled(problem, known) if differentiated else {}
         self.scaled = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
+        self.adds = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
     def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
         function, options = self.signature.function, self.signature.options
-        inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
-        arrays = self._named(flat[:inputs])
-        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
+        arrays, known, cotangents = self._taken(flat)
 
         def differentiable(varied: Arrays) -> tuple[jax.Array, ...]:
             problem = function.read(options, {**arrays, **varied})
@@ -215,10 +231,24 @@ class Program:
         found, pull = jax.vjp(differentiable, {name: arrays[name] for name in asked})
         given = (
             jnp.zeros_like(x) if cotangent is None else cotangent.astype(x.dtype)
-            for x, cotangent in zip(found, flat[inputs + saved :], strict=True)
+            for x, cotangent in zip(found, cotangents, strict=True)
         )
         gradients = pull(tuple(given))[0]
         return tuple(gradients[name] for name in asked)
+
+    def _added(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
+        *others, total = flat
+        function, (arrays, known, (cotangent,)) = self.signature.function, self._taken(others)
+        assert function.add is not None
+        problem = function.read(self.signature.options, arrays)
+        gradients = function.add(problem, known, cotangent, total, frozenset(asked))
+        return tuple(gradients[name] for name in asked)
+
+    def _taken(self, flat: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Sequence[Any]]:
+        """What a backward takes: the inputs by name, what is known, and the cotangents."""
+        inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
+        known = jax.tree.map(lambda i: flat[inputs + i], self._known)
+        return self._named(flat[:inputs]), known, flat[inputs + saved :]
 
 
 @functools.lru_cache(maxsize=1024)
