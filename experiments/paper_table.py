@@ -14,6 +14,7 @@ with `--report` alone, have the paper's ratios beside these. The paper's windows
 `python -m experiments.gpu_head windows`.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import paper, timing
-from experiments.bench.command import Point, parsed, point_options, run_points
+from experiments.bench.command import Point, measure_and_report, point_options, run_points
 from experiments.bench.programs import Program, Shape, both, canonical, canonical_float32, ours
-from experiments.bench.results import FOLDER, ResultError
 from pallas_ce import explain
 from pallas_ce.backends.protocol import Implementation
 
@@ -53,19 +53,9 @@ POINTS = {paper.name_of(n, v): Point((n, v, paper.H), programs, measure) for n, 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes each point as it goes, then the report; returns the exit status."""
-    parser = point_options(__doc__)
-    parser.add_argument("--report", action="store_true", help="only make the report from what is measured")
-    options = parsed(parser, words)
-    if not options.report:
-        files = {paper.NAME: (f"python -m experiments.{paper.NAME}", POINTS)}
-        if status := run_points(files, options):
-            return status
-    try:
-        print("\n".join(map(str, paper.write(options.out or FOLDER))))
-    except ResultError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    files = {paper.NAME: (f"python -m experiments.{paper.NAME}", POINTS)}
+    measure_points = functools.partial(run_points, files)
+    return measure_and_report(point_options(__doc__), words, measure_points, paper.write)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from experiments.bench import causal_lm_training, lm_training, training_report
-from experiments.bench.command import parsed
+from experiments.bench.command import measure_and_report
 from experiments.bench.processes import apart
-from experiments.bench.results import FOLDER, Record, ResultError, ResultFile, add_options, describe, run, versions
+from experiments.bench.results import Record, ResultFile, add_options, describe, run, versions
 from experiments.command_line import parser_of
 from experiments.lm.config import TrainConfig, default_config
 
@@ -118,16 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     add_options(parser, rounds=None)
     parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
-    parser.add_argument("--report", action="store_true", help="only make the report from what is measured")
-    options = parsed(parser, words)
-    if not options.report and (status := _measure(options)):
-        return status
-    try:
-        print("\n".join(map(str, training_report.write(options.out or FOLDER))))
-    except ResultError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return measure_and_report(parser, words, _measure, training_report.write)
 
 
 if __name__ == "__main__":

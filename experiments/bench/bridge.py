@@ -178,10 +178,11 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
         peaks; the bridge's over the native call's in the driver's count.
     """
     n, v, h = shape
-    # Neither may take its memory beforehand, or nothing could be told from the driver's count. One GPU only: JAX's
-    # own function for PyTorch may leave results on another.
+    # Neither may take its memory beforehand, or nothing could be told from the driver's count: JAX's settings are those
+    # that `torch_bridge` makes. One GPU only: JAX's own function for PyTorch may leave results on another.
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": first}
+    sharing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
+    environment = sharing | {"CUDA_VISIBLE_DEVICES": first}
     found: dict[str, dict[str, float]] = {}
     for caller in callers(setting):
         before = used_bytes(setting.device) if setting.device == "cuda" else 0

@@ -4,11 +4,12 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.bench import timing
 from experiments.bench.programs import Program, Shape
-from experiments.bench.results import Record, ResultFile, add_options, describe, run
+from experiments.bench.results import FOLDER, Record, ResultError, ResultFile, add_options, describe, run
 from experiments.command_line import parser_of
 from pallas_ce.backends.protocol import Implementation
 
@@ -56,6 +57,25 @@ def point_options(doc: str | None) -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
     return parser
+
+
+def measure_and_report(
+    parser: argparse.ArgumentParser,
+    words: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace], int],
+    write: Callable[[Path], list[Path]],
+) -> int:
+    """Measures, unless `--report` says not to, then writes the report of the results' folder; the exit status."""
+    parser.add_argument("--report", action="store_true", help="only make the report from what is measured")
+    options = parsed(parser, words)
+    if not options.report and (status := measure(options)):
+        return status
+    try:
+        print("\n".join(map(str, write(options.out or FOLDER))))
+    except ResultError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 def run_sections(

@@ -204,6 +204,32 @@ def test_microbatches_add_up_in_a_float32_main_grad(head, mode):
         assert not torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "sum", "z_loss": 0.1, "label_smoothing": 0.1},
+        {"logit_scale": 0.7, "logit_softcap": 5.0, "return_metrics": True},
+        {"vocab_size": VOCABULARY - 3, "normalizer": 7.0},
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_main_grad_all_gradients_are_those_without_it(head, mode, options):
+    hidden, weight, target = head
+    target = torch.where(torch.arange(TOKENS) % 3 > 0, target.clamp(max=VOCABULARY - 4), -100)
+    bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
+
+    def loss():
+        found = linear_cross_entropy(hidden, weight, target, linear_bias=bias, backward=mode, **options)
+        return -3 * (found[0] if "return_metrics" in options else found)
+
+    want = gradients(loss(), (hidden, weight, bias))
+    weight.main_grad = torch.ones_like(weight)
+    loss().backward()
+    assert weight.grad is None
+    for got, expected in zip((hidden.grad, weight.main_grad - 1, bias.grad), want, strict=True):
+        assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("asked", [("linear_weight",), ("input", "linear_weight"), ("linear_weight", "linear_bias")])
 def test_a_recomputing_backward_adds_to_main_grad_where_it_lies(asked):
     """Neither a copy of it nor an array of the gradient beside it."""

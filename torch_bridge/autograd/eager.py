@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_bridge.autograd import graph
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import calls
-from torch_bridge.programs.program import Program
+from torch_bridge.programs.program import WEIGHT, Program
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -95,7 +95,7 @@ def _computed(
 
     A `total` to which the backward can add the weight's gradient is returned in place of that.
     """
-    if total is not None and calls.adds_to(program, total, tensors[graph.WEIGHT], asked):
+    if total is not None and calls.adds_to(program, total, tensors[WEIGHT], asked):
         return calls.backward(program, tensors, found, given, asked, total)
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     handed = () if kept_graph else tuple(name for name in asked if name in program.scaled)

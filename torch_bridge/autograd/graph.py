@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autograd import first_order
-from torch_bridge.programs.program import Layout, Signature
-
-# The weight is the second tensor of every operation.
-WEIGHT = 1
+from torch_bridge.programs.program import WEIGHT, Layout, Signature
 
 
 def save(ctx: Any, layout: Layout, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:

@@ -21,7 +21,7 @@ Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 # The weight is the second array of every signature.
-_WEIGHT = 1
+WEIGHT = 1
 
 # A number of rows that no other axis has: what grows with the rows is recognised by it.
 _PROBE_ROWS = 1_000_003
@@ -181,7 +181,7 @@ class Program:
         cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
         flat = [*self.inputs, *outputs, *self.kept, *cotangents]
         if adds:
-            flat.append(jax.ShapeDtypeStruct(self.inputs[_WEIGHT].shape, np.float32))
+            flat.append(jax.ShapeDtypeStruct(self.inputs[WEIGHT].shape, np.float32))
         traced = jax.make_jaxpr(functools.partial(self._added if adds else self._backward, asked))(*flat)
         jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         there = (position for position, struct in enumerate(flat) if struct is not None)
