@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pallas_ce import LowRank
 from tests.torch_bridge.problems import compilations, head
 from torch_bridge import linear_cross_entropy, linear_log_probs
 from torch_bridge.programs.bucketing import bucket
@@ -44,3 +45,24 @@ def test_neither_token_counts_nor_temperatures_in_tensors_compile_log_probs_agai
             linear_log_probs(hidden, *others, temperature=torch.tensor(tokens / 10)).sum().backward()
             assert hidden.grad is not None
     assert len(compiled) == 2  # forward and backward
+
+
+@pytest.mark.parametrize(("backward", "reduction"), [("in_forward", "mean"), ("recompute", "mean"), ("auto", "none")])
+def test_what_is_by_row_is_known_whatever_the_rows(backward, reduction):
+    """An array of the head that is as long as there are rows is not by row: nothing of it may be cut off as padding."""
+    for tokens in (29, 4, 2, 5):
+        hidden, weight, target = head(tokens, 4, 29)
+        bias, scale = (torch.ones(shape, requires_grad=True) for shape in (29, ()))
+        term = LowRank(weight, *(torch.ones(shape, requires_grad=True) for shape in ((29, 2), (2, 4))))
+        leaves = (hidden, weight, term.up, term.down, bias, scale)
+
+        def gradients(hidden, target, leaves=leaves, term=term, bias=bias, scale=scale):
+            loss = linear_cross_entropy(
+                hidden, term, target, linear_bias=bias, logit_scale=scale, backward=backward, reduction=reduction
+            )
+            return torch.autograd.grad(loss.sum(), leaves)
+
+        found = gradients(hidden, target)
+        none = torch.full((37,), -100)
+        padded = gradients(torch.cat([hidden, hidden.detach().new_zeros(37, 4)]), torch.cat([target, none]))
+        torch.testing.assert_close(found, padded, rtol=1e-5, atol=1e-6)

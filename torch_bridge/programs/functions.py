@@ -129,6 +129,11 @@ def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
     return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
 
 
+def _of_head(known: Known | None) -> Any:
+    """The sums but for hidden's, which is by row, like the statistics."""
+    return None if known is None else known.sums._replace(hidden=None)
+
+
 def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
     """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one.
 
@@ -188,13 +193,23 @@ def _chosen_mode(
 
 
 LOSS = Function(
-    _read_loss, functools.partial(_keep, cross_entropy_steps), _compute_loss, _scaled_loss, _adds_to_sum, _add_loss
+    _read_loss,
+    functools.partial(_keep, cross_entropy_steps),
+    _compute_loss,
+    _of_head,
+    _scaled_loss,
+    _adds_to_sum,
+    _add_loss,
 )
 STATISTICS = Function(
     _read_statistics,
     functools.partial(_keep, row_statistics_steps),
     functools.partial(_compute_by_row, row_statistics_steps),
+    _of_head,
 )
 LOG_PROBS = Function(
-    _read_log_probs, functools.partial(_keep, log_probs_steps), functools.partial(_compute_by_row, log_probs_steps)
+    _read_log_probs,
+    functools.partial(_keep, log_probs_steps),
+    functools.partial(_compute_by_row, log_probs_steps),
+    _of_head,
 )

@@ -23,8 +23,8 @@ Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 # The weight is the second array of every signature.
 WEIGHT = 1
 
-# A number of rows that no other axis has: what grows with the rows is recognised by it.
-_PROBE_ROWS = 1_000_003
+# For what is asked of a signature's programs whatever their rows.
+_ANY_ROWS = 1024
 
 
 class Function(NamedTuple):
@@ -33,7 +33,8 @@ class Function(NamedTuple):
     Attributes:
         read: `(options, arrays) -> problem`: checks.
         keep: `(problem, names of inputs to differentiate) -> known`, a pytree of what the backward needs.
-        compute: `(problem, known or None) -> (differentiable outputs, other outputs)`.
+        compute: `(problem, known or None) -> (differentiable outputs, other outputs)`: numbers, or arrays by row.
+        of_head: `known -> arrays` of it that are of the head, in a pytree; all others are by row.
         scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
             for one factor, the cotangent of the only differentiable output, a scalar.
         adds: `(problem, known) -> names of inputs` of which `add` makes all gradients that are asked for.
@@ -44,6 +45,7 @@ class Function(NamedTuple):
     read: Callable[[Any, Arrays], Any]
     keep: Callable[[Any, frozenset[str]], Any]
     compute: Callable[[Any, Any], Outputs]
+    of_head: Callable[[Any], Any] = lambda known: ()
     scaled: Callable[[Any, Any], Arrays] = lambda problem, known: {}
     adds: Callable[[Any, Any], frozenset[str]] = lambda problem, known: frozenset()
     add: Callable[[Any, Any, jax.Array, jax.Array, frozenset[str]], Arrays] | None = None
@@ -140,6 +142,7 @@ class Program:
         outputs: shapes of the function's outputs.
         kept: shapes of what the backward needs beside inputs and outputs.
         differentiable: how many outputs have gradients.
+        layout: what forward and backward exchange.
         scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
         forward: `(*inputs) -> (*outputs, *kept)`.
@@ -152,20 +155,25 @@ class Program:
         self.scaled: dict[str, int] = {}
         self.adds: frozenset[str] = frozenset()
         self._count = self.differentiable = 0
+        self._of_head: frozenset[int] = frozenset()  # indices into outputs and kept
         self.forward = jax.jit(self._forward, keep_unused=True)
         self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
         found = jax.eval_shape(self.forward, *self.inputs)
         self.outputs, self.kept = found[: self._count], found[self._count :]
+        self.layout = self._layout()
 
-    @property
-    def reread(self) -> frozenset[int]:
-        """Indices of the outputs that the backward needs."""
-        return frozenset(i for i in jax.tree.leaves(self._known) if i < len(self.outputs))
+    def _layout(self) -> Layout:
+        def shape(place: int, struct: Any) -> Shape:
+            by_row = bool(struct.shape) and place not in self._of_head
+            return Shape((None, *struct.shape[1:]) if by_row else struct.shape, np.dtype(struct.dtype))
 
-    @functools.cached_property
-    def layout(self) -> Layout:
-        """What forward and backward exchange."""
-        return layout(self.signature)
+        shapes = [shape(place, struct) for place, struct in enumerate(self.outputs + self.kept)]
+        outputs, kept = tuple(shapes[: self._count]), tuple(shapes[self._count :])
+        taken = [("what the forward kept", x) for x in shapes]
+        taken += [("a cotangent", x) for x in outputs[: self.differentiable]]
+        reread = frozenset(i for i in jax.tree.leaves(self._known) if i < self._count)
+        staying = frozenset(i for i, x in enumerate(kept, self._count) if x.by_row and len(x.axes) == 1)
+        return Layout(outputs, self.differentiable, reread, kept, (*self.signature.arrays, *taken), staying)
 
     def backward(self, asked: tuple[str, ...], given: tuple[bool, ...], *, adds: bool = False) -> Backward:
         """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done.
@@ -177,7 +185,7 @@ class Program:
         return self._backwards[asked, given, adds]
 
     def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...], adds: bool) -> Backward:
-        outputs = [x if i in self.reread else None for i, x in enumerate(self.outputs)]
+        outputs = [x if i in self.layout.reread else None for i, x in enumerate(self.outputs)]
         cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
         flat = [*self.inputs, *outputs, *self.kept, *cotangents]
         if adds:
@@ -215,6 +223,7 @@ class Program:
             return found[id(x)]
 
         self._known = jax.tree.map(index, known)
+        self._of_head = frozenset(map(index, jax.tree.leaves(function.of_head(known))))
         scaled = function.scaled(problem, known) if differentiated else {}
         self.scaled = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
         self.adds = function.adds(problem, known) if differentiated else frozenset()
@@ -259,14 +268,5 @@ def program(signature: Signature, rows: int) -> Program:
 
 @functools.lru_cache(maxsize=1024)
 def layout(signature: Signature) -> Layout:
-    """What the signature's forward returns."""
-    probed = Program(signature, _PROBE_ROWS)
-
-    def shape(struct: Any) -> Shape:
-        return Shape(tuple(None if n == _PROBE_ROWS else n for n in struct.shape), np.dtype(struct.dtype))
-
-    outputs, kept = tuple(map(shape, probed.outputs)), tuple(map(shape, probed.kept))
-    taken = [("what the forward kept", x) for x in outputs + kept]
-    taken += [("a cotangent", x) for x in outputs[: probed.differentiable]]
-    staying = frozenset(i for i, shape in enumerate(kept, len(outputs)) if shape.by_row and len(shape.axes) == 1)
-    return Layout(outputs, probed.differentiable, probed.reread, kept, (*signature.arrays, *taken), staying)
+    """What the signature's forward and backward exchange, for any number of rows."""
+    return Program(signature, _ANY_ROWS).layout
