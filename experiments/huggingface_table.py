@@ -1,9 +1,9 @@
-"""A Hugging Face model's training steps by three losses, on a GPU: `python -m experiments.huggingface_table`.
+"""A Hugging Face model's training steps by several losses, on a GPU: `python -m experiments.huggingface_table`.
 
 Qwen3 with random weights in bfloat16, in PyTorch's eager mode with its fused AdamW, at three sizes, by transformers'
 own loss (`plain`), with Liger's kernels (`liger`, left out by name where it is missing or fails) and with
-`patch_causal_lm` (`fused`). Losses and head gradients of the first step must agree. `huggingface_table.json` has, of
-each size and loss,
+`patch_causal_lm`, as it is (`fused`) and with `backward="recompute"`. Losses and head gradients of the first step must
+agree. `huggingface_table.json` has, of each size and loss,
 
     ms                  of a step, the median of several processes' steps, which take turns
     torch_peak_mib      the most in PyTorch's tensors

@@ -1,4 +1,4 @@
-"""Training steps of a Hugging Face model by three losses: time, memory, and the wait for the first step.
+"""Training steps of a Hugging Face model by several losses: time, memory, and the wait for the first step.
 
 Every measurement has a process of its own: pools of memory grow, patches stay, and what one process has compiled
 another is to find in a folder or not at all. They fork from one that has imported the packages and started nothing.
@@ -25,9 +25,10 @@ from experiments.bench.results import Record
 from experiments.bench.torch_timing import GRADIENT_TOLERANCE, LOSS_TOLERANCE, synchronize
 from experiments.bench.used import used_bytes, used_peak_bytes
 
-# The model's own loss, that of Liger's `apply_liger_kernel_to_qwen3`, and that of `patch_causal_lm`. Liger's other
-# kernels would change the rest of the model.
-PLAIN, LIGER, FUSED = VARIANTS = ("plain", "liger", "fused")
+# The model's own loss, that of Liger's `apply_liger_kernel_to_qwen3`, and those of `patch_causal_lm`, as it is and in
+# the mode that takes least memory. Liger's other kernels would change the rest of the model.
+PLAIN, LIGER, FUSED, LEAN = VARIANTS = ("plain", "liger", "fused", "fused, recompute")
+_OURS = (FUSED, LEAN)
 
 _SEQUENCE = 2048  # tokens of a text, or all where there are fewer
 _WARM_STEPS = 2
@@ -104,7 +105,12 @@ def patch_of(variant: str) -> Callable[[Any], Any]:
 
         others = {"rope": False, "rms_norm": False, "swiglu": False}
         return lambda model: apply_liger_kernel_to_qwen3(model=model, fused_linear_cross_entropy=True, **others)
-    return {PLAIN: lambda model: model, FUSED: torch_bridge.patch_causal_lm}[variant]
+    patches: dict[str, Callable[[Any], Any]] = {
+        PLAIN: lambda model: model,
+        FUSED: torch_bridge.patch_causal_lm,
+        LEAN: functools.partial(torch_bridge.patch_causal_lm, backward="recompute"),
+    }
+    return patches[variant]
 
 
 def train(setting: Setting, variant: str, device: str) -> Record:
@@ -113,7 +119,7 @@ def train(setting: Setting, variant: str, device: str) -> Record:
     Returns:
         The first step's `loss`, norm of the head's `head_gradient` and, patching included, `first_step_seconds`;
         `samples` of later steps' milliseconds; `torch_peak_mib` of PyTorch's tensors; `driver_mib` of the whole device;
-        of the fused loss on a GPU also `jax_peak_mib` and `jax_reserved_mib`.
+        of the fused losses on a GPU also `jax_peak_mib` and `jax_reserved_mib`.
     """
     model, patch = model_of(setting, device), patch_of(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -145,7 +151,7 @@ def train(setting: Setting, variant: str, device: str) -> Record:
     driver = used_peak_bytes(device, lambda: steps(_STEPS_FOR_MEMORY))
     of_torch = torch.cuda.max_memory_allocated() if device == "cuda" else used_bytes(device)
     found |= {"torch_peak_mib": of_torch / 2**20, "driver_mib": driver / 2**20}
-    if variant == FUSED and device == "cuda":
+    if variant in _OURS and device == "cuda":
         usage = torch_bridge.memory_usage()
         found |= {f"jax_{kind}_mib": (getattr(usage, f"jax_{kind}") or 0) / 2**20 for kind in ("peak", "reserved")}
     return found
@@ -208,7 +214,7 @@ def measure(setting: Setting, device: str, rounds: int) -> Record:
                 try:
                     found = _apart(train_with_programs_in, Path(folder) / variant, setting, variant, device)
                 except Exception as error:  # whatever a library raises, the others are still measured
-                    if variant == FUSED:
+                    if variant in _OURS:
                         raise
                     left_out[variant] = failure(error)
                 else:
@@ -218,9 +224,9 @@ def measure(setting: Setting, device: str, rounds: int) -> Record:
     if LIGER in results and PLAIN in results and (why := differs(results[LIGER], results[PLAIN])):
         del results[LIGER]
         left_out[LIGER] = why
-    for other in (PLAIN, LIGER):
-        if other in results and (why := differs(results[FUSED], results[other])):
-            raise RuntimeError(f"{FUSED} and {other}: {why}")
+    for ours, other in itertools.product(_OURS, (PLAIN, LIGER)):
+        if other in results and (why := differs(results[ours], results[other])):
+            raise RuntimeError(f"{ours} and {other}: {why}")
     sizes = {name: getattr(setting, name) for name in ("width", "layers", "tokens", "vocabulary")}
     return sizes | {"results": results, "left_out": left_out}
 
