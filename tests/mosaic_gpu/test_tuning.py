@@ -112,10 +112,28 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
     assert chosen("stash", options=1, rows=rows).config.cluster == cluster
 
 
+@pytest.mark.parametrize(
+    ("device", "kernel", "rows", "options", "pairs"),
+    [
+        ("NVIDIA H100 80GB HBM3", "forward", 8192, 0, True),
+        ("NVIDIA H100 80GB HBM3", "forward", 4096, 0, False),  # few logits
+        ("NVIDIA H100 80GB HBM3", "forward", 8192, 2, False),  # too many registers for ping-pong
+        ("NVIDIA H100 80GB HBM3", "stash", 8192, 0, False),
+        ("NVIDIA H200", "forward", 32768, 0, False),
+        (None, "forward", 32768, 0, False),
+    ],
+)
+def test_much_work_goes_to_pairs_of_blocks_where_memory_is_slower(
+    device: str | None, kernel: Kernel, rows: int, options: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "cuda_kind", lambda: device)
+    assert (chosen(kernel, options=options, rows=rows).config == config.IN_PAIRS) == pairs
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_candidate_can_stand_in_a_table(kernel: Kernel, tmp_path: Path) -> None:
     first = list(measure.first_candidates(kernel))
-    assert config.default_tiles(kernel, 2, 0) in first
+    assert {config.default_tiles(kernel, 2, 0), config.IN_PAIRS} <= set(first)
     every = {*first, *(near for c in first for near in measure.refinements(c))}
     assert len(first) == len(set(first)) == sum(3 if ping_pong else 6 for *_, ping_pong in TILES[kernel])
     assert measure.number_of_measurements(kernel) == len(first) + 5

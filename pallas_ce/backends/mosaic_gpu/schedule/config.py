@@ -140,6 +140,14 @@ TILES: dict[Kernel, tuple[tuple[int, int, int | None, bool], ...]] = {
 # The fastest tiles. An H200's 132 sms are 12 row blocks by 11 windows, whose operands are the least to read.
 PING_PONG = Config(128, 192, stages=5, cluster=None, in_flight=1, ping_pong=True, row_group=12, piece=64)
 
+# The same for pairs of blocks that load the vocabulary's tiles once: 6 of their row blocks by 11 windows.
+IN_PAIRS = dataclasses.replace(PING_PONG, cluster="columns", row_group=6)
+
+# From so many logits on, thread blocks that share no loads drift so far apart that the L2 cache no longer holds a tile
+# until the last of them has read it. An H200's memory bears that; an H100's, of two thirds the bandwidth, does not.
+_DRIFTING_LOGITS = 2**30
+_BEARS_DRIFT = "H200"
+
 # What an epilogue that is hidden saves of a product, on an H200.
 _COST_PING_PONG = 0.96
 
@@ -154,7 +162,7 @@ def most_stages(kernel: Kernel, config: Config) -> int:
 
 
 def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
-    """The rule: tiles with which no register spills. `tuning.tiles_for` asks measured tables first.
+    """Tiles with which no register spills, for `rule`.
 
     Args:
         kernel: which one.
@@ -172,6 +180,15 @@ def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = Fa
         "dlogits": Config(rows=64, columns=256, piece=64, in_flight=1),
     }
     return plain[kernel]
+
+
+def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False) -> Config:
+    """`default_tiles` for `rows` × `columns` logits on the GPU traced for."""
+    tiles = default_tiles(kernel, vectors, options, rare=rare)
+    drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= IN_PAIRS.block_rows * 8
+    if tiles == PING_PONG and drifts and _BEARS_DRIFT not in (targets.cuda_kind() or _BEARS_DRIFT):
+        return IN_PAIRS
+    return with_least_padding(tiles, rows)
 
 
 def with_least_padding(config: Config, rows: int) -> Config:

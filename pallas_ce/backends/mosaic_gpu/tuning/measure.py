@@ -44,7 +44,7 @@ def first_candidates(kernel: Kernel) -> Iterator[Config]:
                 cluster=cluster,  # type: ignore[arg-type]
                 in_flight=1,
                 lead=lead,
-                row_group=12 if cluster is None else 8,
+                row_group=12 if cluster is None else 6 if ping_pong else 8,
             )
             yield dataclasses.replace(candidate, stages=most_stages(kernel, candidate))
 
@@ -82,7 +82,7 @@ def best_of(shape: Shape, measure: Measure) -> Entry | None:
 
 def rule(shape: Shape) -> Config:
     """What is taken where no table knows better."""
-    return rules.with_least_padding(rules.default_tiles(shape.kernel, 2, 0), shape.rows)
+    return rules.rule(shape.kernel, shape.rows, shape.vocab_size, 2, 0)
 
 
 def on_device(shape: Shape, launches: int) -> Measure:

@@ -51,8 +51,7 @@ def tiles_for(
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
             if key in table.entries:
                 return Choice(table.entries[key].config, source)
-    rule = config.default_tiles(kernel, vectors, options, rare=rare)
-    return Choice(config.with_least_padding(rule, rows), "the default rule")
+    return Choice(config.rule(kernel, rows, columns, vectors, options, rare=rare), "the default rule")
 
 
 def user_path(device: str) -> Path:
