@@ -31,7 +31,7 @@ from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Metrics
 from pallas_ce.statistics.row import RowStatistics
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClassSample",
