@@ -84,12 +84,15 @@ clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp says which extras the environment holds; installing runs again when what it depends on changes.
-$(VENV)/.train: pyproject.toml $(CONSTRAINTS)
+# The stamp says which extras the environment holds; installing runs again when what it depends on changes. The second file
+# has the version, which an environment keeps as it was when installed.
+DECLARED := pyproject.toml pallas_ce/__init__.py
+
+$(VENV)/.train: $(DECLARED) $(CONSTRAINTS)
 	@tools/setup-environment $(VENV) experiments$(addprefix $(comma),$(EXTRA)) -c $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.dev: $(DECLARED) $(CONSTRAINTS)
 	@tools/setup-environment $(VENV) dev,docs,experiments,trl,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.train
 
@@ -103,7 +106,7 @@ $(VENV)/.tpu: $(VENV)/.dev
 OPTIONS_newest := --upgrade
 OPTIONS_oldest := -c tools/constraints-oldest.txt
 $(OLDEST)/.dev: tools/constraints-oldest.txt
-$(NEWEST)/.dev $(OLDEST)/.dev: .venv-%/.dev: pyproject.toml
+$(NEWEST)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
 	@tools/setup-environment .venv-$* dev,experiments $(OPTIONS_$*)
 	@touch $@
 
