@@ -1,14 +1,25 @@
 """Figures in the documentation are those of the result files."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from experiments import site
-from experiments.bench import drawings, report
-from experiments.bench.results import FOLDER
+from experiments.bench import drawings, paper, report, training_report
+from experiments.bench.results import FOLDER, read
 
 
 def test_the_performance_page_has_the_tables_of_the_result_files() -> None:
     assert (site.DOCS / "generated" / "performance.md").read_text() == site.page(FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("name", "markdown"), [("paper_table", paper.markdown), (training_report.NAME, training_report.markdown)]
+)
+def test_the_evidence_page_includes_the_reports_of_the_result_files(name: str, markdown: Any) -> None:
+    assert (FOLDER / f"{name}.md").read_text() == markdown(read(FOLDER / f"{name}.json"))
+    assert f"{{include}} ../experiments/results/{name}.md" in (site.DOCS / "evidence.md").read_text()
 
 
 def test_every_figure_is_written_for_light_and_dark_pages_and_is_on_a_page(tmp_path: Path) -> None:
