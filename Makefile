@@ -93,7 +93,7 @@ $(VENV)/.train: $(DECLARED) $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev: $(DECLARED) $(CONSTRAINTS)
-	@tools/setup-environment $(VENV) dev,docs,experiments,trl,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
+	@tools/setup-environment $(VENV) dev,docs,experiments,qlora,$(or $(EXTRA),gpu-compile) -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.train
 
 # In the environment without a GPU's libraries: beside them JAX would look for a TPU first.

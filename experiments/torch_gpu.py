@@ -18,7 +18,7 @@ from experiments.bench.command import dry, parsed
 from experiments.bench.peers import torch_missing
 from experiments.bench.programs import Shape
 from experiments.bench.results import Record, ResultFile, add_options, describe, run
-from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_US, MEMORY_RATIO
+from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_RATIO, MEMORY_RATIO, host_ratio
 from experiments.command_line import parser_of, positive
 
 _TINY, _SMALL, _USUAL = (256, 256, 64), (4096, 32768, 4096), (8192, 131072, 4096)
@@ -51,7 +51,10 @@ def points(implementation: str, device: str, rounds: int, calls: int) -> dict[st
 def shown(name: str, record: Record) -> str:
     """A point's figures beside what is asked for."""
     if overhead := record.get("overhead_us"):
-        figures = [f"{key} {us:.0f} us beyond the native call (asked: {HOST_US[key]})" for key, us in overhead.items()]
+        figures = [
+            f"{key} {host_ratio(record, key):.2f} of the native call's (asked: {HOST_RATIO[key]}), {us:.0f} us more"
+            for key, us in overhead.items()
+        ]
         figures += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
     elif "ratio" in record:
         asked = DEVICE_RATIO if name.startswith("device") else MEMORY_RATIO

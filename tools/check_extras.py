@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints-jax-0.11.2.txt"
-COMBINATIONS = ("cuda12,dev,docs,experiments,trl", "cuda13,triton,dev,docs,experiments,trl")
+COMBINATIONS = ("cuda12,dev,docs,experiments,qlora", "cuda13,triton,dev,docs,experiments,qlora")
 SHOWN = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "torch")
 
 

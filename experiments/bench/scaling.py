@@ -20,12 +20,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda document: int(document["records"][0]["gpus"]))
 
 
-# By layout: a figure of its results, its bound for each number of GPUs, and whether that is the least that will do.
-_ASKED = {
-    "tensor": ("efficiency", {2: 0.97, 4: 0.93}, True),
-    "data": ("efficiency", {2: 0.94, 4: 0.94}, True),
-    "sequence": ("to_tensor", {2: 1.04, 4: 1.04}, False),
-}
+# By layout, the least efficiency that will do on each number of GPUs.
+_ASKED = {"tensor": {2: 0.98, 4: 0.96}, "data": {2: 0.96, 4: 0.96}, "sequence": {2: 0.96, 4: 0.96}}
 _MODES = ("in_forward", "recompute")
 _COLUMNS = ("ms", "efficiency", "to_tensor", "to_canonical", "inputs_mib", "temporary_mib")
 
@@ -48,12 +44,12 @@ def markdown(documents: list[dict[str, Any]]) -> str:
 def _targets(records: list[dict[str, Any]]) -> list[Target]:
     return [
         Target(
-            f"{layout} on {record['gpus']}, {mode}: {figure}",
+            f"{layout} on {record['gpus']}, {mode}: efficiency",
             bounds[record["gpus"]],
-            record["results"][mode][figure],
-            at_least,
+            record["results"][mode]["efficiency"],
+            at_least=True,
         )
-        for layout, (figure, bounds, at_least) in _ASKED.items()
+        for layout, bounds in _ASKED.items()
         for record in records
         if record["layout"] == layout and record["gpus"] in bounds
         for mode in _MODES

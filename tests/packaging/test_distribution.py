@@ -13,7 +13,7 @@ import pallas_ce
 from pallas_ce.backends import packages
 
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
-EXTRAS = {"cuda12", "cuda13", "flax", "triton", "torch", "huggingface", "trl", "experiments", "docs", "dev"}
+EXTRAS = {"cuda12", "cuda13", "flax", "triton", "torch", "huggingface", "trl", "qlora", "experiments", "docs", "dev"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
