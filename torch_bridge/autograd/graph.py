@@ -36,7 +36,7 @@ def asked(
 
 
 def main_grad(ctx: Any, asked: Sequence[str]) -> Tensor | None:
-    """The weight's float32 `main_grad`, where it has one and its gradient is to be added there in place of `.grad`.
+    """The weight's `main_grad`, where it has one and its gradient is to be added there in place of `.grad`.
 
     What `torch.autograd.grad` asks for it gets, and `main_grad` stays as it is. Under `torch.compile` the node is not
     the leaf's, and `.grad` is filled.
