@@ -23,6 +23,15 @@ def disagreement(tag: str, version: str, changelog: str) -> str | None:
     return None
 
 
+def build_sdist(directory: Path) -> Path:
+    """Returns the path of the freshly built source distribution, the only one of this project in `directory`."""
+    for old in directory.glob("pallas_ce-*.tar.gz"):
+        old.unlink()
+    subprocess.run([sys.executable, "-m", "build", "--quiet", "--sdist", "--outdir", directory, ROOT], check=True)
+    (sdist,) = directory.glob("pallas_ce-*.tar.gz")
+    return sdist
+
+
 def main() -> None:
     """Exits with the reason where tag, version and changelog disagree; else builds the source distribution."""
     directory = Path(sys.argv[1]).resolve()
@@ -30,9 +39,7 @@ def main() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     if reason := disagreement(os.environ.get("TAG", ""), wheel.name.split("-")[1], changelog):
         sys.exit(reason)
-    for old in directory.glob("pallas_ce-*.tar.gz"):
-        old.unlink()
-    subprocess.run([sys.executable, "-m", "build", "--quiet", "--sdist", "--outdir", directory, ROOT], check=True)
+    build_sdist(directory)
     print(*sorted(path.name for path in directory.glob("pallas_ce-*")), sep="\n")
 
 

@@ -1,13 +1,14 @@
 """A release is published only where tag, version and changelog agree, and its files say the version nowhere else."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
+from check_release import disagreement
+
+import pallas_ce
 
 ROOT = Path(__file__).parents[2]
-disagreement = runpy.run_path(str(ROOT / "tools" / "check_release.py"))["disagreement"]
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n"
 
 
@@ -27,6 +28,12 @@ def test_a_tag_of_the_version_in_the_changelog_may_be_published():
 )
 def test_what_disagrees_is_named(tag, version, changelog, words):
     assert words in disagreement(tag, version, changelog)
+
+
+def test_the_changelog_has_the_version_of_this_release():
+    """Between releases, as a version `.dev`, there is nothing to agree with."""
+    version = pallas_ce.__version__
+    assert ".dev" in version or disagreement(f"v{version}", version, (ROOT / "CHANGELOG.md").read_text()) is None
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "CITATION.cff", "docs/conf.py"])
