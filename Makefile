@@ -21,10 +21,10 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
-	test-nightly test-extras test-gpu fuzz clean
+	test-nightly test-extras test-installs test-gpu fuzz clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
@@ -73,6 +73,9 @@ test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(OLDEST)
 
 test-extras: wheel  ## show that every extra resolves (two minutes, needs the network)
 	@$(PY) tools/check_extras.py dist
+
+test-installs: wheel  ## follow the quick starts in fresh environments (eight minutes, needs the network)
+	@$(PY) tools/check_installs.py dist
 
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -10,12 +10,13 @@ import re
 from pathlib import Path
 
 import pytest
+from check_installs import python_blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
     page.relative_to(ROOT).as_posix(): blocks
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if (blocks := re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    if (blocks := python_blocks(page.read_text()))
 }
 PAGES.pop("docs/huggingface.md", None)  # needs a model and a dataset: tests/torch_bridge has its test
 
