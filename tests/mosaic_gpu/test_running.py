@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_ce.backends.mosaic_gpu import recomputation
+from pallas_ce.backends.mosaic_gpu.schedule import plans
+from pallas_ce.backends.protocol import Plan
+from pallas_ce.head import HeadSpec
 from tests.pallas_ce.problems import Problem, make, narrow_problems
 from tests.pallas_ce.sums import LOSS_SCALES, assert_adds_16_bits, several_blocks
 
@@ -48,3 +52,16 @@ def test_any_options(
     interpreted: Any, p: Problem, loss_scale: float, backward: Any, narrow: bool, several: bool
 ) -> None:
     check(p, loss_scale, backward, narrow=narrow, several=several)
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("rows", [256, 128])
+def test_a_sum_is_added_to_where_it_lies(interpreted: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Recompute of all rows has the product kernel add to the sum, of several blocks to that of a tile."""
+    n, h, v = 256, 256, 320
+    monkeypatch.setattr(plans, "recompute", lambda *given: Plan(rows, 256, 2**20, v, skips_rows=True))
+    p = make(5, n, h, v)
+    p.arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in p.arrays.items()}
+    assert recomputation.in_place(HeadSpec(h, v, v, 0, p.arrays["hidden"].dtype, None), rows, 256)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_adds_16_bits(p, 0.3, "recompute", narrow=False, implementation="mosaic_gpu", scratch_bytes=2**20)

@@ -92,12 +92,12 @@ def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) ->
 
 
 @both_modes
-@pytest.mark.parametrize("axis", [0, 1])
-def test_several_blocks_are_added_to_sums(backward: Any, axis: int) -> None:
+@pytest.mark.parametrize(("axis", "several"), [(0, True), (1, True), (1, False)])
+def test_blocks_are_added_to_sums(backward: Any, axis: int, several: bool) -> None:
     p = make(4, 60, 24, 100, vocab_axis=axis)
     p.arrays["bias"] = np.random.default_rng(0).normal(size=100).astype(np.float32)
     p.labels[20:40] = -100
-    budget = several_blocks(p, "triton", backward)
+    budget = several_blocks(p, "triton", backward) if several else None
     assert_adds(p, -3.0, implementation="triton", backward=backward, scratch_bytes=budget)
 
 
@@ -111,6 +111,16 @@ def test_sums_of_float16_and_any_options(
 ) -> None:
     budget = several_blocks(p, "triton", backward) if several else None
     assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, implementation="triton", scratch_bytes=budget)
+
+
+def test_parts_of_the_vocabulary_are_added_to_a_sum(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is put in its place by the kernel that does so with a gradient's parts."""
+    monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
+    p = make(8, 43, 48, 808)
+    p.arrays = {name: x.astype(np.float16) for name, x in p.arrays.items()}
+    options: dict[str, Any] = {"implementation": "triton", "scratch_bytes": 300 * 256 + 30_000}
+    assert_adds_16_bits(p, -3.0, "recompute", narrow=False, **options)
+    assert "product_kernel" not in launched
 
 
 @pytest.mark.parametrize("axis", [0, 1])
