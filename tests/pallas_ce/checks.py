@@ -174,6 +174,21 @@ def assert_as_accurate_as_rounded_dlogits(
         assert small or relative_error(found, want) <= 2e-2
 
 
+def assert_as_accurate_as_reference(p: Problem, got: Results, want: Results) -> None:
+    """`library_results` of 16-bit operands and a low-rank term beside `oracle_results`, relative to the reference.
+
+    Each error is at most 1.5 times that of the plain computation of the same operands, and one rounding. What a term
+    makes of the hidden states is rounded before it is multiplied, in either.
+    """
+    plain = library_results(p, "reference", "auto")
+    unit = float(ml_dtypes.finfo(p.arrays["hidden"].dtype).eps) / 2
+    assert got[1].keys() == want[1].keys()
+    found, reference, exact = ({"loss": loss, **gradients} for loss, gradients in (got, plain, want))
+    for name in exact:
+        error, baseline = relative_error(found[name], exact[name]), relative_error(reference[name], exact[name])
+        assert error <= 1.5 * baseline + unit, f"{name}: {error} against {baseline}"
+
+
 def relative_error(got: Any, want: Any) -> float:
     """Frobenius norm of the difference over that of `want`."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
