@@ -1,7 +1,7 @@
 """Calls of the library and of the oracle on one problem, and how their results are compared."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -84,15 +84,20 @@ def oracle_results(p: Problem) -> Results:
     return oracle.cross_entropy(p.arrays, p.labels, p.options)
 
 
-def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
+def assert_near_oracle(
+    p: Problem, got: Results, *, wide: bool = False, cotangent: float = 1.0, before: Mapping[str, np.ndarray] = {}
+) -> None:
     """`library_results` in float32, or float64 where `wide`, beside `oracle_results`.
+
+    The gradients are those of `cotangent·loss`, added to what is in `before`.
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
     unit in the last place of the terms' sum without their signs, and a sum over rows that of each, as noise adds up; a
     gradient, multiplied by the head's other arrays, and the scale's by logits. A token weight's, `(loss_i - loss)/Σw`,
     is a difference of losses.
     """
-    want, bound = oracle_results(p), 1e-12 if wide else 1e-5
+    want = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
+    bound = 1e-12 if wide else 1e-5
     unit = bound / 2**7
     scale = abs(p.arrays.get("logit_scale", 1.0))
     weight = np.abs(p.arrays["weight"])
@@ -111,14 +116,18 @@ def assert_near_oracle(p: Problem, got: Results, *, wide: bool = False) -> None:
         "token_weights": 1.0 / max(weights.sum(), 0.01),
     }
     for name in gradients:
-        of_it = floor * max(1.0, beside.get(name, 1.0))
-        assert_close({name: gradients[name]}, {name: right_gradients[name]}, bound, of_it)
-    assert gradients.keys() == right_gradients.keys()
+        of_it = floor * max(1.0, beside.get(name, 1.0)) * max(1.0, abs(cotangent))
+        assert_close({name: gradients[name]}, {name: before.get(name, 0.0) + right_gradients[name]}, bound, of_it)
+    assert gradients.keys() == ({"hidden", *before} if before else right_gradients.keys())
     assert_close(loss, right_loss, bound, floor)
 
 
-def assert_as_accurate_as_rounded_dlogits(p: Problem, got: Results, backward: str) -> None:
+def assert_as_accurate_as_rounded_dlogits(
+    p: Problem, got: Results, backward: str, *, cotangent: float = 1.0, before: Mapping[str, np.ndarray] = {}
+) -> None:
     """`library_results` of 16-bit operands beside `oracle_results`: the loss to 2e-5, gradients relative to roundings.
+
+    The gradients are those of `cotangent·loss`, added to what is in `before`, in whose dtype the sum is.
 
     In each gradient at most 1.5 times the error of exact dlogits that are rounded to the operands' dtype, multiplied
     exactly, and rounded to the result's. Where few numbers are added, one rounding may happen to be kind, so the worst
@@ -126,7 +135,9 @@ def assert_as_accurate_as_rounded_dlogits(p: Problem, got: Results, backward: st
     which are smaller where label smoothing asks for nearly that probability; in float16 it does so over a narrow range
     of exponents and has 2.5 times.
     """
-    want, exact = oracle_results(p)
+    assert got[1].keys() == ({"hidden", *before} if before else p.arrays.keys())
+    results = functools.partial(oracle.cross_entropy, p.arrays, p.labels, p.options, cotangent)
+    want, exact = results()
     assert abs(float(got[0]) - want) <= 2e-5 * abs(want) + 1e-6
     dtype = p.arrays["hidden"].dtype
     factor = 2.5 if dtype == np.float16 and backward == "in_forward" else 1.5
@@ -136,28 +147,46 @@ def assert_as_accurate_as_rounded_dlogits(p: Problem, got: Results, backward: st
     def disturb(x: np.ndarray) -> np.ndarray:
         return x * (1 + unit * rng.uniform(-1, 1, x.shape))
 
-    _, rounded = oracle.cross_entropy(p.arrays, p.labels, p.options, round_dlogits=dtype)
+    _, rounded = results(round_dlogits=dtype)
     for name in ("hidden", "weight", "bias", "logit_scale"):
-        if name in p.arrays:
+        if name in got[1]:
+            start, kept = np.float64(0.0), p.arrays[name].dtype
+            if name in before:
+                start, kept = before[name].astype(np.float64), before[name].dtype
+            right = start + exact[name]
             # The scale's gradient is one number, in which errors that all rows share add up.
             wide = name == "logit_scale"
             floor = 3e-6 + 0.25 * unit * wide
-            baseline = relative_error(rounded[name].astype(p.arrays[name].dtype), exact[name])
-            error = relative_error(got[1][name], exact[name])
+            baseline = relative_error((start + rounded[name]).astype(kept), right)
+            error = relative_error(got[1][name], right)
             others = disturb if backward == "in_forward" else None
             for _ in range(64):
                 if error <= factor * baseline + floor:
                     break
-                _, disturbed = oracle.cross_entropy(
-                    p.arrays, p.labels, p.options, disturb=disturb, disturb_others=others
-                )
-                result = disturbed[name] if wide else disturb(disturbed[name])
-                baseline = max(baseline, relative_error(result, exact[name]))
+                _, disturbed = results(disturb=disturb, disturb_others=others)
+                result = start + disturbed[name]
+                result = disturb(result) if kept.itemsize == 2 else result
+                baseline = max(baseline, relative_error(result, right))
             assert error <= factor * baseline + floor, f"{name}: {error} against {baseline}"
-    if "token_weights" in p.arrays:
+    if "token_weights" in got[1]:
         found, want = got[1]["token_weights"], exact["token_weights"]
         small = np.max(np.abs(np.asarray(found, np.float64) - want)) <= 1e-5
         assert small or relative_error(found, want) <= 2e-2
+
+
+def assert_as_accurate_as_reference(p: Problem, got: Results, want: Results) -> None:
+    """`library_results` of 16-bit operands and a low-rank term beside `oracle_results`, relative to the reference.
+
+    Each error is at most 1.5 times that of the plain computation of the same operands, and one rounding. What a term
+    makes of the hidden states is rounded before it is multiplied, in either.
+    """
+    plain = library_results(p, "reference", "auto")
+    unit = float(ml_dtypes.finfo(p.arrays["hidden"].dtype).eps) / 2
+    assert got[1].keys() == want[1].keys()
+    found, reference, exact = ({"loss": loss, **gradients} for loss, gradients in (got, plain, want))
+    for name in exact:
+        error, baseline = relative_error(found[name], exact[name]), relative_error(reference[name], exact[name])
+        assert error <= 1.5 * baseline + unit, f"{name}: {error} against {baseline}"
 
 
 def relative_error(got: Any, want: Any) -> float:

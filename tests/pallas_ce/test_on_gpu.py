@@ -16,6 +16,7 @@ from tests.pallas_ce.checks import (
     relative_error,
 )
 from tests.pallas_ce.problems import Problem, make
+from tests.pallas_ce.sums import assert_adds_16_bits, several_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,21 @@ def drawn(seed: int) -> tuple[Problem, str]:
 def test_a_drawn_problem(seed: int) -> None:
     p, backward = drawn(seed)
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "mosaic_gpu", backward), backward)
+
+
+def assert_adds_drawn(seed: int, implementation: str) -> None:
+    """A drawn problem's gradients are added to sums of either dtype, in one block or several."""
+    p, backward = drawn(seed)
+    rng = np.random.default_rng((seed, 1))
+    loss_scale, narrow = float(rng.choice([1.0, 0.3, -8.0])), bool(rng.integers(2))
+    budget = several_blocks(p, implementation, backward) if rng.random() < 0.5 else None
+    options = {"implementation": implementation, "scratch_bytes": budget}
+    assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **options)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
+    assert_adds_drawn(seed, "mosaic_gpu")
 
 
 @both_modes

@@ -1,5 +1,6 @@
 """Gradients added to a sum where it lies: their values beside the oracle's, and what the compiled program holds."""
 
+import functools
 from typing import Any
 
 import hypothesis
@@ -9,42 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import LowRank, linear_cross_entropy, linear_cross_entropy_and_gradients
+from pallas_ce import LowRank, explain, linear_cross_entropy, linear_cross_entropy_and_gradients
 from tests import compile_for_h200 as h200
-from tests.pallas_ce.checks import assert_close, call, oracle_results
+from tests.pallas_ce.checks import assert_close
 from tests.pallas_ce.problems import WAYS, Problem, make, problems
-
-
-def assert_adds(p: Problem, loss_scale: float, with_bias: bool = True, bound: float = 1e-5, **options: Any) -> None:
-    """Loss, hidden's gradient and both sums beside the oracle's gradients, added in float64."""
-    rng = np.random.default_rng(p.labels.size)
-    before = {name: 0.1 * rng.normal(size=p.arrays[name].shape) for name in ("weight", "bias") if name in p.arrays}
-    before = {name: x.astype(np.float32) for name, x in before.items()}
-
-    @jax.jit
-    def run(arrays: dict[str, Any], before: dict[str, Any]) -> Any:
-        weight_sum = before["weight"] if p.vocab_axis == 0 else before["weight"].T
-        given = {"bias_sum": before["bias"]} if "bias" in before and with_bias else {}
-        return call(
-            lambda hidden, weight, labels, **others: linear_cross_entropy_and_gradients(
-                hidden, weight, labels, weight_sum, loss_scale=loss_scale, **given, **others
-            ),
-            p, arrays, **options,
-        )  # fmt: skip
-
-    got = run(p.arrays, before)
-    loss, gradients = oracle_results(p)
-    terms = float((np.abs(p.arrays["hidden"]) @ np.abs(p.arrays["weight"]).T * p.arrays.get("logit_scale", 1.0)).max())
-    floor = bound / 2**7 * max(4.0, 4.0 * abs(loss), abs(terms)) * max(1.0, abs(loss_scale))
-    beside = {name: max(1.0, float(np.abs(p.arrays[name]).max())) for name in ("hidden", "weight")}
-    added = {name: before[name] + loss_scale * gradients[name] for name in before}
-    assert_close(got.loss, loss, bound, floor)
-    assert_close(got.hidden, loss_scale * gradients["hidden"], bound, floor * beside["weight"])
-    weight_sum = got.weight_sum if p.vocab_axis == 0 else got.weight_sum.T
-    assert_close(weight_sum, added["weight"], bound, floor * beside["hidden"])
-    assert (got.bias_sum is not None) == ("bias" in before and with_bias)
-    if got.bias_sum is not None:
-        assert_close(got.bias_sum, added["bias"], bound, floor)
+from tests.pallas_ce.sums import assert_adds
 
 
 @pytest.mark.parametrize(("implementation", "backward"), WAYS)
@@ -77,18 +47,28 @@ def test_a_scale_of_zero_and_a_nan_that_does_not_count(vocab_axis: int) -> None:
         assert all(np.isfinite(x).all() for x in found[:3])
 
 
+@pytest.mark.parametrize("scratch_bytes", [None, 30_000])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
-def test_bits_are_those_of_adding_a_gradient(backward: Any) -> None:
-    """Of one block of rows; several are added one by one."""
-    p = make(1, 64, 16, 96)
-    given = p.arrays["hidden"], p.arrays["weight"], p.labels
-    options: Any = {"backward": backward, "implementation": "xla"}
-    start = np.random.default_rng(0).normal(size=given[1].shape).astype(np.float32)
-    found = linear_cross_entropy_and_gradients(*given, start, **options)
-    loss, gradients = jax.value_and_grad(lambda *x: linear_cross_entropy(*x, given[2], **options), (0, 1))(*given[:2])
-    assert found.loss == loss
-    np.testing.assert_array_equal(found.hidden, gradients[0])
-    np.testing.assert_array_equal(found.weight_sum, start + gradients[1])
+def test_bits_are_those_of_adding_gradients(backward: Any, scratch_bytes: int | None) -> None:
+    """In_forward adds that of each block of rows, recompute the sum of all blocks'."""
+    p = make(1, 72, 16, 96)
+    hidden, weight, labels = p.arrays["hidden"], p.arrays["weight"], np.abs(p.labels) % 96
+    options: Any = {"backward": backward, "implementation": "xla", "scratch_bytes": scratch_bytes}
+    blocks = 72 // explain(hidden, weight, **options).rows
+    assert blocks == (1 if scratch_bytes is None else {"in_forward": 4, "recompute": 2}[backward])
+    loss = functools.partial(linear_cross_entropy, normalizer=72.0, **options)
+    start = np.random.default_rng(0).normal(size=weight.shape).astype(np.float32)
+    found = linear_cross_entropy_and_gradients(hidden, weight, labels, start, normalizer=72.0, **options)
+    want, (for_hidden, for_weight) = jax.value_and_grad(loss, (0, 1))(hidden, weight, labels)
+    assert found.loss == want
+    np.testing.assert_array_equal(found.hidden, for_hidden)
+    added = [for_weight]
+    if backward == "in_forward":
+        added = [
+            jax.grad(loss, 1)(x, weight, y)
+            for x, y in zip(*(np.split(x, blocks) for x in (hidden, labels)), strict=True)
+        ]
+    np.testing.assert_array_equal(found.weight_sum, sum(added, start))
 
 
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])

@@ -194,6 +194,23 @@ def test_losses_of_routers_are_added(name):
     assert model(**batch(), output_router_logits=False).loss < want.loss
 
 
+@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("training", [True, False])
+def test_losses_of_routers_are_no_part_of_tokens_losses_or_their_sum(name, training):
+    torch.manual_seed(0)
+    model, given = ROUTED[name]().train(training), {**batch(), "output_router_logits": True}
+    plain = model(**given)
+    log_probs, labels = plain.logits[:, :-1].log_softmax(-1), given["labels"][:, 1:]
+    want = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    patch_causal_lm(model)
+    assert plain.aux_loss > 0
+    for reduction, of_tokens in (("none", torch.nn.functional.pad(want, (0, 1))), ("sum", want.sum())):
+        out = model(**given, reduction=reduction)
+        torch.testing.assert_close(out.loss, of_tokens)
+        torch.testing.assert_close(out.aux_loss, plain.aux_loss)
+    torch.testing.assert_close(model(**given, reduction="mean").loss, plain.loss)
+
+
 def test_another_ignore_index_is_heeded():
     model, given = make(), batch()
     given["labels"] = given["labels"].where(given["labels"] != -100, 7)

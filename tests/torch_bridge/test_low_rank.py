@@ -125,11 +125,17 @@ def test_errors_name_the_part(change, error, words):
         loss(given.pop("hidden"), LowRank(**given | change))
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_kernels_refuse_it_by_name(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "why"),
+    [("mosaic_gpu", "this process has no CUDA device"), ("triton", "a CUDA device, and this process knows of none")],
+    ids=["mosaic_gpu", "triton"],
+)
+def test_on_the_cpu_kernels_refuse_it_because_of_the_device_alone(implementation, why):
     given = tensors(torch.bfloat16)
-    with pytest.raises(ValueError, match=implementation):
-        loss(given.pop("hidden"), LowRank(**given), implementation=implementation)
+    hidden, weight = given.pop("hidden"), LowRank(**given)
+    for head in (weight, weight.weight):
+        with pytest.raises(ValueError, match=f"'{implementation}' cannot serve this call: .*{why}"):
+            loss(hidden, head, implementation=implementation)
 
 
 def test_a_loss_on_a_layers_weight_does_not_pass_over_its_adapter():

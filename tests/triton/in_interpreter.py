@@ -25,10 +25,15 @@ from tests.pallas_ce.checks import (
     relative_error,
 )
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
+from tests.pallas_ce.sums import LOSS_SCALES, assert_adds, assert_adds_16_bits, several_blocks
 from tests.triton import interpreted
 
 MODES = ["recompute", "in_forward"]
 both_modes = pytest.mark.parametrize("backward", MODES)
+few = hypothesis.settings(
+    max_examples=max(1, hypothesis.settings.default.max_examples // 8),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 
 
 @pytest.fixture(params=[interpreted.SMALL, interpreted.FLATTENED], ids=["pointers", "descriptors"], autouse=True)
@@ -55,10 +60,7 @@ def test_loss_and_gradients_match_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
 
 
-@hypothesis.settings(
-    max_examples=max(1, hypothesis.settings.default.max_examples // 8),
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@few
 @hypothesis.given(p=narrow_problems([np.float16]), backward=st.sampled_from(MODES))
 def test_any_options_in_float16(p: Problem, backward: Any) -> None:
     assert_as_accurate_as_rounded_dlogits(p, library_results(p, "triton", backward), backward)
@@ -87,6 +89,38 @@ def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) ->
     p.arrays["bias"] = np.random.default_rng(0).normal(size=200).astype(np.float32)
     p.labels[20:70] = -100
     assert_near_oracle(p, library_results(p, "triton", backward, scratch_bytes=40_000))
+
+
+@both_modes
+@pytest.mark.parametrize(("axis", "several"), [(0, True), (1, True), (1, False)])
+def test_blocks_are_added_to_sums(backward: Any, axis: int, several: bool) -> None:
+    p = make(4, 60, 24, 100, vocab_axis=axis)
+    p.arrays["bias"] = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    p.labels[20:40] = -100
+    budget = several_blocks(p, "triton", backward) if several else None
+    assert_adds(p, -3.0, implementation="triton", backward=backward, scratch_bytes=budget)
+
+
+@few
+@hypothesis.given(
+    p=narrow_problems([np.float16]), loss_scale=LOSS_SCALES, backward=st.sampled_from(MODES), narrow=st.booleans(),
+    several=st.booleans(),
+)  # fmt: skip
+def test_sums_of_float16_and_any_options(
+    p: Problem, loss_scale: float, backward: Any, narrow: bool, several: bool
+) -> None:
+    budget = several_blocks(p, "triton", backward) if several else None
+    assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, implementation="triton", scratch_bytes=budget)
+
+
+def test_parts_of_the_vocabulary_are_added_to_a_sum(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is put in its place by the kernel that does so with a gradient's parts."""
+    monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
+    p = make(8, 43, 48, 808)
+    p.arrays = {name: x.astype(np.float16) for name, x in p.arrays.items()}
+    options: dict[str, Any] = {"implementation": "triton", "scratch_bytes": 300 * 256 + 30_000}
+    assert_adds_16_bits(p, -3.0, "recompute", narrow=False, **options)
+    assert "product_kernel" not in launched
 
 
 @pytest.mark.parametrize("axis", [0, 1])

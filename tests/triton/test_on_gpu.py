@@ -14,7 +14,8 @@ import pytest
 from pallas_ce.backends.triton import binding, configs
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, assert_near_oracle, library_results
 from tests.pallas_ce.problems import Problem, make, problems
-from tests.pallas_ce.test_on_gpu import drawn, narrow
+from tests.pallas_ce.sums import LOSS_SCALES, assert_adds
+from tests.pallas_ce.test_on_gpu import assert_adds_drawn, drawn, narrow
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +42,18 @@ def test_a_drawn_problem(seed: int) -> None:
 @hypothesis.given(p=problems())
 def test_float32_matches_the_oracle(p: Problem, backward: Any) -> None:
     assert_near_oracle(p, library_results(p, "triton", backward))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
+    assert_adds_drawn(seed, "triton")
+
+
+@both_modes
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(p=problems(low_rank=False), loss_scale=LOSS_SCALES)
+def test_float32_is_added_to_sums(p: Problem, loss_scale: float, backward: Any) -> None:
+    assert_adds(p, loss_scale, implementation="triton", backward=backward)
 
 
 @both_modes

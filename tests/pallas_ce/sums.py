@@ -1,0 +1,78 @@
+"""Gradients that `linear_cross_entropy_and_gradients` adds to a sum, beside the oracle's, added in float64."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+
+from pallas_ce import LossAndGradients, linear_cross_entropy_and_gradients
+from pallas_ce.dispatch import select
+from pallas_ce.head import HeadSpec
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import Results, assert_as_accurate_as_rounded_dlogits, assert_near_oracle, call
+from tests.pallas_ce.problems import Problem
+
+LOSS_SCALES = st.sampled_from([1.0, 0.3, -8.0])
+
+
+def add(p: Problem, before: dict[str, np.ndarray], loss_scale: float, **options: Any) -> LossAndGradients:
+    """The problem's gradients added to what is `before`: a sum like the weight `[V, H]`, maybe one like the bias."""
+
+    @jax.jit
+    def run(arrays: dict[str, Any], before: dict[str, Any]) -> LossAndGradients:
+        weight_sum = before["weight"] if p.vocab_axis == 0 else before["weight"].T
+        given = {"bias_sum": before["bias"]} if "bias" in before else {}
+
+        def of_head(hidden: Any, weight: Any, labels: Any, **others: Any) -> LossAndGradients:
+            return linear_cross_entropy_and_gradients(
+                hidden, weight, labels, weight_sum, loss_scale=loss_scale, **given, **others
+            )
+
+        found: LossAndGradients = call(of_head, p, arrays, **options)
+        return found if p.vocab_axis == 0 else found._replace(weight_sum=found.weight_sum.T)
+
+    return run(p.arrays, before)
+
+
+def _results(found: LossAndGradients) -> Results:
+    loss, hidden, weight, bias = found
+    return loss, {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+
+
+def assert_adds(p: Problem, loss_scale: float, with_bias: bool = True, **options: Any) -> None:
+    """Loss, hidden's gradient and both sums in float32."""
+    rng = np.random.default_rng(p.labels.size)
+    before = {name: 0.1 * rng.normal(size=p.arrays[name].shape) for name in ("weight", "bias") if name in p.arrays}
+    before = {name: x.astype(np.float32) for name, x in before.items() if with_bias or name != "bias"}
+    assert_near_oracle(p, _results(add(p, before, loss_scale, **options)), cotangent=loss_scale, before=before)
+
+
+def assert_adds_16_bits(p: Problem, loss_scale: float, backward: Any, *, narrow: bool, **options: Any) -> None:
+    """The same of 16-bit operands, relative to the errors of rounding; the sums are `narrow`, like those, or float32.
+
+    They begin as large as the gradients, which therefore show. Of padding not a bit changes.
+    """
+    _, exact = oracle.cross_entropy(p.arrays, p.labels, p.options, loss_scale)
+    rng, before = np.random.default_rng(0), {}
+    for name in ("weight", "bias"):
+        if name in p.arrays:
+            start = np.sqrt(np.mean(exact[name] ** 2)) * rng.normal(size=exact[name].shape)
+            before[name] = start.astype(p.arrays[name].dtype if narrow else np.float32)
+    found = _results(add(p, before, loss_scale, backward=backward, **options))
+    real = p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    for name, start in before.items():
+        assert found[1][name].dtype == start.dtype
+        np.testing.assert_array_equal(found[1][name][real:], start[real:])
+    assert_as_accurate_as_rounded_dlogits(p, found, backward, cotangent=loss_scale, before=before)
+
+
+def several_blocks(p: Problem, implementation: Any, backward: Any) -> int:
+    """A budget for as few blocks of rows as may be, but for more than one; of a single row, the least that it takes."""
+    (n, h), (v, _) = p.arrays["hidden"].shape, p.arrays["weight"].shape
+    real, softcap = p.options.get("vocab_size", v), p.options.get("logit_softcap")
+    spec, backend = HeadSpec(h, v, real, p.vocab_axis, p.arrays["hidden"].dtype, softcap), select.load(implementation)
+    least = max(backend.minimum_scratch(spec, mode) for mode in (None, backward))
+    most = backend.plan(spec, n, backward, 2**30).scratch_bytes
+    budgets = {int(x): backend.plan(spec, n, backward, int(x)).rows for x in np.linspace(least, most, 50)}
+    return max((x for x, rows in budgets.items() if rows < n), key=budgets.__getitem__, default=least)
