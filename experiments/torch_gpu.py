@@ -1,10 +1,11 @@
 """What PyTorch callers pay on a GPU beyond the same call in JAX: `python -m experiments.torch_gpu`.
 
-Kinds of points, the first three for each backward mode, written to `torch_gpu.json` one by one; run the command again
+Kinds of points, all but the last for each backward mode, written to `torch_gpu.json` one by one; run the command again
 to go on:
 
     host    time until a call returns, of several in a row while the device is busy, at a tiny and a usual size
     device  time of forward and backward, in turn in one process
+    done    time from an idle device until forward and backward are done, of few rows, beside PyTorch's own loss
     memory  of a process by the driver's count, one process for each caller
     given   bandwidth of losses of stored logits, forward and backward, by that of a copy
 """
@@ -18,10 +19,11 @@ from experiments.bench.command import dry, parsed
 from experiments.bench.peers import torch_missing
 from experiments.bench.programs import Shape
 from experiments.bench.results import Record, ResultFile, add_options, describe, run
-from experiments.bench.summary import DEVICE_RATIO, GIVEN_SHARE, HOST_RATIO, MEMORY_RATIO, host_ratio
+from experiments.bench.summary import GIVEN_SHARE, HOST_RATIO, RATIOS, host_ratio
 from experiments.command_line import parser_of, positive
 
 _TINY, _SMALL, _USUAL = (256, 256, 64), (4096, 32768, 4096), (8192, 131072, 4096)
+_FEW_ROWS = (1024, 151936, 1024)
 
 
 def points(implementation: str, device: str, rounds: int, calls: int) -> dict[str, Callable[[], Record]]:
@@ -38,6 +40,7 @@ def points(implementation: str, device: str, rounds: int, calls: int) -> dict[st
     kinds: list[tuple[str, tuple[Shape, ...], Callable[..., Record]]] = [
         ("host", (_TINY, _SMALL), functools.partial(bridge.host_time, calls=calls)),
         ("device", (_SMALL, _USUAL), functools.partial(bridge.device_time, rounds=rounds)),
+        ("done", (_FEW_ROWS,), functools.partial(bridge.until_done, rounds=rounds)),
         ("memory", (_USUAL,), bridge.memory),
     ]
     for kind, shapes, measure in kinds:
@@ -57,8 +60,8 @@ def shown(name: str, record: Record) -> str:
         ]
         figures += [f"{key} {us:.0f} us" for key, us in record["exchange_us"].items()]
     elif "ratio" in record:
-        asked = DEVICE_RATIO if name.startswith("device") else MEMORY_RATIO
-        figures = [f"{record['ratio']:.3f} of the native call's (asked: {asked})"]
+        _, other, asked = RATIOS[name.split()[0]]
+        figures = [f"{record['ratio']:.3f} of {other} (asked: {asked})"]
     else:
         figures = [f"share of the copy's bandwidth (asked: {GIVEN_SHARE} where logits are overwritten)"]
     for key, result in record["results"].items():

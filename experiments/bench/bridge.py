@@ -25,6 +25,7 @@ from experiments.bench.used import allocated_peak_bytes, used_bytes
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
 _QUEUED_CYCLES = 25_000_000
 _CALLS_FOR_MEMORY = 3
+_CALLS_ALONE = 10
 
 # Calls that follow each other, as those of a training step's microbatches do. Some thirty exchanges ahead of the
 # device, four to eight calls, the host waits for it: that is the device's time, and is not to be counted.
@@ -76,6 +77,7 @@ def made(caller: str, setting: Setting, differentiate: bool) -> Callable[..., An
         "bridge": bridged,
         "unmasked": functools.partial(bridged, ignore_index=None),
         "direct": direct.loss,
+        "torch": lambda hidden, weight, labels: torch.nn.functional.cross_entropy(hidden @ weight.T, labels),
         "nothing": lambda hidden, weight, _: _Nothing.apply(hidden, weight),  # type: ignore[no-untyped-call]
     }
     loss = losses[caller]
@@ -168,6 +170,27 @@ def device_time(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
     # Pools grow in the first round.
     found = timing.in_turn(runs, functools.partial(timing.per_launch, wait=synchronize), rounds)
     return {"n": n, "v": v, "h": h, "results": found, "ratio": found["bridge"]["ms"] / found["native"]["ms"]}
+
+
+def until_done(shape: Shape, setting: Setting, rounds: int) -> dict[str, Any]:
+    """Milliseconds of forward and backward, from an idle device until all is done, beside PyTorch's own loss.
+
+    Returns:
+        `{"n", "v", "h", "results", "ratio"}`: medians `ms` and `samples` of each; the bridge's median over PyTorch's.
+    """
+    n, v, h = shape
+    tensors = torch_timing.inputs(shape, setting.device)
+    runs: dict[str, Callable[[], Any]] = {
+        caller: functools.partial(made(caller, setting, True), *tensors) for caller in ("bridge", "torch")
+    }
+    for run in runs.values():
+        synchronize(run())
+
+    def milliseconds(run: Callable[[], Any]) -> float:
+        return statistics.median(_timed(lambda: synchronize(run()))[0] for _ in range(_CALLS_ALONE)) / 1e3
+
+    found = timing.in_turn(runs, milliseconds, rounds)
+    return {"n": n, "v": v, "h": h, "results": found, "ratio": found["bridge"]["ms"] / found["torch"]["ms"]}
 
 
 def memory(shape: Shape, setting: Setting) -> dict[str, Any]:

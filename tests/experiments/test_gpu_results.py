@@ -148,12 +148,13 @@ def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:
         "host a": host(300, 1200),
         "host b": host(350, 1000),
         "device a": {"ratio": 1.01},
+        "done a": {"ratio": 1.2},
         "memory a": {"ratio": 0.9},
         "given a": {"results": {"in place": {"share": 0.7}}},
         "given b": {"results": {"in place": {"share": 0.9}}},
     }
     found = figures({"torch_gpu": points})
-    assert [value for what, value in found.items() if what.startswith("PyTorch")] == [3.5, 6.0, 1.01, 0.9, 0.7]
+    assert [value for what, value in found.items() if what.startswith("PyTorch")] == [3.5, 6.0, 1.01, 1.2, 0.9, 0.7]
 
 
 def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() -> None:

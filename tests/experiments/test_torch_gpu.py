@@ -67,6 +67,20 @@ def test_device_times_are_compared_within_one_process(monkeypatch: pytest.Monkey
     assert seen[:4] == seen[:2] + seen[1::-1]
 
 
+def test_pytorchs_own_loss_is_waited_for_as_the_bridges_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def synchronize(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(bridge, "made", lambda caller, *_: lambda *_: {"bridge": 2.0, "torch": 1.0}[caller])
+    monkeypatch.setattr(bridge, "synchronize", synchronize)
+    monkeypatch.setattr(bridge.time, "perf_counter", lambda: clock[0])
+    record = bridge.until_done(SHAPE, SETTING, 3)
+    assert record["results"]["bridge"]["ms"] == pytest.approx(2000)
+    assert record["ratio"] == pytest.approx(2.0)
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
@@ -78,16 +92,17 @@ def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
     document = json.loads((tmp_path / "torch_gpu.json").read_text())
     assert {"device", "jax", "torch", "date", "implementation"} <= set(document["machine"])
     found = document["points"]
-    assert len(found) == 12
-    assert {name.split()[0] for name in found} == {"given", "host", "device", "memory"}
+    assert len(found) == 14
+    assert {name.split()[0] for name in found} == {"given", "host", "device", "done", "memory"}
     for name, record in found.items():
         assert name in out
         if name.startswith("given"):
             copy, *losses = record["results"].values()
             assert all(x["share"] == pytest.approx(1.5 * copy["ms"] / x["ms"]) for x in losses)
             continue
-        others = {"nothing"} if name.startswith("host") else set()
-        assert {key.split()[0] for key in record["results"]} == {"bridge", "native"} | others
+        kind = name.split()[0]
+        others = {"host": {"native", "nothing"}, "done": {"torch"}}.get(kind, {"native"})
+        assert {key.split()[0] for key in record["results"]} == {"bridge"} | others
         if name.startswith("memory"):
             assert all(r["driver_mib"] > 0 and r["in_use_mib"] > 0 for r in record["results"].values())
     assert torch_gpu.main(words) == 0
@@ -96,7 +111,7 @@ def test_a_dry_run_measures_every_kind_of_point_and_can_be_gone_on_with(
 
 def test_a_run_that_is_out_of_time_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch_gpu.main(["--dry-run", "--minutes", "0", "--out", str(tmp_path)]) == 0
-    assert "time is up with 12 points left; run the same command again to go on" in capsys.readouterr().out
+    assert "time is up with 14 points left; run the same command again to go on" in capsys.readouterr().out
 
 
 def test_a_dry_run_is_not_written_among_the_results(capsys: pytest.CaptureFixture[str]) -> None:
