@@ -16,7 +16,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from check_release import build_sdist
+from check_wheel import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/quickstart.md", "README.md")
@@ -119,7 +119,7 @@ def check_sources(sdist: Path) -> None:
 def main() -> None:
     """Builds the source distribution, runs its tests of files, and follows every plan."""
     directory = Path(sys.argv[1]).resolve()
-    check_sources(build_sdist(directory))
+    check_sources(build("sdist", directory))
     for pattern, constraints, extras in PLANS:
         (source,) = directory.glob(pattern)
         follow(source, constraints, extras)

@@ -5,9 +5,10 @@ usage: TAG=v0.2.0 python tools/check_release.py DIRECTORY        (where the whee
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from check_wheel import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,15 +24,6 @@ def disagreement(tag: str, version: str, changelog: str) -> str | None:
     return None
 
 
-def build_sdist(directory: Path) -> Path:
-    """Returns the path of the freshly built source distribution, the only one of this project in `directory`."""
-    for old in directory.glob("pallas_ce-*.tar.gz"):
-        old.unlink()
-    subprocess.run([sys.executable, "-m", "build", "--quiet", "--sdist", "--outdir", directory, ROOT], check=True)
-    (sdist,) = directory.glob("pallas_ce-*.tar.gz")
-    return sdist
-
-
 def main() -> None:
     """Exits with the reason where tag, version and changelog disagree; else builds the source distribution."""
     directory = Path(sys.argv[1]).resolve()
@@ -39,7 +31,7 @@ def main() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     if reason := disagreement(os.environ.get("TAG", ""), wheel.name.split("-")[1], changelog):
         sys.exit(reason)
-    build_sdist(directory)
+    build("sdist", directory)
     print(*sorted(path.name for path in directory.glob("pallas_ce-*")), sep="\n")
 
 

@@ -62,13 +62,14 @@ for package in (pallas_ce, flax_modules, torch_bridge):
 """
 
 
-def build(directory: Path) -> Path:
-    """Returns the path of the freshly built wheel, the only one of this project in `directory`."""
-    for old in directory.glob("pallas_ce-*.whl"):
+def build(kind: str, directory: Path) -> Path:
+    """Returns the path of the freshly built "wheel" or "sdist", the only one of this project in `directory`."""
+    pattern = {"wheel": "pallas_ce-*.whl", "sdist": "pallas_ce-*.tar.gz"}[kind]
+    for old in directory.glob(pattern):
         old.unlink()
-    subprocess.run([sys.executable, "-m", "build", "--quiet", "--wheel", "--outdir", directory, ROOT], check=True)
-    (wheel,) = directory.glob("pallas_ce-*.whl")
-    return wheel
+    subprocess.run([sys.executable, "-m", "build", "--quiet", f"--{kind}", "--outdir", directory, ROOT], check=True)
+    (built,) = directory.glob(pattern)
+    return built
 
 
 def check_contents(wheel: Path) -> None:
@@ -102,7 +103,7 @@ def run_example(wheel: Path) -> None:
 
 def main() -> None:
     """Builds the wheel, checks what is in it and runs an example from it."""
-    wheel = build(Path(sys.argv[1]).resolve())
+    wheel = build("wheel", Path(sys.argv[1]).resolve())
     check_contents(wheel)
     run_example(wheel)
     print(f"{wheel.name}: built, complete, and its example runs")

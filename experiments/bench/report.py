@@ -94,13 +94,8 @@ def _torch(points: dict[str, Any]) -> str:
             for caller, result in point["results"].items()
         )
         beyond = "; ".join(f"{call} {us:.0f} us beyond JAX's" for call, us in point.get("overhead_us", {}).items())
-        rows.append(
-            [
-                name,
-                f"{point['ratio']:.3f} of {summary.RATIOS[name.split()[0]][1]}" if "ratio" in point else beyond,
-                callers,
-            ]
-        )
+        told = f"{point['ratio']:.3f} of {summary.RATIOS[name.split()[0]][1]}" if "ratio" in point else beyond
+        rows.append([name, told, callers])
     return table(["point", "bridge", "callers"], rows)
 
 

@@ -145,7 +145,8 @@ IN_PAIRS = dataclasses.replace(PING_PONG, cluster="columns", row_group=6)
 
 # From so many logits on, thread blocks that share no loads drift so far apart that the L2 cache no longer holds a tile
 # until the last of them has read it. An H200's memory bears that; an H100's, of two thirds the bandwidth, does not.
-_DRIFTING_LOGITS = 2**30
+# Few rows are not rounded up to pairs of blocks.
+_DRIFTING_LOGITS, _DRIFTING_ROWS = 2**30, 2048
 _BEARS_DRIFT = "H200"
 
 # What an epilogue that is hidden saves of a product, on an H200.
@@ -185,7 +186,7 @@ def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = Fa
 def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False) -> Config:
     """`default_tiles` for `rows` × `columns` logits on the GPU traced for."""
     tiles = default_tiles(kernel, vectors, options, rare=rare)
-    drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= IN_PAIRS.block_rows * 8
+    drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= _DRIFTING_ROWS
     if tiles == PING_PONG and drifts and _BEARS_DRIFT not in (targets.cuda_kind() or _BEARS_DRIFT):
         return IN_PAIRS
     return with_least_padding(tiles, rows)
