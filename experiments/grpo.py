@@ -127,6 +127,7 @@ class Loop:
         self.head = HEADS[head]
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.adam(config.learning_rate))
         self.graph = nnx.graphdef(nnx.eval_shape(self._model, 0))
+        self.launch = jax.jit(self.iterate, donate_argnums=(0, 1))
 
     def _model(self, seed: int) -> LanguageModel:
         v, size = self.config.vocabulary, self.config.width
@@ -214,19 +215,27 @@ class Loop:
         numbers = {"reward": reward, "kl": metrics.kl, "entropy": metrics.entropy, "clipped": clipped}
         return state, number + 1, numbers
 
+    def start(self, seed: int) -> tuple[TrainState, jax.Array, Params, jax.Array]:
+        """What the first iteration is given."""
+        # The initial parameters are arrays of their own: the state's are given up.
+        return self.initial_state(seed), jnp.int32(0), self.initial_state(seed).params, jax.random.key(seed)
+
+    def run(
+        self, state: TrainState, number: jax.Array, initial: Params, key: jax.Array, iterations: int
+    ) -> dict[str, list[float]]:
+        """Launches so many iterations, and reads their numbers when all are on their way."""
+        history: list[dict[str, Any]] = []
+        for _ in range(iterations):
+            state, number, numbers = self.launch(state, number, initial, key)
+            history.append(numbers)
+        history = jax.device_get(history)
+        return {name: [float(numbers[name]) for numbers in history] for name in history[0]}
+
 
 def train(config: Config, head: str = "streamed", seed: int = 0) -> dict[str, list[float]]:
     """Runs the loop; returns each iteration's mean reward, and after its updates KL, entropy and clipped share."""
     loop = Loop(config, head)
-    state, number = loop.initial_state(seed), jnp.int32(0)
-    # Arrays of their own: the state's are given up.
-    initial, key = loop.initial_state(seed).params, jax.random.key(seed)
-    iterate = jax.jit(loop.iterate, donate_argnums=(0, 1))
-    history: list[dict[str, Any]] = []
-    for _ in range(config.iterations):
-        state, number, numbers = iterate(state, number, initial, key)
-        history.append(numbers)
-    return {name: [float(numbers[name]) for numbers in history] for name in history[0]}
+    return loop.run(*loop.start(seed), config.iterations)
 
 
 def memory(config: Config, head: str) -> dict[str, float]:

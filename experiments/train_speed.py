@@ -1,9 +1,10 @@
-"""Speed of `train_lm` beside its compiled step launched back to back: `python -m experiments.train_speed`.
+"""Speed of training loops beside their compiled step launched back to back: `python -m experiments.train_speed`.
 
-Trains the default model of the device through the fused head and through stored logits, in turn, with all that the loop
-does but validations and checkpoints, and launches the compiled step of each as often in between. Writes milliseconds
-and tokens per second of each, the loop's `ratio` (the step's milliseconds over the loop's), and the fused
-loop's rate over that with stored logits (`fused_to_canonical`), to `experiments/results/train_speed.json`.
+Trains `train_lm`'s default model of the device through the fused head and through stored logits, in turn, with all that
+the loop does but validations and checkpoints, and launches the compiled step of each as often in between; and likewise
+`grpo`'s default model through the fused head, where a step is an iteration. Writes each one's milliseconds and tokens
+per second, the loop's `ratio` (the step's milliseconds over the loop's), and the fused loop's rate over that with
+stored logits (`fused_to_canonical`), to `experiments/results/train_speed.json`.
 """
 
 import argparse
@@ -11,10 +12,12 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
+from experiments import grpo
 from experiments.bench import timing
 from experiments.bench.command import parsed
 from experiments.bench.lm_training import DRY, HEADS, loop_records
@@ -23,7 +26,7 @@ from experiments.command_line import parser_of, positive
 from experiments.lm.config import TrainConfig, default_config
 from experiments.lm.data.dataset import load_dataset
 from experiments.lm.data.packing import Dataset, training_batch
-from experiments.lm.model.program import Program, TrainState, build
+from experiments.lm.model.program import Params, Program, TrainState, build
 from experiments.lm.run.loop import WARM_UP
 from experiments.train_lm import start_jax
 
@@ -50,8 +53,8 @@ def step_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -
     return 1e3 * (time.perf_counter() - started) / (config.steps - WARM_UP)
 
 
-def measure(config: TrainConfig, steps: int, rounds: int) -> Record:
-    """Both heads' loops and steps in turn, `steps` of each in a round."""
+def measure_lm(config: TrainConfig, steps: int, rounds: int) -> Record:
+    """Both heads' loops and steps of `train_lm` in turn, `steps` of each in a round."""
     dataset = load_dataset(config)
     dataset = dataclasses.replace(dataset, validation=dataset.validation[: config.batch_size])
     total = steps + WARM_UP
@@ -62,12 +65,8 @@ def measure(config: TrainConfig, steps: int, rounds: int) -> Record:
     found = timing.in_turn(runs, lambda milliseconds: milliseconds(config, dataset), rounds)
     tokens = config.batch_size * config.sequence_length
     results = {
-        head: {
-            **{kind: found[head, kind] for kind in timed},
-            "ratio": found[head, "step"]["ms"] / found[head, "loop"]["ms"],
-            "tokens_per_second": 1e3 * tokens / found[head, "loop"]["ms"],
-            "compile_seconds": programs[head].facts["compile_seconds"],
-        }
+        head: _compared(found[head, "loop"], found[head, "step"], tokens)
+        | {"compile_seconds": programs[head].facts["compile_seconds"]}
         for head in HEADS
     }
     return {
@@ -78,12 +77,41 @@ def measure(config: TrainConfig, steps: int, rounds: int) -> Record:
     }
 
 
+def measure_grpo(steps: int, rounds: int) -> Record:
+    """The loop of `grpo` and its compiled iteration in turn."""
+    config = grpo.Config()
+    loop = grpo.Loop(config, "streamed")
+
+    def launched(state: TrainState, number: jax.Array, initial: Params, key: jax.Array, iterations: int) -> None:
+        for _ in range(iterations):
+            state, number, _ = loop.launch(state, number, initial, key)
+        jax.block_until_ready(state)
+
+    def milliseconds(run: Callable[..., Any]) -> float:
+        given = jax.block_until_ready(loop.start(0))
+        started = time.perf_counter()
+        run(*given, steps)
+        return 1e3 * (time.perf_counter() - started) / steps
+
+    found = timing.in_turn({"loop": loop.run, "step": launched}, milliseconds, rounds)
+    tokens = config.prompts * config.group * config.length
+    results = {"fused": _compared(found["loop"], found["step"], tokens)}
+    return {"steps": steps, "config": dataclasses.asdict(config), "results": results}
+
+
+def _compared(loop: dict[str, Any], step: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A loop whose step takes so many tokens, beside that step."""
+    rate = {"ratio": step["ms"] / loop["ms"], "tokens_per_second": 1e3 * tokens / loop["ms"]}
+    return {"loop": loop, "step": step, **rate}
+
+
 def _shown(_: str, record: Record) -> str:
     words = [
         f"{head} {found['tokens_per_second']:,.0f} tokens/s, {found['ratio']:.3f} of its step's"
         for head, found in record["results"].items()
     ]
-    return "; ".join([*words, f"fused / canonical {record['fused_to_canonical']:.3f}"])
+    compared = "fused_to_canonical" in record
+    return "; ".join([*words, f"fused / canonical {record['fused_to_canonical']:.3f}"] if compared else words)
 
 
 def _config(options: argparse.Namespace, backend: str) -> TrainConfig:
@@ -98,8 +126,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
     options = parsed(parser, words)
     config = _config(options, start_jax())
-    point = functools.partial(measure, config, options.steps, options.rounds)
-    file = ResultFile("train_speed", "python -m experiments.train_speed", {"defaults": point})
+    points = {
+        "defaults": functools.partial(measure_lm, config, options.steps, options.rounds),
+        "grpo": functools.partial(measure_grpo, options.steps, options.rounds),
+    }
+    file = ResultFile("train_speed", "python -m experiments.train_speed", points)
     return run([file], describe() | {"rounds": options.rounds}, _shown, options)
 
 

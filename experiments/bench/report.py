@@ -100,13 +100,15 @@ def _torch(points: dict[str, Any]) -> str:
 
 
 def _training(points: dict[str, Any]) -> str:
-    """A row a head: milliseconds of a step in the training loop and launched back to back, and the loop's speed."""
+    """A row a loop and head: milliseconds of a step in the loop and launched back to back, and the loop's speed."""
     rows = []
-    for point in points.values():
+    for name, point in points.items():
         for head, found in point["results"].items():
-            numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"], found["compile_seconds"]
-            rows.append([head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers)])
-    return table(["head", "ratio", "loop, ms", "step, ms", "tokens/s", "seconds to compile"], rows)
+            numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"]
+            compiled = f"{found['compile_seconds']:.1f}" if "compile_seconds" in found else ""
+            loop = summary.TRAINING_LOOPS[name]
+            rows.append([loop, head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers), compiled])
+    return table(["loop", "head", "ratio", "loop, ms", "step, ms", "tokens/s", "seconds to compile"], rows)
 
 
 def models(points: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from experiments.bench import report, summary
 from experiments.bench.lm_training import HEADS
 
 
-def test_a_dry_run_compares_loop_and_step_of_both_heads(
+def test_a_dry_run_compares_each_loop_with_its_step(
     text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(cache)
@@ -30,5 +30,10 @@ def test_a_dry_run_compares_loop_and_step_of_both_heads(
     worst = min(result["ratio"] for result in found["results"].values())
     assert figures["train_lm, its rate / its compiled step's, worst head"] == worst
     assert figures["train_lm, its rate with the fused head / with stored logits"] == found["fused_to_canonical"]
+    (answers,) = document["points"]["grpo"]["results"].values()
+    assert answers["ratio"] == answers["step"]["ms"] / answers["loop"]["ms"]
+    assert figures["grpo, its rate / its compiled step's, worst head"] == answers["ratio"]
     report.write(tmp_path)
-    assert f"| fused | {found['results']['fused']['ratio']:.3f} |" in (tmp_path / "gpu_report.md").read_text()
+    written = (tmp_path / "gpu_report.md").read_text()
+    assert f"| train_lm | fused | {found['results']['fused']['ratio']:.3f} |" in written
+    assert f"| grpo | fused | {answers['ratio']:.3f} |" in written
