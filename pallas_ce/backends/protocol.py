@@ -194,7 +194,7 @@ class Backend(Protocol):
         """
 
     def slower(self, spec: HeadSpec) -> str | None:
-        """Why XLA's code is faster for such a head, which this backend serves by name only; None where it is not."""
+        """Why another backend is faster for such a head, which this one serves by name only; None where none is."""
         return None
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:

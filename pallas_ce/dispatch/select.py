@@ -111,12 +111,13 @@ def select(
     with known_device(arrays) as device:
         reason = None if implementation == "reference" else refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
-        kind = _kind(device)
+        note = devices.note(implementation, _kind(device))
+        drawback = None if implementation == "reference" else slower(implementation)
     if implementation != "reference" and load(implementation).capabilities.cuda_only and elsewhere:
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return Chosen(implementation, _with_note("asked for by name", devices.note(implementation, kind)))
+    return Chosen(implementation, "; ".join(filter(None, ("asked for by name", note, drawback))))
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
@@ -124,10 +125,10 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
         kind = _kind(device)
         if kind is None:
             return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
-        refusals: dict[str, str] = {}
+        passed_over: list[str] = []
         for name in DEFAULTS.get(targets.compute_capability(kind) or "", ()):
             if reason := refusal(name):
-                refusals[name] = reason
+                passed_over.append(f"not {name}: {reason}")
                 if reason == packages.refusal(name):
                     warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
                 continue
@@ -136,18 +137,14 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
             reason = f"the call is for {kind}"
             if device is None:
                 reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
-            return Chosen(name, _with_note(reason, note), Default(_EVERYWHERE, certain=device is not None))
-    told = "; ".join(f"{name} cannot serve this call: {reason}" for name, reason in refusals.items())
-    return Chosen(_EVERYWHERE, told or f"no kernels of this library are for {kind}")
+            told = "; ".join(filter(None, (reason, note, *passed_over)))
+            return Chosen(name, told, Default(_EVERYWHERE, certain=device is not None))
+    return Chosen(_EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}")
 
 
 def _kind(device: AbstractDevice | None) -> str | None:
     """The model of what is lowered for, so far as it is known; None for a process without a CUDA device."""
     return targets.local_cuda() if device is None else str(device.device_kind)
-
-
-def _with_note(reason: str, note: str | None) -> str:
-    return f"{reason}; {note}" if note else reason
 
 
 def warn_once(message: str) -> None:

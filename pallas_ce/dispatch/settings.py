@@ -216,7 +216,7 @@ def decide(
     if default is not None:
         other = default.instead
         if why := settings._incapable(spec, padded_share):
-            reason = f"{name} cannot serve this call: {why}"
+            reason = f"not {name}: {why}"
         elif why := settings._alone(other)._incapable(spec, padded_share):
             reason = f"{other}, which may have to serve parts of this call, could not do as {name} would: {why}"
         if why:

@@ -17,6 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 import pallas_ce.backends.mosaic_gpu
 from pallas_ce.backends import device as targets
+from pallas_ce.backends.mosaic_gpu import backend
 from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
 from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
@@ -68,6 +69,12 @@ def _is_index(x: Any) -> bool:
 
 
 RACE = "RACE DETECTED"
+
+
+@pytest.fixture(autouse=True)
+def _assembled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever jax the tests run with, kernels are the default where one is that has them at full speed."""
+    monkeypatch.setattr(backend, "assembled_for_linking", lambda: False)
 
 
 @pytest.fixture

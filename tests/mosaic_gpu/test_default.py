@@ -269,6 +269,20 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
     assert without.implementation_reason == "it serves every platform, and this process has no CUDA device"
 
 
+@pytest.mark.parametrize(("version", "kept"), [((0, 11, 2), True), ((0, 12, 0), False), ((0, 12, 0, 1), False)])
+def test_a_jax_that_has_registers_spilled_takes_the_kernels_by_name_only(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], kept: bool
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.undo()  # what is assumed for the other tests
+    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
+    monkeypatch.setattr(jax, "__version_info__", version)
+    told, named = explain(*structs()), explain(*structs(), implementation="mosaic_gpu")
+    drawback = "its kernels assembled so that registers are spilled; pip install 'jax<0.12' has them at full speed"
+    assert told.implementation == ("mosaic_gpu" if kept else "triton")
+    assert (drawback in told.implementation_reason) == (drawback in named.implementation_reason) == (not kept)
+
+
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
@@ -281,7 +295,7 @@ def test_explain_says_what_keeps_the_kernels_out(hopper: None, reason: str, opti
     hidden, weight, _ = structs(n=4096, h=1024, v=32768)
     told = explain(hidden, weight, **options)
     assert (told.implementation, told.launches) == ("xla", ())
-    assert told.implementation_reason.startswith("mosaic_gpu cannot serve this call: ")
+    assert told.implementation_reason.startswith("not mosaic_gpu: ")
     assert reason in told.implementation_reason
     with pytest.raises(ValueError, match=f"{reason}|scratch_bytes=200000 cannot hold one row of this head"):
         explain(hidden, weight, implementation="mosaic_gpu", **options)

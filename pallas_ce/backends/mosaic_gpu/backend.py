@@ -38,12 +38,21 @@ _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 # Column numbers pass through float32.
 _LARGEST_VOCABULARY = 2**24
 
+# Releases from this one on have kernels assembled as code that may be linked with other code. There warpgroups cannot
+# hand registers to each other, and accumulators of these tiles do not fit the registers that each begins with.
+_LINKED_SINCE = (0, 12)
+
 # What each pass makes logits with, and the vectors by row and bytes that a window leaves, of plain cross entropy.
 _KERNELS: dict[Mode | None, tuple[Kernel, int, int]] = {
     None: ("forward", 1, 8),
     "in_forward": ("stash", 2, 8),
     "recompute": ("dlogits", 1, 0),
 }
+
+
+def assembled_for_linking() -> bool:
+    """Whether this jax has kernels assembled so (see `_LINKED_SINCE`)."""
+    return jax.__version_info__ >= _LINKED_SINCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,15 @@ class MosaicGpuBackend(Backend):
         if padded_share and operands.covered(spec) != spec.vocab_size:
             return f"its kernels need shards of a padded vocabulary in multiples of 8 entries, not {spec.weight_rows}"
         return None if padded_share else device_refusal()  # asked for the call, where its arrays are known
+
+    def slower(self, spec: HeadSpec) -> str | None:
+        """Every head, with a jax that has kernels assembled so that they spill registers."""
+        if not assembled_for_linking():
+            return None
+        return (
+            f"jax {jax.__version__} has its kernels assembled so that registers are spilled; "
+            "pip install 'jax<0.12' has them at full speed"
+        )
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         """Bytes for one row at a time, or for one row of a small tile."""
