@@ -7,8 +7,10 @@ MINUTES ?= 5
 VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
+NEWEST_TORCH := .venv-newest-torch
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
-WITHOUT_TORCH := pallas_ce flax_modules tests --ignore=tests/torch_bridge --ignore=tests/experiments/test_pipeline_memory.py
+OF_TORCH := tests/torch_bridge tests/experiments/test_pipeline_memory.py
+WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
 QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick
 export PYTHON TAG
@@ -65,9 +67,11 @@ test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few dra
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
-test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" $(WITHOUT_TORCH) $(ARGS)
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=6 $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
 	@$(OLDEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=1 $(WITHOUT_TORCH) --ignore=tests/mosaic_gpu $(ARGS)
 
@@ -104,13 +108,13 @@ $(VENV)/.tpu: $(VENV)/.dev
 	@tools/setup-environment $(VENV) tpu-compile -c $(CONSTRAINTS)
 	@touch $@
 
-# Without gpu-compile and PyTorch, 6 GB: the tests that compile for a GPU are skipped there, and those of torch_bridge,
-# whose release of PyTorch pairs with one of jax, left out.
-OPTIONS_newest := --upgrade
-OPTIONS_oldest := -c tools/constraints-oldest.txt
+# Without gpu-compile: the tests that compile for a GPU are skipped there. PyTorch, 6 GB, is in one of its own.
+OPTIONS_newest := dev,experiments --upgrade
+OPTIONS_newest-torch := dev,experiments,trl --upgrade
+OPTIONS_oldest := dev,experiments -c tools/constraints-oldest.txt
 $(OLDEST)/.dev: tools/constraints-oldest.txt
-$(NEWEST)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
-	@tools/setup-environment .venv-$* dev,experiments $(OPTIONS_$*)
+$(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
+	@tools/setup-environment .venv-$* $(OPTIONS_$*)
 	@touch $@
 
 comma := ,

@@ -6,6 +6,7 @@ that the assembler serialises, and XLA's temporary memory. It needs the `gpu-com
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.backends.mosaic_gpu.gemm import launch
@@ -58,6 +61,8 @@ gpu_device_info {
 }
 """
 
+_NUMBERS = itertools.count()
+
 
 class Report(NamedTuple):
     """What the assembler said of the Mosaic kernels in a program.
@@ -73,11 +78,16 @@ class Report(NamedTuple):
     serialised: bool
 
 
-def h200_mesh(gpus: int = 1, axis: str = "gpu") -> Mesh:
-    """A mesh of so many H200s of one process, to compile for; skips the test where the extra is missing."""
+def needs_plugin() -> None:
+    """Skips the test where JAX's plugin for CUDA is missing, which compiles and makes Triton's launches."""
     plugins = importlib.util.find_spec("jax_plugins")
     if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("compiling for an H200 needs the gpu-compile extra")
+
+
+def h200_mesh(gpus: int = 1, axis: str = "gpu") -> Mesh:
+    """A mesh of so many H200s of one process, to compile for; skips the test where the extra is missing."""
+    needs_plugin()
     topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{gpus}", target_config=_TARGET)
     return Mesh(np.array(topology.devices), (axis,), axis_types=(AxisType.Auto,))
 
@@ -97,8 +107,8 @@ def compile_for_h200(
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     with tempfile.TemporaryFile() as log:
-        # Kernels that JAX numbers are compiled for each program, and reported on, as if it were the process's first.
-        with _printing_to(log), mock.patch.object(launch, "name_dumps"):
+        # Kernels that are not like any other are compiled for each program, and reported on.
+        with _printing_to(log), mock.patch.object(launch, "name_dumps", _numbered):
             compiled = lower_for_h200(jitted, *arguments).compile(options)
         log.seek(0)
         said = log.read().decode(errors="replace")
@@ -130,6 +140,17 @@ def slices_of_kernels(compiled: Any) -> list[str]:
         kinds = of_rows if "mosaic_gpu" in fusion else r" slice\(.*slice={\[[1-9]\d*:\d+\]}"
         found += [line for line in fusion.splitlines() if re.search(kinds, line)]
     return found
+
+
+def _numbered(name: str) -> None:
+    """Within a kernel: gives it a number of its own."""
+
+    @plgpu.inline_mgpu()
+    def set_number(context: Any) -> None:
+        context.module.operation.attributes["mosaic_gpu.dump_basename"] = mlir.ir.StringAttr.get(name)
+        context.module.operation.attributes["mosaic_gpu.number"] = mlir.ir.StringAttr.get(str(next(_NUMBERS)))
+
+    set_number()
 
 
 @contextlib.contextmanager
