@@ -32,7 +32,7 @@ class Explanation:
 
     Attributes:
         implementation: the backend's name.
-        implementation_reason: why that one, and whether it was never run on such a device.
+        implementation_reason: why that one and not another, and whether it was never run on such a device.
         backward: the backward mode, or None without differentiation or for "reference".
         backward_reason: why that one.
         gemms: matrix products of `2·N·H·V` operations in forward and backward together; those of a low-rank term are
