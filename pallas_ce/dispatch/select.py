@@ -108,16 +108,18 @@ def select(
         return _default(lambda name: slower(name) or refused(name), arrays)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {IMPLEMENTATIONS} or None")
+    by_name = "asked for by name"
+    if implementation == "reference":
+        return Chosen(implementation, by_name)
     with known_device(arrays) as device:
-        reason = None if implementation == "reference" else refused(implementation)
+        reason = refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
-        note = devices.note(implementation, _kind(device))
-        drawback = None if implementation == "reference" else slower(implementation)
-    if implementation != "reference" and load(implementation).capabilities.cuda_only and elsewhere:
+        told = (by_name, devices.note(implementation, _kind(device)), slower(implementation))
+    if load(implementation).capabilities.cuda_only and elsewhere:
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
-    return Chosen(implementation, "; ".join(filter(None, ("asked for by name", note, drawback))))
+    return Chosen(implementation, "; ".join(filter(None, told)))
 
 
 def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
