@@ -142,12 +142,11 @@ def slices_of_kernels(compiled: Any) -> list[str]:
     return found
 
 
-def _numbered(name: str) -> None:
+def _numbered(_: str) -> None:
     """Within a kernel: gives it a number of its own."""
 
     @plgpu.inline_mgpu()
     def set_number(context: Any) -> None:
-        context.module.operation.attributes["mosaic_gpu.dump_basename"] = mlir.ir.StringAttr.get(name)
         context.module.operation.attributes["mosaic_gpu.number"] = mlir.ir.StringAttr.get(str(next(_NUMBERS)))
 
     set_number()

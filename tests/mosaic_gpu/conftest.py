@@ -72,9 +72,9 @@ RACE = "RACE DETECTED"
 
 
 @pytest.fixture(autouse=True)
-def _assembled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever jax the tests run with, kernels are the default where one is that has them at full speed."""
-    monkeypatch.setattr(backend, "assembled_for_linking", lambda: False)
+def _at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever jax the tests run with, the kernels are the default as with one that assembles them well."""
+    monkeypatch.setattr(backend, "_LINKED_SINCE", (99,))
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from pallas_ce import (
     selective_log_softmax,
 )
 from pallas_ce.backends import device as targets
+from pallas_ce.backends.mosaic_gpu import backend
+from pallas_ce.backends.mosaic_gpu.backend import _LINKED_SINCE
 from tests import compile_for_h200 as h200
 
 N, H, V = 64, 128, 512
@@ -274,8 +276,7 @@ def test_a_jax_that_has_registers_spilled_takes_the_kernels_by_name_only(
     hopper: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], kept: bool
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.undo()  # what is assumed for the other tests
-    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H200")
+    monkeypatch.setattr(backend, "_LINKED_SINCE", _LINKED_SINCE)  # which the other tests are without
     monkeypatch.setattr(jax, "__version_info__", version)
     told, named = explain(*structs()), explain(*structs(), implementation="mosaic_gpu")
     drawback = "its kernels assembled so that registers are spilled; pip install 'jax<0.12' has them at full speed"

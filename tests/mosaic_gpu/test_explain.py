@@ -45,7 +45,7 @@ def test_the_kernels_of_each_mode_are_told_with_tiles_and_windows(options: dict[
     assert [launch.kernel for launch in told.launches] == kernels
     lines = [line for line in str(told).splitlines() if line.startswith("kernel")]
     for launch, line in zip(told.launches, lines, strict=True):
-        # So many logits, an H100's forward makes in pairs of thread blocks.
+        # An H100's forward of so many logits goes to pairs of thread blocks.
         assert launch.cluster == (2 if launch.kernel == "pallas_ce_forward" else 1)
         pairs = ", clusters of 2" * (launch.cluster == 2)
         tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}{pairs}, {launch.windows} windows"

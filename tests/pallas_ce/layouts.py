@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ce import LowRank, linear_cross_entropy
+from pallas_ce import LowRank, linear_cross_entropy, sampled_softmax_cross_entropy
 from tests.pallas_ce.oracle import LOW_RANK_SCALE
 
 B, T, H = 8, 8, 16
@@ -63,6 +63,7 @@ def flat(spec: Any) -> tuple[str, ...]:
 
 
 ALL = ("data", "tensor")
+MODES = ("recompute", "in_forward")
 LAYOUTS = (
     Layout("DP 8", P(ALL), P()),
     Layout("TP 8", P(), P(ALL)),
@@ -89,6 +90,13 @@ def arrays(vocabulary: int, padded: bool, low_rank: bool = False) -> tuple[Any, 
         up, down = jax.random.normal(keys[5], (vocabulary, 3)), jax.random.normal(keys[6], (3, H))
         weight = LowRank(weight, up, 0.3 * down, LOW_RANK_SCALE)
     return hidden, weight, jax.random.normal(keys[2], (vocabulary,)), jnp.float32(0.7), labels, weights
+
+
+def sampled(hidden: Any, weight: Any, **options: Any) -> Any:
+    """The loss with a few of the classes, each row's label its largest feature."""
+    return sampled_softmax_cross_entropy(
+        hidden, weight, jnp.argmax(hidden, axis=-1), key=jax.random.key(0), num_samples=9, **options
+    )
 
 
 def loss(

@@ -35,20 +35,20 @@ def assert_passed(processes: list[subprocess.Popen[Any]], checks: int, timeout: 
 
 
 @pytest.mark.parametrize(
-    ("section", "checks"),
+    ("program", "section", "checks"),
     [
-        ("auto", 24),
-        ("others", 10),
-        pytest.param("running", 20, marks=pytest.mark.slow),
-        ("unsaid", 4),
-        ("shifted", 2),
-        pytest.param("explicit", 17, marks=pytest.mark.slow),
-        pytest.param("checked", 35, marks=pytest.mark.slow),
-        pytest.param("unchecked", 34, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        ("mesh_program", "auto", 24),
+        pytest.param("mesh_program", "explicit", 17, marks=pytest.mark.slow),
+        pytest.param("mesh_program", "checked", 35, marks=pytest.mark.slow),
+        pytest.param("mesh_program", "unchecked", 34, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        ("mesh_calls_program", "others", 10),
+        pytest.param("mesh_calls_program", "running", 20, marks=pytest.mark.slow),
+        ("mesh_calls_program", "unsaid", 4),
+        ("mesh_calls_program", "shifted", 2),
     ],
 )
-def test_eight_devices_give_the_result_of_one(section: str, checks: int) -> None:
-    assert_passed([started(8, "tests.pallas_ce.mesh_program", section)], checks)
+def test_eight_devices_give_the_result_of_one(program: str, section: str, checks: int) -> None:
+    assert_passed([started(8, f"tests.pallas_ce.{program}", section)], checks)
 
 
 @pytest.mark.nightly

@@ -10,62 +10,16 @@ import torch
 import transformers as hf
 from transformers.trainer_pt_utils import LabelSmoother
 
+from tests.torch_bridge.models import MODELS, SIZES, VOCABULARY, batch, make
 from tests.torch_bridge.products import Products
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
 from torch_bridge.integrations import huggingface
-
-VOCABULARY = 99
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-MODELS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
-    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
-    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
-    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES)),
-    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SIZES, embd_pdrop=0.0)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2,
-        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-    )),
-    # Not known by name: compared with their own forward.
-    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SIZES, logits_scaling=3.0)),
-    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.5)),
-    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**SIZES)),
-}  # fmt: skip
 
 pytestmark = [
     # transformers says that GPT-2 names no loss; its default is the one meant.
     pytest.mark.filterwarnings("ignore:.*loss_type.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-def make(name="llama", **options):
-    """A model of that name, or a Llama with options in its configuration."""
-    torch.manual_seed(0)
-    return (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **options)) if options else MODELS[name]()).train()
-
-
-def batch():
-    torch.manual_seed(1)
-    tokens = torch.randint(3, VOCABULARY, (3, 9))
-    labels = tokens.clone()
-    labels[0, :4] = -100
-    labels[2, 6:] = -100
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
 def step(model, **further):
@@ -218,28 +172,6 @@ def test_another_ignore_index_is_heeded():
     torch.testing.assert_close(patch_causal_lm(model)(**given, ignore_index=7).loss, want)
 
 
-class Adapted(torch.nn.Linear):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda model: setattr(model, "lm_head", Adapted(32, VOCABULARY)), "the head of this .* is a Adapted"),
-        (lambda model: model.lm_head.register_forward_hook(print), "the head of this .* has forward hooks"),
-        (lambda model: setattr(model.lm_head, "forward", print), "the head of this .* was given a forward of its own"),
-        (lambda model: setattr(model, "loss_function", print), "was given a loss_function of its own"),
-    ],
-)
-def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_after(change, message):
-    model = patch_causal_lm(make())
-    change(model)
-    with pytest.raises(ValueError, match=f"{message}.*unpatch_causal_lm"):
-        model(**batch())
-    with pytest.raises((TypeError, ValueError), match=r"the head of|loss_function of its own"):
-        patch_causal_lm(unpatch_causal_lm(model))
-
-
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
     head = mock.Mock(wraps=huggingface.linear_cross_entropy)
     monkeypatch.setattr(huggingface, "linear_cross_entropy", head)
@@ -279,72 +211,6 @@ def test_a_patched_model_is_copied_saved_and_unpatched(tmp_path):
     assert twin(**batch()).logits is not None
     with pytest.raises(ValueError, match="not patched"):
         unpatch_causal_lm(twin)
-
-
-class ScaledForCausalLM(hf.LlamaForCausalLM):
-    """A model that does something to its logits that no configuration states."""
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out.logits = out.logits * 1.5
-        return out
-
-
-def with_other_head():
-    model = make()
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-    return model
-
-
-def without_shift():
-    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 1), ("ffn_dim", 32)]}
-    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
-                           is_decoder=True, max_position_embeddings=64, **sizes)  # fmt: skip
-    return hf.BartForCausalLM(config)
-
-
-class MeanForCausalLM(hf.LlamaForCausalLM):
-    """A model whose loss is the mean, whatever `num_items_in_batch` says."""
-
-    def forward(self, *args, num_items_in_batch=None, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-def on_meta():
-    with torch.device("meta"):
-        return make("olmo2")
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
-        (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
-        (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
-        (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
-        (with_other_head, "Sequential"),
-        (without_shift, "own loss of four labels"),
-        (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
-        (on_meta, "after its weights are loaded"),
-    ],
-)
-def test_models_that_cannot_be_patched_are_refused_with_the_reason(model, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        patch_causal_lm(model())
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_labels_outside_the_vocabulary_are_named_where_they_are_validated(training):
-    model, given = patch_causal_lm(make(), skip_logits=True, validate_labels=True).train(training), batch()
-    assert model(**given).loss > 0
-    given["labels"][1, 5] = VOCABULARY
-    with pytest.raises(ValueError, match=r"target\[1, 5\]=99 is neither"):
-        model(**given)
-
-
-def test_unknown_options_are_refused():
-    with pytest.raises(TypeError, match="reduction"):
-        patch_causal_lm(make(), reduction="sum")
 
 
 @pytest.mark.slow

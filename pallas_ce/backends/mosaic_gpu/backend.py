@@ -50,11 +50,6 @@ _KERNELS: dict[Mode | None, tuple[Kernel, int, int]] = {
 }
 
 
-def assembled_for_linking() -> bool:
-    """Whether this jax has kernels assembled so (see `_LINKED_SINCE`)."""
-    return jax.__version_info__ >= _LINKED_SINCE
-
-
 @dataclasses.dataclass(frozen=True)
 class MosaicGpuBackend(Backend):
     """See `protocol.Backend`.
@@ -94,7 +89,7 @@ class MosaicGpuBackend(Backend):
 
     def slower(self, spec: HeadSpec) -> str | None:
         """Every head, with a jax that has kernels assembled so that they spill registers."""
-        if not assembled_for_linking():
+        if jax.__version_info__ < _LINKED_SINCE:
             return None
         return (
             f"jax {jax.__version__} has its kernels assembled so that registers are spilled; "

@@ -1,0 +1,102 @@
+"""What `patch_causal_lm` refuses, before patching and after, with the reason."""
+
+import pytest
+import torch
+import transformers as hf
+
+from tests.torch_bridge.models import SIZES, VOCABULARY, batch, make
+from torch_bridge import patch_causal_lm, unpatch_causal_lm
+
+pytestmark = [
+    # transformers says that GPT-2 names no loss; its default is the one meant.
+    pytest.mark.filterwarnings("ignore:.*loss_type.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class Adapted(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "lm_head", Adapted(32, VOCABULARY)), "the head of this .* is a Adapted"),
+        (lambda model: model.lm_head.register_forward_hook(print), "the head of this .* has forward hooks"),
+        (lambda model: setattr(model.lm_head, "forward", print), "the head of this .* was given a forward of its own"),
+        (lambda model: setattr(model, "loss_function", print), "was given a loss_function of its own"),
+    ],
+)
+def test_what_changes_the_logits_or_the_loss_is_refused_before_patching_and_after(change, message):
+    model = patch_causal_lm(make())
+    change(model)
+    with pytest.raises(ValueError, match=f"{message}.*unpatch_causal_lm"):
+        model(**batch())
+    with pytest.raises((TypeError, ValueError), match=r"the head of|loss_function of its own"):
+        patch_causal_lm(unpatch_causal_lm(model))
+
+
+class ScaledForCausalLM(hf.LlamaForCausalLM):
+    """A model that does something to its logits that no configuration states."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+
+def with_other_head():
+    model = make()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    return model
+
+
+def without_shift():
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 1), ("ffn_dim", 32)]}
+    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
+                           is_decoder=True, max_position_embeddings=64, **sizes)  # fmt: skip
+    return hf.BartForCausalLM(config)
+
+
+class MeanForCausalLM(hf.LlamaForCausalLM):
+    """A model whose loss is the mean, whatever `num_items_in_batch` says."""
+
+    def forward(self, *args, num_items_in_batch=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return make("olmo2")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "model is a Linear"),
+        (lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)), "model is a LlamaModel"),
+        (lambda: ScaledForCausalLM(hf.LlamaConfig(**SIZES)), "logits differ"),
+        (lambda: torch.nn.DataParallel(make()), "like the `module` that it wraps"),
+        (with_other_head, "Sequential"),
+        (without_shift, "own loss of four labels"),
+        (lambda: MeanForCausalLM(hf.LlamaConfig(**SIZES)), "own loss of four labels .* num_items_in_batch=7"),
+        (on_meta, "after its weights are loaded"),
+    ],
+)
+def test_models_that_cannot_be_patched_are_refused_with_the_reason(model, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        patch_causal_lm(model())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_outside_the_vocabulary_are_named_where_they_are_validated(training):
+    model, given = patch_causal_lm(make(), skip_logits=True, validate_labels=True).train(training), batch()
+    assert model(**given).loss > 0
+    given["labels"][1, 5] = VOCABULARY
+    with pytest.raises(ValueError, match=r"target\[1, 5\]=99 is neither"):
+        model(**given)
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="reduction"):
+        patch_causal_lm(make(), reduction="sum")
