@@ -156,6 +156,17 @@ def test_entries_of_stored_logits_that_repeat_give_the_same_bits_each_time() -> 
         np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+def test_more_than_a_billion_logits(ignored: float) -> None:
+    """Of so many, thread blocks make hundreds of tiles each, on some GPUs in pairs; rows end within a block."""
+    p = narrow(make(6, 2500, 64, 2**19))
+    p.labels[np.random.default_rng(7).random(2500) < ignored] = -100
+    got = library_loss(p, p.arrays, implementation="mosaic_gpu", reduction="none")
+    wide = {name: x.astype(np.float32) for name, x in p.arrays.items()}
+    want = library_loss(p, wide, implementation="xla", reduction="none")
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
 @both_modes
 def test_adversarial_logits(backward: str) -> None:
     """Rows whose maximum lies far outside any sample of the vocabulary, ±1e4, and a common offset."""
