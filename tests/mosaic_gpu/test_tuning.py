@@ -119,10 +119,7 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
         ("NVIDIA H100 80GB HBM3", "forward", 4096, 0, False),  # few logits
         ("NVIDIA H100 80GB HBM3", "forward", 8192, 2, False),  # too many registers for ping-pong
         ("NVIDIA H100 80GB HBM3", "stash", 8192, 0, False),
-        ("NVIDIA H100 80GB HBM3", "dlogits", 2048, 0, True),
-        ("NVIDIA H100 80GB HBM3", "dlogits", 1024, 0, False),  # few rows
         ("NVIDIA H200", "forward", 32768, 0, False),
-        ("NVIDIA H200", "dlogits", 32768, 0, False),
         (None, "forward", 32768, 0, False),
     ],
 )

@@ -7,7 +7,6 @@ fill the chip as well as many rows with few windows do.
 
 import dataclasses
 import functools
-import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -145,10 +144,9 @@ PING_PONG = Config(128, 192, stages=5, cluster=None, in_flight=1, ping_pong=True
 IN_PAIRS = dataclasses.replace(PING_PONG, cluster="columns", row_group=6)
 
 # From so many logits on, thread blocks that share no loads drift so far apart that the L2 cache no longer holds a tile
-# until the last of them has read it; dlogits that are written take its room from the first on. An H200's memory bears
-# that; an H100's, of two thirds the bandwidth, does not. Few rows are not rounded up to pairs of blocks.
-_DRIFTING_LOGITS: dict[Kernel, int] = {"forward": 2**30, "dlogits": 0}
-_DRIFTING_ROWS = 2048
+# until the last of them has read it. An H200's memory bears that; an H100's, of two thirds the bandwidth, does not.
+# Few rows are not rounded up to pairs of blocks.
+_DRIFTING_LOGITS, _DRIFTING_ROWS = 2**30, 2048
 _BEARS_DRIFT = "H200"
 
 # What an epilogue that is hidden saves of a product, on an H200.
@@ -188,7 +186,7 @@ def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = Fa
 def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False) -> Config:
     """`default_tiles` for `rows` × `columns` logits on the GPU traced for."""
     tiles = default_tiles(kernel, vectors, options, rare=rare)
-    drifts = rows >= _DRIFTING_ROWS and rows * columns >= _DRIFTING_LOGITS.get(kernel, math.inf)
+    drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= _DRIFTING_ROWS
     if tiles == PING_PONG and drifts and _BEARS_DRIFT not in (targets.cuda_kind() or _BEARS_DRIFT):
         return IN_PAIRS
     return with_least_padding(tiles, rows)
