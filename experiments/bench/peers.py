@@ -1,6 +1,8 @@
 """Other libraries' losses in PyTorch, each `(hidden, weight, labels) -> mean loss`, made only where it is installed."""
 
+import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,11 +71,27 @@ def _cce(filter_eps: Any) -> Loss:
     )
 
 
-def _liger() -> Loss:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+def _liger(chunks: int) -> Loss:
+    """Its chunks of logits have `chunks` times the memory of the hidden states; by default once."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+    return functools.partial(liger_fused_linear_cross_entropy, chunk_mem_const=chunks)
+
+
+def _liger_cute_stored() -> Loss:
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90
+
+    loss: Loss = fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90
+    return loss
+
+
+def _liger_cute_streamed() -> Loss:
+    from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90
+
+    # Its check of the labels would wait for the GPU, which no other contender does.
+    os.environ[fused_scaled_cross_entropy_sm90.VALIDATE_TARGETS_ENV] = "0"
+    losses = fused_scaled_cross_entropy_sm90.LigerFusedScaledCrossEntropySM90Function
+    return lambda hidden, weight, labels: losses.apply(hidden, weight, labels).mean()
 
 
 def _quack() -> Loss:
@@ -89,6 +107,9 @@ PEERS = (
     Peer("torch.compile", "torch", "torch", _compiled),
     Peer("CCE", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce("auto")),
     Peer("CCE, exact gradients", "cut_cross_entropy", "cut-cross-entropy", lambda: _cce(None)),
-    Peer("Liger", "liger_kernel", "liger-kernel", _liger),
+    Peer("Liger", "liger_kernel", "liger-kernel", lambda: _liger(1)),
+    Peer("Liger, C 16", "liger_kernel", "liger-kernel", lambda: _liger(16)),
+    Peer("Liger CuTe, stored logits", "cutlass", "nvidia-cutlass-dsl", _liger_cute_stored),
+    Peer("Liger CuTe, streamed", "cutlass", "nvidia-cutlass-dsl", _liger_cute_streamed),
     Peer("quack", "quack", "quack-kernels", _quack),
 )
