@@ -25,6 +25,9 @@ _RIVALS = {
     "CCE": "CCE",
     "CCE, exact gradients": "CCE, exact gradients",
     "Liger": "Liger",
+    "Liger, C 16": "Liger, C 16",
+    "Liger CuTe, stored logits": "Liger CuTe, stored logits",
+    "Liger CuTe, streamed": "Liger CuTe, streamed",
     "quack": "quack",
 }
 _OURS = {

@@ -6,6 +6,10 @@ from typing import Any
 
 THEMES = {"light": ("#1f2328", "#d0d7de"), "dark": ("#e6edf3", "#3d444d")}  # ink, and what is drawn behind it
 _OURS, _TILE, _KEPT = "#2f81f7", "#8b949e", "#d29922"
+_OTHERS = (
+    *("#8250df", "#bf8700", "#cf222e", "#e16f7c", "#1a7f37"),
+    *("#d2691e", "#7cb342", "#00897b", "#26a69a", "#6e7781"),
+)
 
 
 def svg(draw: Callable[[], Any], theme: str) -> str:
@@ -42,7 +46,7 @@ def rivals(time: Mapping[str, Mapping[int, float]], memory: Mapping[str, Mapping
         ("loss and gradients: time / three products", "MiB beside the inputs, gradients included"),
         strict=True,
     ):
-        others = iter(("#8250df", "#bf8700", "#cf222e", "#e16f7c", "#1a7f37", "#d2691e", "#6e7781"))
+        others = iter(_OTHERS)
         for name, line in found.items():
             ours = name.startswith("pallas-ce")
             colour = _OURS if ours else next(others)

@@ -37,8 +37,9 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     parts += ["## Targets", targets_table(summary.targets(sections)), devices_line(documents)]
     peers = [points for name, points in sections.items() if name.startswith("peers")]
     if "grid" in sections and peers:
-        won, counted = summary.wins(sections["grid"], *peers)
-        parts.append(f"in_forward is the fastest at {won} of the {counted} points where all were measured.")
+        for program in (summary.IN_FORWARD, summary.FORWARD):
+            won, counted = summary.wins(program, sections["grid"], *peers)
+            parts.append(f"{program} is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
         shown = {TORCH: _torch, TRAINING: _training, MODELS: models}.get(name, _section)(document["points"])
         parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", machine_line(document), shown]

@@ -24,6 +24,9 @@ DRY = "dry_run"
 # What points of one file must share to be compared.
 SAME = ("device", "jax", "torch", "clock", "implementation", DRY)
 
+# How often each was measured, at least.
+AT_LEAST = ("rounds", "calls")
+
 Record = dict[str, Any]
 
 
@@ -122,7 +125,7 @@ def run(
             document: dict[str, Any] = {"command": file.command, "machine": machine, "points": {}}
             if path.exists() and not options.again:
                 try:
-                    document["points"] = _points_to_go_on_with(path, machine)
+                    document |= _gone_on_with(path, machine)
                 except ResultError as error:
                     print(error, file=sys.stderr)
                     return 2
@@ -152,7 +155,8 @@ def run(
     return 0
 
 
-def _points_to_go_on_with(path: Path, machine: Record) -> Record:
+def _gone_on_with(path: Path, machine: Record) -> dict[str, Any]:
+    """The file's points, and the machine with what holds of them and of those to come."""
     old = read(path)
     for name in SAME:
         ours, theirs = machine.get(name), old["machine"].get(name)
@@ -161,4 +165,5 @@ def _points_to_go_on_with(path: Path, machine: Record) -> Record:
                 f"{path} was measured with {name} {theirs!r} and this is {ours!r}: ratios would mix. Pass --again "
                 "to measure all of it anew, or --out for another folder"
             )
-    return dict(old["points"])
+    fewest = {name: min(machine[name], old["machine"].get(name, machine[name])) for name in AT_LEAST if name in machine}
+    return {"machine": machine | fewest, "points": old["points"]}

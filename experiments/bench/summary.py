@@ -25,23 +25,26 @@ def scratch_mib(point: Mapping[str, Any], program: str) -> float:
     return float(point["results"][program]["temporary_mib"] - rows * point["h"] * 4 / 2**20)
 
 
-def wins(grid: Points, *peers: Points) -> tuple[int, int]:
-    """At how many points in_forward is faster than every other program, and at how many all were measured.
+def wins(ours: str, grid: Points, *peers: Points) -> tuple[int, int]:
+    """At how many points our program is faster than every other of its kind, and at how many all were measured.
 
     Peers of other processes are compared through their ratios to the bare products of their process. Those that cannot
     run at a point are left out there.
     """
+
+    def others(results: Mapping[str, Any]) -> list[float]:
+        alike = {n: r for n, r in results.items() if n.startswith(FORWARD) == ours.startswith(FORWARD)}
+        return [
+            r["ratio"] for name, r in alike.items() if "ratio" in r and name not in (FORWARD, IN_FORWARD, RECOMPUTE)
+        ]
+
     won = counted = 0
     for name, point in grid.items():
-        if IN_FORWARD not in point["results"] or not all(name in points for points in peers):
+        if ours not in point["results"] or not all(name in points for points in peers):
             continue
-        others = [point["results"][CANONICAL]["ratio"]] if CANONICAL in point["results"] else []
-        for points in peers:
-            for other, result in points[name]["results"].items():
-                if "ratio" in result and not other.startswith(FORWARD):
-                    others.append(result["ratio"])
+        rivals = [*others(point["results"]), *(ratio for points in peers for ratio in others(points[name]["results"]))]
         counted += 1
-        won += all(point["results"][IN_FORWARD]["ratio"] < other for other in others)
+        won += all(point["results"][ours]["ratio"] < ratio for ratio in rivals)
     return won, counted
 
 

@@ -1,6 +1,7 @@
 """Result files of the GPU benchmarks: whole after each point, gone on with after an interruption, never mixed."""
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -53,6 +54,15 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
     again = Mock(side_effect=AssertionError("it has been measured"))
     assert measured(tmp_path, {"a": again, "b": record(1, 2)}) == 0
     assert points_of(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
+def test_a_file_gone_on_with_says_how_often_each_point_was_measured_at_least(
+    first: int, then: int, tmp_path: Path
+) -> None:
+    measured(tmp_path, {"a": record(1, 2)}, MACHINE | {"rounds": first})
+    measured(tmp_path, {"a": record(1, 2), "b": record(1, 2)}, MACHINE | {"rounds": then})
+    assert read(tmp_path / "gpu_head_grid.json")["machine"]["rounds"] == 2
 
 
 def test_a_point_that_fails_is_named_after_all_others_are_on_disk(tmp_path: Path) -> None:
@@ -163,13 +173,16 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     def peer(name: str, ratio: float, *, everywhere: bool = True) -> dict[str, Any]:
         return {at: {"results": {name: {"ratio": ratio}}} for at in (points if everywhere else ["1024x32768"])}
 
-    assert summary.wins(points) == (1, 2)
-    assert summary.wins(points, peer("quack", 1.2)) == (1, 2)
-    assert summary.wins(points, peer("quack", 0.99)) == (0, 2)
-    assert summary.wins(points, peer("forward quack", 0.5)) == (1, 2)
-    assert summary.wins(points, peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
-    assert summary.wins(points, peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
-    assert summary.wins(points, {}) == (0, 0)
+    wins = functools.partial(summary.wins, "in_forward", points)
+    assert wins() == (1, 2)
+    assert wins(peer("quack", 1.2)) == (1, 2)
+    assert wins(peer("quack", 0.99)) == (0, 2)
+    assert wins(peer("forward quack", 0.5)) == (1, 2)
+    assert wins(peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
+    assert wins(peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
+    assert wins({}) == (0, 0)
+    assert summary.wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
+    assert summary.wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 
 
 def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp_path: Path) -> None:
