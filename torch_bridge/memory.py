@@ -1,12 +1,13 @@
 """One GPU, two allocators: what a PyTorch user must know.
 
 * PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, even if it is free.
-* JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches
-  it off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool, which then grows to the peak of JAX's use
-  (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`); JAX's own grows in steps to nearly twice that. Where JAX has started
-  already, a warning says so. A setting of yours wins.
-* The pool does not shrink. The bridge uses scratch (`scratch_bytes` bounds it), and memory for what it returns and
-  keeps: losses, gradients, float32 sums.
+* JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches it
+  off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`):
+  that grows to the peak of JAX's use, where JAX's own would in steps to nearly twice as much. What is not in use goes
+  back to the device whenever the host waits for it, and the next call takes it anew. Where JAX has started already, a
+  warning says so. A setting of yours wins.
+* The bridge uses scratch (`scratch_bytes` bounds it), and memory for what it returns and keeps: losses, gradients,
+  float32 sums.
 * `torch.cuda.empty_cache()` returns PyTorch's free memory to the device, where JAX can take it.
 * An out-of-memory error of the one may be the other's doing: `memory_usage` shows both.
 * Setting `XLA_PYTHON_CLIENT_ALLOCATOR=platform` gives everything back at once, but allocates slowly: for debugging.
