@@ -19,11 +19,10 @@ from pallas_ce.streaming.tiles import Tiles
 
 Statistics = dict[str, jax.Array]
 
-# Hidden states gathered at a time where some rows may not count: few, for the sake of memory, in parts that are few
-# enough to be put one after the other.
-_GATHERED_BYTES, _MOST_GATHERED_BYTES = 12 * 2**20, 26 * 2**20
-_GATHERED_PARTS = 8
-_LEAST_GATHERED_ROWS = 256
+# Hidden states gathered at a time where some rows may not count: few, for the sake of memory. Rows are in steps that
+# kernels take without padding, which would be a second copy.
+_GATHERED_BYTES = 12 * 2**20
+_GATHERED_STEP = 256
 
 
 def empty_statistics(names: frozenset[str], batch: Batch, head: Head) -> Statistics:
@@ -63,9 +62,8 @@ def _local_statistics(
     if rows.mask is None:
         return shards.own_rows(visit(Rows.counted(None), whole)), None
     # To pack all rows at once would take a copy of hidden's size.
-    row_bytes = head.spec.hidden_size * hidden.dtype.itemsize
-    gathered = min(max(_GATHERED_BYTES, tokens * row_bytes // _GATHERED_PARTS), _MOST_GATHERED_BYTES)
-    parts = settings.block_sizes(head.spec, min(tokens, max(_LEAST_GATHERED_ROWS, gathered // row_bytes)), None)
+    steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
+    parts = settings.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)
     parts = parts._replace(columns=min(parts.columns, whole.columns))  # what the smaller blocks free stays free
     if parts.rows >= whole.rows or (parts.skips_rows and not Tiles(tokens, parts.rows).few):
         return shards.own_rows(visit(Rows.counted(rows.mask), min(whole, parts, key=lambda plan: plan.rows))), None

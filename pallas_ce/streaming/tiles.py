@@ -14,7 +14,7 @@ from jax import lax
 from pallas_ce.streaming.loops import fori_loop
 
 # Each is compiled by itself. Where there are more, there are so many rows that the host need not be quick.
-_MOST_WITHOUT_LOOP = 10
+_MOST_WITHOUT_LOOP = 22
 
 
 def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:

@@ -207,7 +207,7 @@ def test_rows_that_do_not_count_are_skipped_block_by_block(
     share: float, monkeypatch: pytest.MonkeyPatch, interpreted: Any
 ) -> None:
     monkeypatch.setattr(forward, "_GATHERED_BYTES", 0)
-    monkeypatch.setattr(forward, "_LEAST_GATHERED_ROWS", 32)
+    monkeypatch.setattr(forward, "_GATHERED_STEP", 32)
     given = arrays(150, 64, 208)
     mask = jax.random.uniform(jax.random.key(7), (150,)) <= share
     assert bool(mask.all()) == (share == 1.0)
