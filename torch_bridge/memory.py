@@ -2,10 +2,9 @@
 
 * PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, even if it is free.
 * JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches it
-  off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`):
-  that grows to the peak of JAX's use, where JAX's own would in steps to nearly twice as much. What is not in use goes
-  back to the device whenever the host waits for it, and the next call takes it anew. Where JAX has started already, a
-  warning says so. A setting of yours wins.
+  off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`),
+  which then grows to the peak of JAX's use; JAX's own would grow in steps to nearly twice as much. Where JAX has
+  started already, a warning says so. Another setting of yours wins.
 * The bridge uses scratch (`scratch_bytes` bounds it), and memory for what it returns and keeps: losses, gradients,
   float32 sums.
 * `torch.cuda.empty_cache()` returns PyTorch's free memory to the device, where JAX can take it.
@@ -16,14 +15,18 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import jax
 from jax._src import xla_bridge  # JAX has no public way to ask whether it has started without starting it
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+_SHARING = {_PREALLOCATE: "false", _ALLOCATOR: "cuda_async"}
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+# Bytes that a pool holds before it gives any back.
+_EVERYTHING = 2**64 - 1
 
 
 def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -34,13 +37,45 @@ def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
     if any(name in environment for name in (_PREALLOCATE, _ALLOCATOR, *_FRACTIONS)):
         return
     if not xla_bridge.backends_are_initialized():
-        environment.update({_PREALLOCATE: "false", _ALLOCATOR: "cuda_async"})
+        environment.update(_SHARING)
     elif jax.default_backend() == "gpu":
         warnings.warn(
             "JAX started before torch_bridge was imported and has reserved most of the GPU's memory, which PyTorch "
             f"cannot use now. Import torch_bridge first, or set {_PREALLOCATE}=false in the environment.",
             stacklevel=3,
         )
+
+
+def keep_pool(ordinal: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Has CUDA keep the pool of a JAX that has started with `share_device`'s settings, or warns that it does not.
+
+    With these settings JAX has CUDA give back at each synchronisation what is not in use; mapping it again takes the
+    host, and the device, a call's own time.
+
+    Args:
+        ordinal: the CUDA device's number in this process.
+        environment: what JAX read its settings from.
+    """
+    if any(environment.get(name) != value for name, value in _SHARING.items()):
+        return
+    try:
+        from cuda.bindings import driver  # which PyTorch brings
+    except ImportError as error:
+        _warn_of_a_pool_given_back(f"{error}: pip install cuda-bindings")
+        return
+    threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    status, device = driver.cuDeviceGet(ordinal)
+    if not status:
+        status, pool = driver.cuDeviceGetDefaultMemPool(device)
+    if not status:
+        (status,) = driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(_EVERYTHING))
+    if status:
+        _warn_of_a_pool_given_back(status.name)
+
+
+def _warn_of_a_pool_given_back(why: str) -> None:
+    message = "CUDA gives JAX's memory back at each synchronisation, which makes the call after it slower"
+    warnings.warn(f"{message} ({why})", stacklevel=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,51 @@ def test_a_jax_that_has_taken_a_gpu_already_is_warned_of(monkeypatch):
     assert environment == {}
 
 
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What CUDA is told of pools; the third device has none."""
+    found = []
+
+    def default_pool(device):
+        return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None) if device == 2 else (SUCCESS, f"pool of {device}")
+
+    def set_attribute(*given):
+        found.append(given)
+        return (SUCCESS,)
+
+    driver = pytest.importorskip("cuda.bindings.driver")
+    SUCCESS = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (SUCCESS, ordinal))
+    monkeypatch.setattr(driver, "cuDeviceGetDefaultMemPool", default_pool)
+    monkeypatch.setattr(driver, "cuMemPoolSetAttribute", set_attribute)
+    return found
+
+
+def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made(told):
+    memory.keep_pool(1, SHARING)
+    ((pool, attribute, value),) = told
+    assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_the_pools_of_other_settings_are_left_alone(name, told):
+    for other in (SHARING | {name: "other"}, {k: v for k, v in SHARING.items() if k != name}):
+        memory.keep_pool(0, other)
+    assert not told
+
+
+def test_a_pool_that_is_not_kept_is_warned_of(told, monkeypatch):
+    with pytest.warns(UserWarning, match="slower.*CUDA_ERROR_NOT_SUPPORTED"):
+        memory.keep_pool(2, SHARING)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.warns(UserWarning, match="pip install cuda-bindings"):
+        memory.keep_pool(0, SHARING)
+    assert not told
+
+
 def test_usage_is_shown_and_unknown_without_a_gpu():
     assert "12 MiB in tensors" in str(memory.MemoryUsage(torch_allocated=12 * 2**20))
     assert "unknown" in str(memory.memory_usage())

@@ -5,6 +5,7 @@ import time
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -245,6 +246,15 @@ def test_both_allocators_are_shown():
     assert usage.torch_allocated >= sum(x.numel() * x.element_size() for x in given)
     assert usage.jax_peak > 0
     assert usage.device_free < usage.device_total
+
+
+def test_the_device_keeps_jaxs_memory_when_the_host_waits():
+    to_jax(torch.ones(8, device="cuda"))
+    array = jnp.ones(2**28, jnp.int8).block_until_ready()
+    free, _ = torch.cuda.mem_get_info()
+    del array
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] < free + 2**27
 
 
 def test_scalars_on_the_cpu_and_64_bit_labels_go_to_the_device():

@@ -17,6 +17,7 @@ from jaxlib import _jax  # what JAX's own DLPack functions call
 from torch._C import _from_dlpack, _to_dlpack  # what PyTorch's own call
 from torch.distributed.tensor import DTensor
 
+from torch_bridge import memory
 from torch_bridge.dlpack import streams
 
 # XLA's CPU code assumes it; JAX copies without saying so where it does not hold. On a GPU the kernels ask for it.
@@ -162,13 +163,16 @@ def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> l
 def _device(device: torch.device, name: str) -> Any:
     """JAX's name for it; `name` is of a tensor there."""
     try:
-        found = jax.local_devices(backend=device.type)
-        return next(x for x in found if device.index is None or x.local_hardware_id == device.index)
+        devices = jax.local_devices(backend=device.type)
+        found = next(x for x in devices if device.index is None or x.local_hardware_id == device.index)
     except (RuntimeError, StopIteration) as error:
         raise ValueError(
             f"{name} lies on {device}, which JAX cannot read in this process ({error}): install "
             "pallas-ce[cuda12] or pallas-ce[cuda13], and do not hide the device from JAX with JAX_PLATFORMS"
         ) from error
+    if device.type == "cuda":
+        memory.keep_pool(found.local_hardware_id)
+    return found
 
 
 def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
