@@ -17,10 +17,7 @@ _SECONDS_BETWEEN_LOOKS = 0.001
 
 
 def used_bytes(device: str) -> int:
-    """Bytes of the CUDA device in use, by all processes; for the CPU, the most that this process has had.
-
-    Neither framework's pool returns memory by itself, so that what is in use after a call is the peak within it.
-    """
+    """Bytes of the CUDA device in use, by all processes; for the CPU, the most that this process has had."""
     if device == "cuda":
         torch.cuda.synchronize()
         return _in_use()
