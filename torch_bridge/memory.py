@@ -1,7 +1,7 @@
 """One GPU, two allocators: what a PyTorch user must know.
 
-* PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, but that CUDA takes what
-  is free in JAX's for PyTorch when the device has no other memory left.
+* PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, but that CUDA takes
+  what is free in JAX's for PyTorch when the device has no other memory left.
 * JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches it
   off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`),
   which then grows to the peak of JAX's use; JAX's own would grow in steps to nearly twice as much. Where JAX has
