@@ -195,13 +195,17 @@ class RowBlocks:
         if not self.all_visited:
             assert self.rows.filled is not None
             trips = -(-self.rows.filled // self.tiles.size)
+
+        def step(index: jax.Array | int, carry: Carry) -> Carry:
+            return body(self.block(index), carry)
+
         if unrolled and isinstance(trips, int) and self.tiles.few:
+            traced_once = jax.jit(step)
             for i in range(trips):
                 # Behind the block before, whose memory it is to use.
-                index, init = lax.optimization_barrier((jnp.int32(i), init))
-                init = body(self.block(index), init)
+                init = traced_once(*lax.optimization_barrier((jnp.int32(i), init)))
             return init
-        return fori_loop(0, trips, lambda i, carry: body(self.block(i), carry), init)
+        return fori_loop(0, trips, step, init)
 
     def block(self, index: jax.Array | int) -> "RowBlock":
         """The block of that index; the index may be traced."""

@@ -65,7 +65,7 @@ def test_a_tile_of_impossible_size_is_refused(size: int) -> None:
 def test_row_blocks_visit_every_counted_row_once_and_no_other(masked: Any, data: Any) -> None:
     counts, mask = masked
     n = len(counts)
-    size, skipped = data.draw(st.integers(1, n)), data.draw(st.booleans())
+    size, skipped, unrolled = data.draw(st.integers(1, n)), data.draw(st.booleans()), data.draw(st.booleans())
     x = np.arange(1.0, n + 1)
 
     @jax.jit
@@ -77,13 +77,28 @@ def test_row_blocks_visit_every_counted_row_once_and_no_other(masked: Any, data:
             return visits, block.put(copy, block.take(x)), trips + 1
 
         blocks = Rows.counted(mask).blocks(n, size, skipped=skipped)
-        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)))
+        return blocks.for_each(body, (jnp.zeros(n), jnp.zeros(n), jnp.int32(0)), unrolled=unrolled)
 
     visits, copy, trips = walk(x)
     np.testing.assert_array_equal(visits, counts)
     np.testing.assert_array_equal(copy, x * counts)
     all_visited = skipped or size == n or n - counts.sum() <= n // 16
     assert int(trips) == -(-(n if all_visited else counts.sum()) // size)
+
+
+def test_blocks_without_a_loop_are_traced_once() -> None:
+    """A kernel takes Python tens of milliseconds, and there may be 22 blocks."""
+    traced = []
+
+    def body(block: RowBlock, found: jax.Array) -> jax.Array:
+        traced.append(block)
+        return block.put(found, block.take(jnp.arange(64)))
+
+    def walk() -> jax.Array:
+        return Rows.counted(None).blocks(64, 3).for_each(body, jnp.zeros(64, jnp.int32), unrolled=True)
+
+    assert " while(" not in jax.jit(walk).lower().as_text("hlo")
+    assert len(traced) == 1
 
 
 @hypothesis.given(masked=masks())
