@@ -2,8 +2,8 @@
 
 Qwen3 with random weights in bfloat16, in PyTorch's eager mode with its fused AdamW, at three sizes, by transformers'
 own loss (`plain`), with Liger's kernels (`liger`, left out by name where it is missing or fails) and with
-`patch_causal_lm`, as it is (`fused`) and with `backward="recompute"`. Losses and head gradients of the first step must
-agree. `huggingface_table.json` has, of each size and loss,
+`patch_causal_lm`, as it is (`fused`) and with `backward="recompute", scratch_bytes=96 * 2**20` (`fused, lean`). Losses
+and head gradients of the first step must agree. `huggingface_table.json` has, of each size and loss,
 
     ms                  of a step, the median of several processes' steps, which take turns
     torch_peak_mib      the most in PyTorch's tensors

@@ -40,7 +40,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         _, setting, variant, _ = arguments
         ran.append(variant)
         started.append((setting, variant))
-        milliseconds = {"plain": 10.0, "liger": 12.0, "fused": 9.0, "fused, recompute": 9.5}[variant]
+        milliseconds = {"plain": 10.0, "liger": 12.0, "fused": 9.0, "fused, lean": 9.5}[variant]
         return process(milliseconds, 5.0 if started.count((setting, variant)) == 1 else 2.0)
 
     monkeypatch.setattr(huggingface, "_apart", stands_in)
@@ -50,7 +50,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_all_losses_train_the_same_model_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "_MOST_STEPS", 4)
-    plain, *ours = (huggingface.train(SETTING, variant, "cpu") for variant in ("plain", "fused", "fused, recompute"))
+    plain, *ours = (huggingface.train(SETTING, variant, "cpu") for variant in ("plain", "fused", "fused, lean"))
     for fused in ours:
         assert huggingface.differs(fused, plain) is None
         assert len(fused["samples"]) == 4
@@ -77,7 +77,7 @@ def test_what_fails_or_differs_is_left_out_with_the_reason(apart: list[str], mon
     monkeypatch.setattr(huggingface, "_apart", fails)
     record = huggingface.measure(SETTING, "cpu", 2)
     assert record["left_out"] == {"plain": "RuntimeError: out of memory"}
-    assert set(record["results"]) == {"liger", "fused", "fused, recompute"}
+    assert set(record["results"]) == {"liger", "fused", "fused, lean"}
 
     def wrong(variant: str) -> Any:
         return lambda _, *arguments: process(10, 2, 5.5 if arguments[2] == variant else 5.0)
