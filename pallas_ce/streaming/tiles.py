@@ -13,7 +13,8 @@ from jax import lax
 
 from pallas_ce.streaming.loops import fori_loop
 
-# Each is compiled by itself. Where there are more, there are so many rows that the host need not be quick.
+# Each is work for the compiler. Where there are more, there are so many rows that the host need not be quick: 32768
+# rows of 4096 16-bit numbers, in the forward's parts of 12 MiB, are 22.
 _MOST_WITHOUT_LOOP = 22
 
 
