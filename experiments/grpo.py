@@ -223,10 +223,7 @@ class Loop:
     def run(
         self, state: TrainState, number: jax.Array, initial: Params, key: jax.Array, iterations: int
     ) -> dict[str, list[float]]:
-        """Launches so many iterations, and reads their numbers when all are on their way.
-
-        Each number is on its way to the host from when it is there, not fetched in turn behind the last iteration.
-        """
+        """Launches so many iterations, each one's numbers on their way to the host from when they are there."""
         history: list[dict[str, Any]] = []
         for _ in range(iterations):
             state, number, numbers = self.launch(state, number, initial, key)

@@ -23,8 +23,10 @@ from jax._src import xla_bridge  # JAX has no public way to ask whether it has s
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
-_SHARING = {_PREALLOCATE: "false", _ALLOCATOR: "cuda_async"}
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+# The settings with which JAX leaves device memory to PyTorch.
+SHARING = {_PREALLOCATE: "false", _ALLOCATOR: "cuda_async"}
 
 # Bytes that a pool holds before it gives any back.
 _EVERYTHING = 2**64 - 1
@@ -38,7 +40,7 @@ def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
     if any(name in environment for name in (_PREALLOCATE, _ALLOCATOR, *_FRACTIONS)):
         return
     if not xla_bridge.backends_are_initialized():
-        environment.update(_SHARING)
+        environment.update(SHARING)
     elif jax.default_backend() == "gpu":
         warnings.warn(
             "JAX started before torch_bridge was imported and has reserved most of the GPU's memory, which PyTorch "
@@ -48,16 +50,16 @@ def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def keep_pool(ordinal: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Has CUDA keep the pool of a JAX that has started with `share_device`'s settings, or warns that it does not.
+    """Has CUDA keep the pool of a JAX that has started with `SHARING`, or warns that it does not.
 
-    With these settings JAX has CUDA give back at each synchronisation what is not in use; mapping it again takes the
-    host, and the device, a call's own time.
+    With these settings JAX has CUDA give back at each synchronisation what is not in use, and the next call waits until
+    it is mapped again.
 
     Args:
         ordinal: the CUDA device's number in this process.
         environment: what JAX read its settings from.
     """
-    if any(environment.get(name) != value for name, value in _SHARING.items()):
+    if any(environment.get(name) != value for name, value in SHARING.items()):
         return
     try:
         from cuda.bindings import driver  # which PyTorch brings

@@ -21,6 +21,7 @@ from experiments.bench import direct, timing, torch_timing
 from experiments.bench.processes import apart
 from experiments.bench.programs import Shape, both, ours
 from experiments.bench.used import allocated_peak_bytes, used_bytes, used_peak_bytes
+from torch_bridge.memory import SHARING
 
 # Some 15 ms on a GPU: longer than the host takes to launch a call.
 _QUEUED_CYCLES = 25_000_000
@@ -204,8 +205,7 @@ def memory(shape: Shape, setting: Setting) -> dict[str, Any]:
     # Neither may take its memory beforehand, or nothing could be told from the driver's count: JAX's settings are those
     # that `torch_bridge` makes. One GPU only: JAX's own function for PyTorch may leave results on another.
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    sharing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
-    environment = sharing | {"CUDA_VISIBLE_DEVICES": first}
+    environment = SHARING | {"CUDA_VISIBLE_DEVICES": first}
     found: dict[str, dict[str, float]] = {}
     for caller in callers(setting):
         before = used_bytes(setting.device) if setting.device == "cuda" else 0

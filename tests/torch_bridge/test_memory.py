@@ -44,48 +44,45 @@ def test_a_jax_that_has_taken_a_gpu_already_is_warned_of(monkeypatch):
     assert environment == {}
 
 
-SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
-
-
 @pytest.fixture
 def told(monkeypatch):
     """What CUDA is told of pools; the third device has none."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="PyTorch's build for CPUs alone comes without it")
+    success, unsupported = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_SUPPORTED
     found = []
 
     def default_pool(device):
-        return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None) if device == 2 else (SUCCESS, f"pool of {device}")
+        return (unsupported, None) if device == 2 else (success, f"pool of {device}")
 
     def set_attribute(*given):
         found.append(given)
-        return (SUCCESS,)
+        return (success,)
 
-    driver = pytest.importorskip("cuda.bindings.driver")
-    SUCCESS = driver.CUresult.CUDA_SUCCESS
-    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (SUCCESS, ordinal))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (success, ordinal))
     monkeypatch.setattr(driver, "cuDeviceGetDefaultMemPool", default_pool)
     monkeypatch.setattr(driver, "cuMemPoolSetAttribute", set_attribute)
     return found
 
 
 def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made(told):
-    memory.keep_pool(1, SHARING)
+    memory.keep_pool(1, memory.SHARING)
     ((pool, attribute, value),) = told
     assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", memory.SHARING)
 def test_the_pools_of_other_settings_are_left_alone(name, told):
-    for other in (SHARING | {name: "other"}, {k: v for k, v in SHARING.items() if k != name}):
+    for other in (memory.SHARING | {name: "other"}, {k: v for k, v in memory.SHARING.items() if k != name}):
         memory.keep_pool(0, other)
     assert not told
 
 
 def test_a_pool_that_is_not_kept_is_warned_of(told, monkeypatch):
     with pytest.warns(UserWarning, match="slower.*CUDA_ERROR_NOT_SUPPORTED"):
-        memory.keep_pool(2, SHARING)
+        memory.keep_pool(2, memory.SHARING)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.warns(UserWarning, match="pip install cuda-bindings"):
-        memory.keep_pool(0, SHARING)
+        memory.keep_pool(0, memory.SHARING)
     assert not told
 
 

@@ -161,7 +161,7 @@ def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> l
 
 @functools.lru_cache
 def _device(device: torch.device, name: str) -> Any:
-    """JAX's name for it; `name` is of a tensor there."""
+    """JAX's name for it, whose pool CUDA keeps from then on; `name` is of a tensor there."""
     try:
         devices = jax.local_devices(backend=device.type)
         found = next(x for x in devices if device.index is None or x.local_hardware_id == device.index)
