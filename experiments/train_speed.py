@@ -78,19 +78,19 @@ def measure_lm(config: TrainConfig, steps: int, rounds: int) -> Record:
 
 
 def measure_grpo(steps: int, rounds: int) -> Record:
-    """The loop of `grpo` and its compiled iteration in turn."""
-    config = grpo.Config()
+    """The loop of `grpo`, its numbers fetched, and its compiled iteration in turn."""
+    config = grpo.Config(iterations=steps)
     loop = grpo.Loop(config, "streamed")
 
-    def launched(state: TrainState, number: jax.Array, initial: Params, key: jax.Array, iterations: int) -> None:
-        for _ in range(iterations):
-            state, number, _ = loop.launch(state, number, initial, key)
-        jax.block_until_ready(state)
+    def launched(iteration: grpo.Iteration, initial: Params, key: jax.Array) -> None:
+        for _ in range(steps):
+            iteration = loop.launch(iteration, initial, key)
+        jax.block_until_ready(iteration)
 
     def milliseconds(run: Callable[..., Any]) -> float:
         given = jax.block_until_ready(loop.start(0))
         started = time.perf_counter()
-        run(*given, steps)
+        run(*given)
         return 1e3 * (time.perf_counter() - started) / steps
 
     found = timing.in_turn({"loop": loop.run, "step": launched}, milliseconds, rounds)

@@ -1,5 +1,8 @@
 """`torch.compile` and `torch.library`'s own checks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +24,16 @@ MODES = ["in_forward", "recompute"]
 def _no_memory_of_other_tests():
     """The compiled functions of two tests may share their code, hence each other's guards."""
     torch._dynamo.reset()
+
+
+def test_callers_who_do_not_compile_do_not_wait_for_dynamo():
+    program = (
+        "import sys, torch, torch_bridge\n"
+        "hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)\n"
+        "torch_bridge.linear_cross_entropy(hidden, weight, torch.arange(4)).backward()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def problem(tokens=12):

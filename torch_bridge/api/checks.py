@@ -74,13 +74,17 @@ def precision(value: PrecisionLike | None, device: torch.device) -> str:
     return value if isinstance(value, str) else integration.precision_name(value)
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot trace the getter, but compiles anew when the setting changes.
 def _tf32_on_cuda() -> bool:
     """Whether PyTorch multiplies float32 matrices in TF32 on CUDA devices, whichever of its interfaces has said so.
 
     The older ones, `allow_tf32` and `get_float32_matmul_precision`, raise when they are read after this one was set.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# Dynamo cannot trace the getter, but compiles anew when the setting changes. `torch.compiler.assume_constant_result`
+# sets this too, but imports all of Dynamo: a second that callers who do not compile need not wait.
+_tf32_on_cuda._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def floating(name: str, tensor: Tensor) -> str:
