@@ -10,6 +10,7 @@ import torch
 
 import torch_bridge
 from torch_bridge import linear_cross_entropy
+from torch_bridge.dlpack import exchange
 
 FORKED = """
 import os, warnings
@@ -35,11 +36,35 @@ assert torch.equal(before, linear_cross_entropy(*given))
 """
 
 
+def process(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
 def test_in_a_process_that_was_forked_too_late_the_bridge_says_so_where_jax_would_hang() -> None:
-    command = [sys.executable, "-c", FORKED]
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+    ended = process(FORKED)
     assert ended.returncode == 0, ended.stderr
+
+
+ENDING = """
+import types
+import torch
+from torch_bridge import cross_entropy, linear_cross_entropy
+from torch_bridge.dlpack import exchange
+
+exchange.time = types.SimpleNamespace(sleep=lambda seconds: print("waited", seconds))
+labels = torch.zeros(64, dtype=torch.long)
+linear_cross_entropy(torch.ones(64, 8), torch.ones(100, 8), labels)
+cross_entropy(torch.ones(64, 8), labels)
+"""
+
+
+def test_a_process_that_ends_after_a_call_waits_for_jax_to_drop_the_tensors() -> None:
+    """Once; without that it aborts now and then, which no test can bring about."""
+    ended = process(ENDING)
+    assert ended.stdout == f"waited {exchange.LETTING_GO_SECONDS}\n", ended.stderr
 
 
 def test_a_call_without_room_is_an_error_and_the_next_one_works() -> None:

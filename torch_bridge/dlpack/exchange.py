@@ -3,8 +3,10 @@
 What cannot be shared as it is, is either copied because PyTorch itself would (strided views), or refused by name.
 """
 
+import atexit
 import functools
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +37,9 @@ TO_TORCH = {
     np.dtype(np.bool): torch.bool,
 }
 TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
+
+# Far more than dropping tensors takes.
+LETTING_GO_SECONDS = 0.1
 
 # Whether this process was forked from one in which JAX had started: its threads are not here, and JAX waits for them.
 _forked = False
@@ -172,7 +177,25 @@ def _device(device: torch.device, name: str) -> Any:
         ) from error
     if device.type == "cuda":
         memory.keep_pool(found.local_hardware_id)
+    _at_exit(device)
     return found
+
+
+@functools.cache
+def _at_exit(device: torch.device) -> None:
+    atexit.register(_let_go, device)
+
+
+def _let_go(device: torch.device) -> None:
+    """Gives JAX's threads time to drop the last call's tensors, while there is an interpreter, which they need for it.
+
+    They do so a little after the results are there; when the interpreter has gone that aborts the process.
+    """
+    if _forked:  # those threads are the parent's
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    time.sleep(LETTING_GO_SECONDS)
 
 
 def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
