@@ -130,8 +130,9 @@ COMPLETIONS = {"prompt": TEXTS, "completion": [" w5 w6", " w9"] * 4, "label": [T
 SAMPLED = {"num_generations": 2, "max_completion_length": 4, "temperature": 0.7, "beta": 0.1}
 
 
-def different_words(completions, **_):
-    return [float(len(set(words.split()))) for words in completions]
+def letters(completions, **_):
+    """A reward that two answers hardly share, whatever a release of PyTorch draws: among equals there is no loss."""
+    return [float(sum(map(ord, words)) % 97) for words in completions]
 
 
 def adapters():
@@ -147,8 +148,8 @@ TRAINERS = {
     "SFT with adapters": ({"text": TEXTS}, {"max_length": 16}, {"peft_config": adapters}),
     "DPO with adapters": (PAIRS, {}, {"peft_config": adapters}),  # the reference: without them
     "KTO": (COMPLETIONS, {}, {"ref_model": make}),
-    "GRPO": ({"prompt": TEXTS}, SAMPLED | {"cast_lm_head_to_fp32": True}, {"reward_funcs": different_words}),
-    "RLOO": ({"prompt": TEXTS}, SAMPLED, {"reward_funcs": different_words}),
+    "GRPO": ({"prompt": TEXTS}, SAMPLED | {"cast_lm_head_to_fp32": True}, {"reward_funcs": letters}),
+    "RLOO": ({"prompt": TEXTS}, SAMPLED, {"reward_funcs": letters}),
 }
 REPEATED = {"RLOO": pytest.mark.nightly}  # it asks for what GRPO does
 
