@@ -224,7 +224,8 @@ class Loop:
         clipped = metrics.clipped_low + metrics.clipped_high
         reward = jnp.mean(rollout.rewards)
         found = {"reward": reward, "kl": metrics.kl, "entropy": metrics.entropy, "clipped": clipped}
-        return Iteration(state, number + 1, {name: history[name].at[number].set(found[name]) for name in REPORTED})
+        history = jax.tree.map(lambda values, value: values.at[number].set(value), history, found)
+        return Iteration(state, number + 1, history)
 
     def start(self, seed: int) -> tuple[Iteration, Params, jax.Array]:
         """What the first iteration is given."""

@@ -49,12 +49,16 @@ def test_in_a_process_that_was_forked_too_late_the_bridge_says_so_where_jax_woul
 
 
 ENDING = """
-import types
+import time, types
 import torch
 from torch_bridge import cross_entropy, linear_cross_entropy
 from torch_bridge.dlpack import exchange
 
-exchange.time = types.SimpleNamespace(sleep=lambda seconds: print("waited", seconds))
+def sleep(seconds):
+    print("waited", seconds)
+    time.sleep(seconds)
+
+exchange.time = types.SimpleNamespace(sleep=sleep)
 labels = torch.zeros(64, dtype=torch.long)
 linear_cross_entropy(torch.ones(64, 8), torch.ones(100, 8), labels)
 cross_entropy(torch.ones(64, 8), labels)
@@ -64,7 +68,7 @@ cross_entropy(torch.ones(64, 8), labels)
 def test_a_process_that_ends_after_a_call_waits_for_jax_to_drop_the_tensors() -> None:
     """Once; without that it aborts now and then, which no test can bring about."""
     ended = process(ENDING)
-    assert ended.stdout == f"waited {exchange.LETTING_GO_SECONDS}\n", ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, f"waited {exchange.LETTING_GO_SECONDS}\n"), ended.stderr
 
 
 def test_a_call_without_room_is_an_error_and_the_next_one_works() -> None:
