@@ -1,10 +1,10 @@
 """Other libraries' losses on a GPU, in PyTorch, beside bare matrix products: `python -m experiments.peers`.
 
-Each peer that is installed is checked against float32 first, then timed over the paper's grid; one that is missing,
-fails or is wrong is left out with the reason, in the output and in the result file. It is a command of its own because
-two frameworks in one process would share the GPU's memory; every command times the bare products of its own process,
-and ratios to those are what is compared. Those named by `--peers`, as need be where they cannot be installed beside
-each other, have a result file of their own.
+Each peer that is installed is checked against float32 first, then timed over the paper's grid and at published heads;
+one that is missing, fails or is wrong is left out with the reason, in the output and in the result file. It is a
+command of its own because two frameworks in one process would share the GPU's memory; every command times the bare
+products of its own process, and ratios to those are what is compared. Those named by `--peers`, as need be where they
+cannot be installed beside each other, have a result file of their own.
 """
 
 import functools
@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.bench.peers import PEERS, torch_missing
-from experiments.bench.points import GRID
+from experiments.bench.points import SECTIONS
 from experiments.bench.results import ResultFile, add_options, run, versions
 from experiments.command_line import parser_of
 
 
 def result_file(peers: Sequence[str] | None, measure: Any) -> ResultFile:
-    """The grid measured by `measure(shape)`; peers that are named have a file of their own."""
+    """Grid and heads measured by `measure(shape)`; peers that are named have a file of their own."""
     chosen = [] if peers is None else ["--peers", *peers]
     command = shlex.join(["python", "-m", "experiments.peers", *chosen])
-    points = {f"{n}x{v}": functools.partial(measure, (n, v, h)) for n, v, h in GRID}
+    ours = {**SECTIONS["grid"], **SECTIONS["heads"]}
+    points = {name: functools.partial(measure, point.shape) for name, point in ours.items()}
     return ResultFile(re.sub(r"\W+", "_", "_".join(["peers", *chosen[1:]])), command, points)
 
 

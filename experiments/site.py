@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench import drawings, report, summary
+from experiments.bench.points import SECTIONS
 from experiments.bench.results import FOLDER, ResultError
 from experiments.command_line import parser_of, write_atomically
 
@@ -58,7 +59,12 @@ def lines(documents: dict[str, dict[str, Any]]) -> tuple[dict[str, Line], dict[s
 
 
 def _points(document: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return {point["v"]: point for point in document["points"].values() if point["n"] == ROWS}
+    """Those of the grid that are shown, by vocabulary."""
+    return {
+        point["v"]: point
+        for name, point in document["points"].items()
+        if name in SECTIONS["grid"] and point["n"] == ROWS
+    }
 
 
 def _gradients(point: dict[str, Any]) -> float:

@@ -35,11 +35,6 @@ def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> 
     sections = {name: document["points"] for name, document in documents.items()}
     parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
     parts += ["## Targets", targets_table(summary.targets(sections)), devices_line(documents)]
-    peers = [points for name, points in sections.items() if name.startswith("peers")]
-    if "grid" in sections and peers:
-        for program in (summary.IN_FORWARD, summary.FORWARD):
-            won, counted = summary.wins(program, sections["grid"], *peers)
-            parts.append(f"{program} is the fastest at {won} of the {counted} points where all were measured.")
     for name, document in documents.items():
         shown = {TORCH: _torch, TRAINING: _training, MODELS: models}.get(name, _section)(document["points"])
         parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", machine_line(document), shown]

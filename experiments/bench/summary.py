@@ -25,7 +25,7 @@ def scratch_mib(point: Mapping[str, Any], program: str) -> float:
     return float(point["results"][program]["temporary_mib"] - rows * point["h"] * 4 / 2**20)
 
 
-def wins(ours: str, grid: Points, *peers: Points) -> tuple[int, int]:
+def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
     """At how many points our program is faster than every other of its kind, and at how many all were measured.
 
     Peers of other processes are compared through their ratios to the bare products of their process. Those that cannot
@@ -39,7 +39,7 @@ def wins(ours: str, grid: Points, *peers: Points) -> tuple[int, int]:
         ]
 
     won = counted = 0
-    for name, point in grid.items():
+    for name, point in section.items():
         if ours not in point["results"] or not all(name in points for points in peers):
             continue
         rivals = [*others(point["results"]), *(ratio for points in peers for ratio in others(points[name]["results"]))]
@@ -48,6 +48,8 @@ def wins(ours: str, grid: Points, *peers: Points) -> tuple[int, int]:
     return won, counted
 
 
+# The share of points at which each is to be faster than stored logits and every peer.
+FASTEST = {IN_FORWARD: 0.9, FORWARD: 0.8}
 # What is asked of the bridge to PyTorch: the host's time by that of JAX's own call; by kind of point what is compared,
 # with what, and the largest ratio; a share of a copy's rate.
 HOST_RATIO = {"forward": 3.0, "forward+backward": 5.0}
@@ -195,9 +197,21 @@ def targets(sections: Sections) -> list[Target]:
             training.get("defaults", {}).get("fused_to_canonical"),
             at_least=True,
         ),
+        *_beside_peers(sections),
         *_of_implementations(sections),
         *_of_models(sections.get("huggingface_table", {})),
     ]
+
+
+def _beside_peers(sections: Sections) -> list[Target]:
+    peers = [points for name, points in sections.items() if name.startswith("peers")]
+    found = []
+    for section in ("grid", "heads") if peers else ():
+        for program, share in FASTEST.items():
+            won, counted = wins(program, sections.get(section, {}), *peers)
+            what = f"{program}, the fastest of all, share of {counted} points ({section})"
+            found.append(Target(what, share, won / counted if counted else None, at_least=True))
+    return found
 
 
 # What is asked of Triton over the grid, by tensor descriptors and by pointers, in geometric mean.

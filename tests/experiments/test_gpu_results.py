@@ -11,8 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from experiments import gpu_report, peers
+from experiments import gpu_report, peers, site
 from experiments.bench import ladder, report, results, scaling, summary, timing
+from experiments.bench.points import SECTIONS
 from experiments.bench.results import ResultError, ResultFile, read, run
 
 RESULTS = results.FOLDER
@@ -185,12 +186,21 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     assert summary.wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 
 
+def test_a_figure_of_the_grid_shows_no_other_points() -> None:
+    documents = report.load(RESULTS)
+    head = record(site.ROWS, 50257, in_forward=9.0, recompute=9.0, canonical=9.0, CCE=9.0)
+    with_heads = {
+        name: document | {"points": document["points"] | {"GPT-2": head}} for name, document in documents.items()
+    }
+    assert site.lines(with_heads) == site.lines(documents)
+
+
 def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp_path: Path) -> None:
     file = peers.result_file(["quack", "torch, bfloat16 logits"], lambda shape: record(*shape[:2], quack=1.2))
     run([file], MACHINE, lambda *_: "", argparse.Namespace(out=tmp_path, again=False, minutes=None))
     document = read(tmp_path / "peers_quack_torch_bfloat16_logits.json")
     assert document["command"] == "python -m experiments.peers --peers quack 'torch, bfloat16 logits'"
-    assert len(document["points"]) == 20
+    assert list(document["points"]) == [*SECTIONS["grid"], *SECTIONS["heads"]]
     assert report.load(tmp_path) == {"peers_quack_torch_bfloat16_logits": document}
 
 
@@ -203,7 +213,8 @@ def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_pat
     text = written[0].read_text()
     assert "| in_forward / three products, worst point | ≤ 1.06 | 1.1 | no |" in text
     assert "| seconds to compile a call, worst | ≤ 4 | not measured |  |" in text
-    assert "the fastest at 1 of the 1 points where all were measured" in text
+    assert "| in_forward, the fastest of all, share of 1 points (grid) | ≥ 0.9 | 1 | yes |" in text
+    assert "| forward, the fastest of all, share of 0 points (heads) | ≥ 0.8 | not measured |  |" in text
     assert "device NVIDIA H200, jax 0.11.2, date 2026-11-20" in text
     assert "Left out: Liger: liger_kernel is not installed" in text
     assert "3.000 ms (1.000), 100 MiB" in text
