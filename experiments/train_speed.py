@@ -3,8 +3,9 @@
 Trains `train_lm`'s default model of the device through the fused head and through stored logits, in turn, with all that
 the loop does but validations and checkpoints, and launches the compiled step of each as often in between; and likewise
 `grpo`'s default model through the fused head, where a step is an iteration. Writes each one's milliseconds and tokens
-per second, the loop's `ratio` (the step's milliseconds over the loop's), and the fused loop's rate over that with
-stored logits (`fused_to_canonical`), to `experiments/results/train_speed.json`.
+per second, the loop's `ratio` (the step's milliseconds over the loop's), the fused loop's rate over that with stored
+logits (`fused_to_canonical`), and what a `start` of `train_lm` takes in processes of its own, to
+`experiments/results/train_speed.json`.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import jax
 from experiments import grpo
 from experiments.bench import timing
 from experiments.bench.command import parsed
-from experiments.bench.lm_training import DRY, HEADS, loop_records
+from experiments.bench.lm_training import DRY, HEADS, loop_records, starts
 from experiments.bench.results import Record, ResultFile, add_options, describe, run
 from experiments.command_line import parser_of, positive
 from experiments.lm.config import TrainConfig, default_config
@@ -65,8 +66,7 @@ def measure_lm(config: TrainConfig, steps: int, rounds: int) -> Record:
     found = timing.in_turn(runs, lambda milliseconds: milliseconds(config, dataset), rounds)
     tokens = config.batch_size * config.sequence_length
     results = {
-        head: _compared(found[head, "loop"], found[head, "step"], tokens)
-        | {"compile_seconds": programs[head].facts["compile_seconds"]}
+        head: _compared(found[head, "loop"], found[head, "step"], tokens) | {"start": starts(config, head)}
         for head in HEADS
     }
     return {

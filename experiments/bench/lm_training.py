@@ -121,8 +121,7 @@ def run_steps(config: TrainConfig, head: str, batch: int) -> Record:
         with programs_kept(_programs(config)):
             program = _build(config, head, batch)
             state = program.initial_state(config.seed)
-            shape = batch, config.sequence_length + 1
-            rows = program.placed(np.random.default_rng(0).integers(config.vocab_size, size=shape, dtype=np.int32))
+            rows = _random_rows(program, config, batch)
             state, _ = jax.block_until_ready(program.train(state, rows))
             started = time.perf_counter()
             jax.block_until_ready(program.train(state, rows))
@@ -151,6 +150,50 @@ def largest(config: TrainConfig, head: str, limit: float) -> Record:
         failed[str(batch)] = ran["failed"]
         batch -= max(1, batch // FINE)
     raise RuntimeError(f"no batch of {head} could be run: planned {record['planned_mib']} MiB, failed {failed}")
+
+
+def starts(config: TrainConfig, head: str) -> dict[str, Record]:
+    """`_start` in two fresh processes: "before", with no program kept, and "after", with those of the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(config, cache_dir=folder)
+        # Whoever asks may hold the pool that JAX takes of a GPU.
+        return {
+            when: apart(_start, config, head, XLA_PYTHON_CLIENT_PREALLOCATE="false") for when in ("before", "after")
+        }
+
+
+def _start(config: TrainConfig, head: str) -> Record:
+    """Starts a training up to the end of its first step.
+
+    Returns:
+        `compile_seconds` until its programs are there, `first_step_seconds` from then on, the state's making among
+        them, and `backend_seconds`, in which JAX's backend compiled programs or loaded those that are kept: a sum over
+        programs, of which several are compiled at a time.
+    """
+    start_jax()
+    in_backend = []
+
+    def listener(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            in_backend.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        with programs_kept(_programs(config)):
+            program = _build(config, head, config.batch_size)
+            started = time.perf_counter()
+            rows = _random_rows(program, config, config.batch_size)
+            jax.block_until_ready(program.train(program.initial_state(config.seed), rows))
+            first = time.perf_counter() - started
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    found = {"compile_seconds": program.facts["compile_seconds"], "first_step_seconds": first}
+    return found | {"backend_seconds": sum(in_backend)}
+
+
+def _random_rows(program: Program, config: TrainConfig, batch: int) -> jax.Array:
+    shape = batch, config.sequence_length + 1
+    return program.placed(np.random.default_rng(0).integers(config.vocab_size, size=shape, dtype=np.int32))
 
 
 def _build(config: TrainConfig, head: str, batch: int) -> Program:

@@ -96,15 +96,19 @@ def _torch(points: dict[str, Any]) -> str:
 
 
 def _training(points: dict[str, Any]) -> str:
-    """A row a loop and head: milliseconds of a step in the loop and launched back to back, and the loop's speed."""
+    """A row a loop and head: milliseconds of a step in the loop and launched back to back, its speed, a start."""
     rows = []
     for name, point in points.items():
         for head, found in point["results"].items():
             numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"]
-            compiled = f"{found['compile_seconds']:.1f}" if "compile_seconds" in found else ""
+            start = [
+                f"{s['compile_seconds']:.1f} ({s['backend_seconds']:.1f})" for s in found.get("start", {}).values()
+            ]
             loop = summary.TRAINING_LOOPS[name]
-            rows.append([loop, head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers), compiled])
-    return table(["loop", "head", "ratio", "loop, ms", "step, ms", "tokens/s", "seconds to compile"], rows)
+            rows.append([loop, head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers)])
+            rows[-1] += start or ["", ""]
+    compiling = "seconds to compile (in the backend)", "with kept programs"
+    return table(["loop", "head", "ratio", "loop, ms", "step, ms", "tokens/s", *compiling], rows)
 
 
 def models(points: dict[str, Any]) -> str:

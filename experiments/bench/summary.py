@@ -197,9 +197,26 @@ def targets(sections: Sections) -> list[Target]:
             training.get("defaults", {}).get("fused_to_canonical"),
             at_least=True,
         ),
+        *_of_starts(training.get("defaults", {"results": {}})["results"]),
         *_beside_peers(sections),
         *_of_implementations(sections),
         *_of_models(sections.get("huggingface_table", {})),
+    ]
+
+
+# Seconds that the fused head may add to what a first start compiles, and those of the backend in a second start.
+_MORE_TO_COMPILE, _IN_BACKEND = 3.0, 2.0
+
+
+def _of_starts(heads: Mapping[str, Any]) -> list[Target]:
+    """What is asked of `train_lm`'s starts."""
+    starts = {head: found["start"] for head, found in heads.items() if "start" in found}
+    first = {head: float(start["before"]["compile_seconds"]) for head, start in starts.items()}
+    more = first["fused"] - first["canonical"] if first else None
+    kept = max((start["after"]["backend_seconds"] for start in starts.values()), default=None)
+    return [
+        Target("train_lm, seconds to compile with the fused head beyond stored logits", _MORE_TO_COMPILE, more),
+        Target("train_lm, seconds in the compiler at a second start, worst head", _IN_BACKEND, kept),
     ]
 
 
