@@ -41,7 +41,7 @@ def loss(hidden: Any, weight: Any, labels: Any) -> Any:
 
 def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
     """Each window's maximum and sum of exponentials `[windows, padded rows]`; one kernel and nothing else."""
-    fields = fields_for(_NAMES, own_maximum=True)
+    fields = fields_for(_NAMES)
     given = _operands("forward", hidden, weight, fields)
     epilogue = StatisticsEpilogue(given.logits, fields, given.product.config.width)
     return _kernel("pallas_ce_forward", given, epilogue, (), partials.outputs(fields, given.slots, given.padded_rows))()
@@ -49,7 +49,7 @@ def forward_kernel(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...
 
 def stash_kernel(hidden: jax.Array, weight: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
     """Each window's sum of exponentials from `reference [N]`, and the exponentials; one kernel and nothing else."""
-    fields = fields_for(_NAMES, own_maximum=False)
+    fields = ("sum_exp",)
     given = _operands("stash", hidden, weight, fields)
     shape = operands.stored_shape(hidden.shape[0], weight.shape[0])
     epilogue = StashEpilogue(given.logits, fields, shape[1], given.hidden.dtype, given.product.config.width)

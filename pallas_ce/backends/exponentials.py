@@ -17,12 +17,17 @@ There are two ways, one of which is chosen when compiling (A to G are the terms 
 * *Formed*, for all others. One elementwise pass turns E into dlogits, with `z = e + log E`. Exact entries are put in
   afterwards, and `s = 1`.
 
-A third way is chosen when running, for the whole block. If some row's reference was too far from its lse for E, or a
-replaced entry would not fit, a kernel recomputes dlogits into the same memory, and `s = 1` again.
+Two things show when running, and for either the block's E is made again, in the same memory and by the same kernel. If
+some row's reference was too far from its lse for E, references are the rows' largest logits, which are found with the
+sums. If a replaced entry `d` would not fit because A is small beside it, they are `lse + log max(1, |d|/|A|)`, which
+makes `|s| >= |d|`.
+
+float16 has no range for logarithms, so there dlogits that need them are not formed but recomputed, by another kernel.
 """
 
 import abc
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -36,12 +41,15 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
-from pallas_ce.statistics.row import Partial, finalise, spread
+from pallas_ce.statistics.row import Partial, finalise, from_reference, spread
 from pallas_ce.streaming.tiles import pad
 
 # Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
 _SAMPLE = 64
 _FARTHEST_ABOVE = 80.0
+
+# A reference from which all exponentials are 0.
+_HIGHEST = 1e30
 
 
 class Range(NamedTuple):
@@ -78,26 +86,28 @@ def _scales(spec: HeadSpec, coefficients: Coefficients) -> bool:
     return spec.softcap is None and {name for name, c in coefficients._asdict().items() if c is not None} == {"prob"}
 
 
-class Stash(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stash:
     """What one block's products need of its logits.
 
     Attributes:
         exponentials: E, `[n, V]` or with padding in either axis.
         reference: `[n]`, e.
-        bad_rows: `[]` int32: 0 where E can be used, else n.
         target_logit: in the labels' shape, or None.
         max_logit: `[n]` or None.
+        names: of the statistics that were made with it.
     """
 
     exponentials: jax.Array
     reference: jax.Array
-    bad_rows: jax.Array
     target_logit: jax.Array | None
     max_logit: jax.Array | None
+    names: frozenset[str] = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class Block(abc.ABC):
     """One block.
 
     Attributes:
@@ -110,6 +120,18 @@ class _Block:
     batch: Batch
     valid_rows: jax.Array | None
 
+    @abc.abstractmethod
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Partial, jax.Array]:
+        """The `Partial` without targets, and E in the compute dtype; `reference [n]` is finite.
+
+        The `Partial` has a maximum and sums of exponentials, whatever `names`, and these are measured from `reference`.
+        What is padding of E is undefined, and so are rows that are skipped. Given how many rows, `[]`, are made
+        `again`, and an earlier E, the result is that of so many rows and lies in that one's memory; without any, it is
+        the earlier E, and the `Partial` is undefined.
+        """
+
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
         rows, bad = fits.shape[0], self.valid_rows
@@ -119,50 +141,42 @@ class _Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stashing(_Block, abc.ABC):
-    """The first half of a block's work; a backend brings two kernels."""
-
-    @abc.abstractmethod
-    def exponentials(self, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
-        """The `Partial` without targets, and E in the compute dtype; `reference [n]` is finite.
-
-        What is padding of E is undefined, and so are rows that are skipped.
-        """
-
-    @abc.abstractmethod
-    def statistics(self, names: frozenset[str], rows: jax.Array) -> Partial:
-        """The `Partial` without targets of the first `rows []`."""
+class Stashing(Block, abc.ABC):
+    """The first half of a block's work."""
 
     def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
         """Statistics, and the stash; those of rows that are not valid mean nothing, but are finite."""
         head, rows = self.head, self.batch.hidden.shape[0]
         bounds = _RANGES[head.spec.dtype.name]
-        reference = _guess_lse(head, self.batch) - bounds.below
-        reference = jnp.where(jnp.isfinite(reference), reference, 0.0).astype(head.spec.accumulator)
+        reference = _usable(_guess_lse(head, self.batch) - bounds.below).astype(head.spec.accumulator)
         partial, exponentials = self.exponentials(reference, names)
+        lse = finalise(partial._replace(max=reference), frozenset({"lse"}))["lse"]
+        fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
+        if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
+            fits |= head.valid_columns == 0
+        bad_rows = self._all_rows_unless(fits)
+        # Sums measured from a bad reference may have overflowed; the maxima are what they are.
+        assert partial.max is not None
+        reference = jnp.where(bad_rows == 0, reference, _usable(partial.max))
+        again, exponentials = self.exponentials(reference, names, (bad_rows, exponentials))
+        partial = jax.tree.map(lambda first, second: jnp.where(bad_rows == 0, first, second), partial, again)
+        partial = from_reference(partial, reference, names)
         if self.valid_rows is not None:
             valid = jnp.arange(rows) < self.valid_rows
             partial = jax.tree.map(lambda x: jnp.where(valid, x, jnp.ones((), x.dtype)), partial)
             reference = jnp.where(valid, reference, 1.0)
-        lse = finalise(partial, frozenset({"lse"}))["lse"]
-        fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
-        if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
-            fits |= head.valid_columns == 0
-        # Sums measured from a bad reference may have overflowed: then the forward kernel's are taken.
-        bad_rows = self._all_rows_unless(fits)
-        again = self.statistics(names | {"lse"}, bad_rows)
-        partial = entries.with_targets(_select(bad_rows == 0, partial, again), head, self.batch, names)
+        partial = entries.with_targets(partial, head, self.batch, names)
         largest = partial.max if "max_logit" in names else None
-        return partial, Stash(exponentials, reference, bad_rows, partial.target_logit, largest)
+        return partial, Stash(exponentials, reference, partial.target_logit, largest, names)
 
 
 @dataclasses.dataclass(frozen=True)
-class Multiplying(_Block, abc.ABC):
+class Multiplying(Block, abc.ABC):
     """The second half; a backend brings a kernel for dlogits, and products."""
 
     @abc.abstractmethod
-    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
-        """`operand`, or dlogits without single entries in its place where `bad_rows []` is n and not 0."""
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        """dlogits without single entries in place of `operand`."""
 
     @abc.abstractmethod
     def for_hidden(self, operand: jax.Array) -> jax.Array:
@@ -177,28 +191,20 @@ class Multiplying(_Block, abc.ABC):
     def products(self, gradient: Gradient, stash: Stash, sums: Products, adds: jax.Array | bool) -> Products:
         """See `Backend.stash_products`; without `adds` the sums are replaced."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, lse, argmax, needs, factor, _) = head.spec, gradient
-        bounds, rest = _RANGES[spec.dtype.name], entries.without(coefficients)
-        bad_rows, scale = stash.bad_rows, jnp.ones(rows, spec.accumulator)
-        operand = stash.exponentials
-        if _scales(spec, rest):
-            assert lse is not None
-            assert coefficients.prob is not None
-            scale = jnp.where(bad_rows == 0, coefficients.prob * jnp.exp(stash.reference - lse), 1.0)
-        elif not always_recomputed(spec, rest):
-            operand = self._formed(lse, rest, stash)
+        spec, (coefficients, _, argmax, needs, factor, _) = head.spec, gradient
+        replaced = [
+            (columns, entries.gradients(head, batch, columns, logits, gradient))
+            for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit))
+            if columns is not None and logits is not None
+        ]
+        scale = jnp.ones(rows, spec.accumulator)
+        gradient = gradient._replace(coefficients=entries.without(coefficients))
+        if always_recomputed(spec, gradient.coefficients):
+            operand = self.recomputed(gradient, stash.exponentials)
+        elif _scales(spec, gradient.coefficients):
+            operand, scale = self._with_scale(gradient, stash, replaced)
         else:
-            bad_rows = jnp.int32(rows) if self.valid_rows is None else self.valid_rows
-        replaced = []
-        for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit)):
-            if columns is not None and logits is not None:
-                exact = entries.gradients(head, batch, columns, logits, gradient)
-                replaced.append((columns, exact))
-                fits = (columns < 0) | (jnp.abs(exact) <= bounds.largest * jnp.abs(spread(scale, exact)))
-                bad_rows = jnp.maximum(bad_rows, self._all_rows_unless(fits))
-
-        operand = self.recomputed(gradient._replace(coefficients=rest), operand, bad_rows)
-        scale = jnp.where(bad_rows == 0, scale, 1.0)
+            operand = self._formed(gradient, stash)
         for columns, exact in replaced:
             # Rows that do not count have coefficients and hence scale 0, and no entry to replace.
             operand = entries.put(operand, columns, jnp.where(exact == 0, 0.0, exact / spread(scale, exact)))
@@ -227,9 +233,27 @@ class Multiplying(_Block, abc.ABC):
             bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
         return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum)
 
-    def _formed(self, lse: jax.Array | None, coefficients: Coefficients, stash: Stash) -> jax.Array:
+    def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
+        """E and s, `[n]`, from references by which the entries that are to be replaced fit."""
+        bounds, lse, prob = _RANGES[self.head.spec.dtype.name], gradient.lse, gradient.coefficients.prob
+        assert lse is not None
+        assert prob is not None
+        scale, bad_rows, least = prob * jnp.exp(stash.reference - lse), jnp.int32(0), jnp.abs(prob)
+        for columns, exact in replaced:
+            size = jnp.where(columns < 0, 0.0, jnp.abs(exact))
+            fits = size <= bounds.largest * jnp.abs(spread(scale, size))
+            bad_rows = jnp.maximum(bad_rows, self._all_rows_unless(fits))
+            least = jnp.maximum(least, size if size.ndim == 1 else size.max(axis=1))
+        beyond = jnp.where(least > jnp.abs(prob), least / jnp.abs(prob), 1.0)
+        reference = _usable(lse - bounds.below + jnp.log(beyond))
+        _, exponentials = self.exponentials(reference, stash.names, (bad_rows, stash.exponentials))
+        again = math.exp(-bounds.below) * jnp.where(prob < 0, -least, least)
+        return exponentials, jnp.where(bad_rows == 0, scale, again)
+
+    def _formed(self, gradient: Gradient, stash: Stash) -> jax.Array:
         """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
         head, spec, rows = self.head, self.head.spec, stash.reference.shape[0]
+        coefficients, lse = gradient.coefficients, gradient.lse
         logits = jnp.log(stash.exponentials[:rows, : spec.vocab_size].astype(spec.accumulator))
         logits, bound = stash.reference[:, None] + logits, head.bound(self.batch.inverse_temperature)
         if bound is not None:
@@ -270,6 +294,6 @@ def _guess_lse(head: Head, batch: Batch) -> jax.Array:
     return first[:, 0] + jnp.log(total * (spec.vocab_size / logits.shape[1]))
 
 
-def _select(good: jax.Array, a: Partial, b: Partial) -> Partial:
-    """`a` where good, else `b`, in the fields that both have."""
-    return Partial(*(None if x is None or y is None else jnp.where(good, x, y) for x, y in zip(a, b, strict=True)))
+def _usable(reference: jax.Array) -> jax.Array:
+    """Finite; where it is infinite, that of a row without logits, or by which E is to be 0."""
+    return jnp.where(jnp.isfinite(reference), reference, jnp.where(reference > 0, _HIGHEST, 0.0))

@@ -117,7 +117,7 @@ def kernels_of(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("mode", "kernels", "parts"),
     [
-        ("in_forward", {"stash", "forward", "dlogits", "for_hidden", "for_weight"}, 32),
+        ("in_forward", {"stash", "for_hidden", "for_weight"}, 32),
         ("recompute", {"forward", "dlogits", "add_for_hidden", "for_weight"}, 68),
     ],
 )
@@ -226,12 +226,12 @@ def test_exponentials_that_a_bound_does_not_count_take_no_memory(bound: int, row
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("mode", ["in_forward", "recompute"])
-def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "kernels"), [("in_forward", 3), ("recompute", 5)])
+def test_kernels_that_a_program_uses_twice_are_compiled_once(mode: str, kernels: int) -> None:
     loss = loss_of(mode)
 
     def twice(hidden: Any, weight: Any, labels: Any) -> Any:
         return loss(hidden, weight, labels) + loss(-hidden, weight, labels[::-1])
 
     function = jax.value_and_grad(twice, argnums=(0, 1))
-    assert h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])[1].kernels == 5
+    assert h200.compile_for_h200(function, *arguments(8192, 131072, 4096, 0)[:3])[1].kernels == kernels

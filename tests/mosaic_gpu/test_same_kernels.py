@@ -22,13 +22,13 @@ def test_a_kernel_is_the_same_in_the_next_program() -> None:
         jax.clear_caches()
 
         def loss(*arrays: jax.Array) -> jax.Array:
-            return factor * linear_cross_entropy(*arrays, implementation="mosaic_gpu")
+            return factor * linear_cross_entropy(*arrays, implementation="mosaic_gpu", backward="recompute")
 
         text = h200.lower_for_h200(jax.jit(jax.grad(loss, (0, 1))), *arguments()).as_text()
         return set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text))
 
     first = kernels(1.0)
-    assert len(first) >= 3
+    assert len(first) >= 2
     assert kernels(2.0) == first
 
 

@@ -149,9 +149,8 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         rows = batch.hidden.shape[0]
         config = self._config("stash", head, rows, partials.vectors(names))
-        fallback = self._config("forward", head, rows, partials.vectors(names), rare=True)
         skipped = in_forward.skipped_from(head.spec, block)
-        return in_forward.Kernels(head, batch, skipped, config, fallback).make(names)
+        return in_forward.Kernels(head, batch, skipped, config).make(names)
 
     def stash_products(
         self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
@@ -160,27 +159,26 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         rows, spec = batch.hidden.shape[0], head.spec
         hidden = product_kernel.hidden_config(rows, spec.hidden_size, spec.vocab_size, splits=plan.splits)
-        rare = not always_recomputed(spec, entries.without(gradient.coefficients))
-        configs = self._gradient_configs(head, batch, gradient, hidden, plan, rare=rare)
-        skipped = in_forward.skipped_from(head.spec, block)
-        return in_forward.Products(head, batch, skipped, configs).products(
+        configs = self._gradient_configs(head, batch, gradient, hidden, plan)
+        config = configs.dlogits
+        if not always_recomputed(spec, entries.without(gradient.coefficients)):
+            config = self._config("stash", head, rows, partials.vectors(stash.names))
+        skipped = in_forward.skipped_from(spec, block)
+        return in_forward.Products(head, batch, skipped, config, configs.hidden, configs.weight).products(
             gradient, stash, sums, gradient.adds or block.number != 0
         )
 
     def _gradient_configs(
-        self, head: Head, batch: Batch, gradient: Gradient, hidden: Config, plan: Plan, *, rare: bool = False
+        self, head: Head, batch: Batch, gradient: Gradient, hidden: Config, plan: Plan
     ) -> GradientConfigs:
-        """`rare`: whether dlogits are made only where exponentials do not fit 16 bits."""
         vectors = sum(c is not None for c in entries.without(gradient.coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns, rare=rare),
+            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
             self.config or hidden,
             self.config or product_kernel.weight_config(plan.columns, head.spec.hidden_size, head.spec.vocab_axis),
         )
 
-    def _config(
-        self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None, *, rare: bool = False
-    ) -> Config:
+    def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
         """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
         if head.valid_columns is not None and operands.covered(head.spec) != head.spec.vocab_size:
             raise NotImplementedError(
@@ -189,11 +187,11 @@ class MosaicGpuBackend(Backend):
             )
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
         options = sum(option is not None for option in given)
-        return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options, rare).config
+        return self._choice(kernel, head.spec, rows, columns or head.spec.vocab_size, vectors, options).config
 
     def _choice(
-        self, kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int, rare: bool = False
+        self, kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int
     ) -> tuning.Choice:
         if self.config is not None:
             return tuning.Choice(self.config, "given")
-        return tuning.tiles_for(kernel, spec, rows, columns, vectors, options, rare=rare)
+        return tuning.tiles_for(kernel, spec, rows, columns, vectors, options)

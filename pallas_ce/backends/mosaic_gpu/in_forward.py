@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ce.backends.exponentials import Multiplying, Stashing
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, product_kernel, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config, GradientConfigs
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.row import Partial, merge
+from pallas_ce.statistics.row import Partial, add, gap, moved
 from pallas_ce.streaming.rows import RowBlock
 
 
@@ -24,49 +24,63 @@ def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels(Stashing):
-    """See `Stashing`; the tail of the vocabulary is XLA's."""
+class _Exponentials(Block):
+    """Their kernel; the tail of the vocabulary is XLA's.
+
+    Attributes:
+        config: its tiles.
+    """
 
     config: Config
-    forward_config: Config
 
-    def exponentials(self, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
-        """One kernel."""
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Partial, jax.Array]:
+        """One kernel, which may have nothing to do."""
         head, hidden = self.head, self.batch.hidden
-        partial, stored = stash_kernel.stash(head, hidden, reference, names, self.config, self.valid_rows)
+        rows, into = (self.valid_rows, None) if again is None else again
+        partial, stored = stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
         if (rest := operands.tail(head, hidden)) is not None:
-            partial = merge(partial, rest.partial(names))
-            stored = _put_tail(stored, jnp.exp(rest.logits - reference[:, None]), operands.covered(head.spec))
+            of_rest, first = rest.partial(names | {"lse"}), operands.covered(head.spec)
+            assert of_rest.max is not None
+            partial = add(partial, moved(of_rest, gap(of_rest.max, reference)))
+            tail = jnp.exp(rest.logits - reference[:, None]).astype(stored.dtype)
+            if again is not None:
+                tail = jnp.where(again[0] > 0, tail, again[1][: hidden.shape[0], first : head.spec.vocab_size])
+            stored = _put_tail(stored, tail, first)
         return partial, stored
 
-    def statistics(self, names: frozenset[str], rows: jax.Array) -> Partial:
-        """One kernel."""
-        found = forward_kernel.statistics(self.head, self.batch.hidden, names, self.forward_config, valid_rows=rows)
-        if (rest := operands.tail(self.head, self.batch.hidden)) is not None:
-            found = merge(found, rest.partial(names))
-        return found
+
+class Kernels(_Exponentials, Stashing):
+    """See `Stashing`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Products(Multiplying):
-    """See `Multiplying`."""
+class Products(_Exponentials, Multiplying):
+    """See `Multiplying`.
 
-    configs: GradientConfigs
+    Attributes:
+        config: of the kernel that makes the operand: exponentials or, where they are always recomputed, dlogits.
+        hidden: of the product for hidden states.
+        weight: of that for the weight.
+    """
 
-    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
-        """A kernel that writes where the stash lies, or has nothing to do."""
+    hidden: Config
+    weight: Config
+
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        """A kernel that writes where the stash lies."""
         head, hidden, (coefficients, lse, *_) = self.head, self.batch.hidden, gradient
 
         def write(stored: Any) -> None:
-            config = self.configs.dlogits
-            dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=bad_rows)
+            config, rows = self.config, self.valid_rows
+            dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=rows)
 
         operand = pl.run_state(write)(operand)
         if (rest := operands.tail(head, hidden)) is not None:
             u, cap, first = rest.head.logit_weights, head.spec.softcap, operands.covered(head.spec)
             exact = coef.dlogits(coefficients, rest.logits, lse, rest.columns, None, None, None, u, cap)
-            old = operand[: hidden.shape[0], first : head.spec.vocab_size]
-            operand = _put_tail(operand, jnp.where(bad_rows > 0, exact.astype(operand.dtype), old), first)
+            operand = _put_tail(operand, exact, first)
         return operand
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
@@ -75,7 +89,7 @@ class Products(Multiplying):
         if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
             return head.matmul(operand, weight, (1, spec.vocab_axis))
-        weight, config = operands.weight_of(head), self.configs.hidden
+        weight, config = operands.weight_of(head), self.hidden
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows)
 
     def for_weight(
@@ -93,7 +107,7 @@ class Products(Multiplying):
             operand,
             rows,
             spec.vocab_axis,
-            self.configs.weight,
+            self.weight,
             into,
             replaced=not adds if isinstance(adds, bool) else jnp.logical_not(adds),
             valid_rows=self.valid_rows,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.exponentials import Multiplying, Stashing
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.statistics.row import Partial
@@ -12,24 +12,27 @@ from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
-class Kernels(Stashing):
+class _Exponentials(Block):
+    """Their kernel."""
+
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Partial, jax.Array]:
+        """One launch, which may have nothing to do."""
+        rows, into = (None, None) if again is None else again
+        return launch.exponentials(self.head, self.batch, reference, names, rows, into)
+
+
+class Kernels(_Exponentials, Stashing):
     """See `Stashing`."""
 
-    def exponentials(self, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
-        """One launch."""
-        return launch.exponentials(self.head, self.batch, reference, names)
 
-    def statistics(self, names: frozenset[str], rows: jax.Array) -> Partial:
-        """One launch, which may have nothing to do."""
-        return launch.statistics(self.head, self.batch, names, rows)
-
-
-class Products(Multiplying):
+class Products(_Exponentials, Multiplying):
     """See `Multiplying`."""
 
-    def recomputed(self, gradient: Gradient, operand: jax.Array, bad_rows: jax.Array) -> jax.Array:
-        """One launch, which may have nothing to do."""
-        return launch.dlogits(self.head, self.batch, gradient, into=operand, rows=bad_rows)
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        """One launch."""
+        return launch.dlogits(self.head, self.batch, gradient, into=operand)
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         """One product."""

@@ -14,7 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, add, fields_for, from_reference, merge
+from pallas_ce.statistics.row import Partial, add, fields_for, merge
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.tiles import pad
 
@@ -45,22 +45,35 @@ class Part(NamedTuple):
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    fields = fields_for(names, own_maximum=True)
+    fields = fields_for(names)
     if not fields:
         return Partial()
     config = _config(head, batch, "forward", fields)
     return _joined(_run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled), merge)
 
 
-def exponentials(head: Head, batch: Batch, reference: jax.Array, names: frozenset[str]) -> tuple[Partial, jax.Array]:
-    """See `Stashing.exponentials`."""
-    fields = fields_for(names, own_maximum=False)
+def exponentials(
+    head: Head,
+    batch: Batch,
+    reference: jax.Array,
+    names: frozenset[str],
+    rows: jax.Array | None = None,
+    into: jax.Array | None = None,
+) -> tuple[Partial, jax.Array]:
+    """See `Stashing.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
+
+    It always writes where something lies: so a program that may make them again has one such kernel, not two.
+    """
+    fields = fields_for(names | {"lse"})
     config = _config(head, batch, "stash", fields)
     outputs = _partials(head, batch, config, fields)
-    outputs[binding.STORED] = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
-    found = _run(head, batch, config, _u(head, names) | {"reference": reference}, outputs)
-    stored = found.pop(binding.STORED)
-    return from_reference(_joined(found, add), reference), stored
+    stored = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
+    outputs[binding.STORED] = stored
+    before = lax.empty(stored.shape, stored.dtype) if into is None else into
+    inputs = _u(head, names) | {"reference": reference, binding.BEFORE: before}
+    found = _run(head, batch, config, inputs, outputs, rows)
+    exponentials = found.pop(binding.STORED)
+    return _joined(found, add), exponentials
 
 
 def dlogits(

@@ -32,7 +32,7 @@ def statistics(
     `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; what is
     returned for the others is undefined.
     """
-    fields = fields_for(names, own_maximum=True)
+    fields = fields_for(names)
     if not fields:
         return Partial()
     weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)

@@ -42,7 +42,7 @@ def statistics(
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    fields = fields_for(names, own_maximum=True)
+    fields = fields_for(names)
     config = config or tile_stream.tiles(spec.dtype.itemsize)
     u = logit_weights if "mean_logit" in names else None
     facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))

@@ -1,21 +1,27 @@
 """The in-forward mode's kernel: statistics, and every logit's exponential `e^{z_ij - e_i}` kept in 16 bits.
 
 `backends.exponentials` derives what they serve for. The reference `e_i`, near row i's lse, is known in advance, so that
-sums over tiles are measured from one number by row. The statistics come from the unrounded values.
+sums over tiles are measured from one number by row. The largest logit is found beside them, from which they are made
+again where the reference was a bad one. The statistics come from the unrounded values.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, fields_for, from_reference
+from pallas_ce.statistics.row import Partial, add, fields_for
+
+# Of the fields, those that no exponential is needed for.
+_OF_LOGITS = ("weighted_sum", "max", "argmax")
 
 
 def stash(
@@ -25,25 +31,31 @@ def stash(
     names: frozenset[str],
     config: Config,
     valid_rows: jax.Array | None = None,
+    into: jax.Array | None = None,
 ) -> tuple[Partial, jax.Array]:
-    """The `Partial` of `hidden [N, H]`, no targets, and `E` in the compute dtype, over the `operands.covered` entries.
+    """`Stashing.exponentials` of `hidden [N, H]` over the `operands.covered` entries.
 
     `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
     undefined beyond and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
-    worked on; what is returned for the others is undefined.
+    worked on; what is returned for the others is undefined. Given an earlier `E` to write `into`, those keep theirs.
     """
     spec = head.spec
-    fields = fields_for(names, own_maximum=False)
+    fields = fields_for(names | {"lse"})
     given = operands.operands(head, hidden, config, "mean_logit" in names, bytes_per_row=4 * len(fields))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
-    outputs = partials.outputs(fields, given.slots, given.padded_rows)
-    outputs["stash"] = jax.ShapeDtypeStruct(shape, spec.dtype)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
-    # Told even where all are: a program that learns when running whether rows are skipped has one such kernel, not two.
+    # A program that learns when running whether rows are skipped, or E is to be made again, has one such kernel, not
+    # several: it is told how many rows there are even where all are, and always writes where something lies.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
-    found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
-    joined = partials.read(found, fields, given.rows, add)
-    return from_reference(joined, reference), found["stash"]
+
+    def write(outputs: dict[str, Any]) -> None:
+        given.run("pallas_ce_stash", epilogue, {}, {"reference": given.by_row(reference), **outputs}, numbers)
+
+    outputs = partials.outputs(fields, given.slots, given.padded_rows)
+    before = {name: lax.empty(output.shape, output.dtype) for name, output in outputs.items()}
+    before["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+    found = pl.run_state(write)(before)
+    return partials.read(found, fields, given.rows, add), found["stash"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +80,19 @@ class StashEpilogue(Epilogue):
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
         """Stores exponentials of the unrounded values that are summed."""
         reference, window = carry
+        of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
+        of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
         for first, piece in epilogues.pieces(product, self.width):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
-            part, exp = epilogues.piece_partial(self.logits, self.fields, refs, column, z, reference)
+            # In this order no register spills: each piece leaves the registers as soon as it can.
+            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, None)
+            joined = add(window, part)
+            part, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, reference)
             assert exp is not None
+            sums = add(window, part)
+            window = Partial(*(x if y is None else y for x, y in zip(joined, sums, strict=True)))
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
-            window = add(window, part)
         return reference, window
 
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:

@@ -162,18 +162,17 @@ def most_stages(kernel: Kernel, config: Config) -> int:
     return (SHARED_MEMORY_BYTES - fixed) // (2 * config.depth * (config.tile_rows + config.columns))
 
 
-def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = False) -> Config:
+def default_tiles(kernel: Kernel, vectors: int, options: int) -> Config:
     """Tiles with which no register spills, for `rule`.
 
     Args:
         kernel: which one.
         vectors: how many statistics or coefficients it keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
-        rare: whether it runs in few calls only: then small tiles, which compile sooner, and run longer.
     """
-    if vectors <= _VECTORS_IN_TURNS[kernel][options > 0] and not rare:
+    if vectors <= _VECTORS_IN_TURNS[kernel][options > 0]:
         return PING_PONG
-    if rare or options >= 2 or (kernel != "forward" and vectors > 4):
+    if options >= 2 or (kernel != "forward" and vectors > 4):
         return Config(rows=64, columns=128, stages=5, piece=64)
     plain: dict[Kernel, Config] = {
         "forward": Config(rows=64, columns=256, in_flight=1),
@@ -183,9 +182,9 @@ def default_tiles(kernel: Kernel, vectors: int, options: int, *, rare: bool = Fa
     return plain[kernel]
 
 
-def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False) -> Config:
+def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int) -> Config:
     """`default_tiles` for `rows` × `columns` logits on the GPU traced for."""
-    tiles = default_tiles(kernel, vectors, options, rare=rare)
+    tiles = default_tiles(kernel, vectors, options)
     drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= _DRIFTING_ROWS
     if tiles == PING_PONG and drifts and _BEARS_DRIFT not in (targets.cuda_kind() or _BEARS_DRIFT):
         return IN_PAIRS

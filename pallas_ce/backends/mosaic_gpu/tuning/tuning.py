@@ -31,9 +31,7 @@ class Choice(NamedTuple):
     source: str
 
 
-def tiles_for(
-    kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int, *, rare: bool = False
-) -> Choice:
+def tiles_for(kernel: Kernel, spec: HeadSpec, rows: int, columns: int, vectors: int, options: int) -> Choice:
     """Tiles for `rows` × `columns` logits.
 
     Args:
@@ -43,15 +41,14 @@ def tiles_for(
         columns: vocabulary entries.
         vectors: how many statistics or coefficients the kernel keeps by row.
         options: how many of bias, scale, soft cap and given u the head has.
-        rare: see `config.default_tiles`; no table is asked then.
     """
     device = targets.cuda_kind()
-    if device is not None and not rare and vectors <= _PLAIN_VECTORS and options == 0:
+    if device is not None and vectors <= _PLAIN_VECTORS and options == 0:
         key = tables.Shape(kernel, rows, columns, spec.hidden_size, spec.vocab_axis).nearest
         for source, table in _tables(device, user_path(device), VARIABLE in os.environ):
             if key in table.entries:
                 return Choice(table.entries[key].config, source)
-    return Choice(config.rule(kernel, rows, columns, vectors, options, rare=rare), "the default rule")
+    return Choice(config.rule(kernel, rows, columns, vectors, options), "the default rule")
 
 
 def user_path(device: str) -> Path:
