@@ -97,8 +97,12 @@ def _liger_cute_streamed() -> Loss:
 def _quack() -> Loss:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    # Version 0.6.5 refuses a chunk that equals the width, and 4096 is its default.
-    return lambda hidden, weight, labels: chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=2048)
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        # Version 0.6.5 refuses a chunk that equals the width, and 4096 is its default.
+        chunk = 2048 if hidden.shape[-1] != 2048 else 4096
+        return chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk)
+
+    return loss
 
 
 PEERS = (

@@ -106,15 +106,17 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
     rows_shape = (config.batch_size, config.sequence_length + 1)
     rows = jax.ShapeDtypeStruct(rows_shape, np.int32, sharding=layout.rows)
     # float32 has to mean float32: by default an accelerator multiplies it in a narrower format.
-    with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
+    precision = jax.default_matmul_precision("highest" if config.dtype == "float32" else "default")
+    # One program is lowered while the other is compiled.
+    with precision, concurrent.futures.ThreadPoolExecutor() as threads:
         try:
             jitted = jax.jit(train, donate_argnums=0, out_shardings=(places, layout.whole))
-            lowered_train = jitted.lower(abstract_state, rows)
-            lowered_validate = jax.jit(validation_loss, out_shardings=layout.whole).lower(abstract_state.params, rows)
+            compiling = threads.submit(jitted.lower(abstract_state, rows).compile)
+            validate = jax.jit(validation_loss, out_shardings=layout.whole)
+            compiled_validate = validate.lower(abstract_state.params, rows).compile()
         except (ValueError, NotImplementedError) as error:
             raise UsageError(f"this configuration cannot be trained: {error}") from error
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            compiled_train, compiled_validate = threads.map(lambda x: x.compile(), (lowered_train, lowered_validate))
+        compiled_train = compiling.result()
     plan = compiled_train.memory_analysis()
 
     def placed(rows: np.ndarray) -> jax.Array:

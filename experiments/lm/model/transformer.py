@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
             embedding_metadata=_dimensions("vocabulary", "width"),
             rngs=rngs,
         )
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.blocks = _blocks(config, rngs)
         self.final_norm = _norm(config, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -166,6 +166,18 @@ class LanguageModel(nnx.Module):
                 rngs=rngs,
                 **options,
             )
+
+
+def _blocks(config: TrainConfig, rngs: nnx.Rngs) -> nnx.List[Block]:
+    """All blocks, their parameters drawn in a loop: drawn one by one, each is code that a start has to compile."""
+
+    def parameters(key: jax.Array) -> nnx.State[Any, Any]:
+        return nnx.state(Block(config, nnx.Rngs(key)))
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0))))
+    stacked = jax.lax.map(parameters, jax.random.split(rngs.params(), config.layers))
+    states = [jax.tree.map(lambda x, number=number: x[number], stacked) for number in range(config.layers)]
+    return nnx.List([nnx.merge(graph, state) for state in states])
 
 
 def _linear(
