@@ -92,9 +92,9 @@ def assert_near_oracle(
     The gradients are those of `cotangent·loss`, added to what is in `before`.
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
-    unit in the last place of the terms' sum without their signs, and a sum over rows that of each, as noise adds up; a
-    gradient, multiplied by the head's other arrays, and the scale's by logits. A token weight's, `(loss_i - loss)/Σw`,
-    is a difference of losses.
+    unit in the last place of the terms' sum without their signs, beside units of its own from exponentials. A sum over
+    rows has that of each, as noise adds up; a gradient, multiplied by the head's other arrays, and the scale's by
+    logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
     """
     want = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
     bound = 1e-12 if wide else 1e-5
@@ -105,7 +105,7 @@ def assert_near_oracle(
         weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
     terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
     added = np.sqrt(p.labels.shape[0]) if p.options.get("reduction") == "sum" else 1.0
-    floor = unit * max(4.0, 4.0 * abs(want[0]), terms * added)
+    floor = unit * max(4.0 * added, 4.0 * abs(want[0]), terms * added)
     (loss, gradients), (right_loss, right_gradients) = got, want
     counts = oracle.counted(p.labels, p.arrays, p.options)
     weights = np.where(counts, p.arrays.get("token_weights", 1.0), 0.0)
