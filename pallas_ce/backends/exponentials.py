@@ -28,6 +28,7 @@ float16 has no range for logarithms, so there dlogits that need them are not for
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -123,10 +124,12 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
-    ) -> tuple[Partial, jax.Array]:
-        """The `Partial` without targets, and E in the compute dtype; `reference [n]` is finite.
+    ) -> tuple[Callable[[], Partial], jax.Array]:
+        """What makes the `Partial` without targets, and E in the compute dtype; `reference [n]` is finite.
 
-        The `Partial` has a maximum and sums of exponentials, whatever `names`, and these are measured from `reference`.
+        Nothing is left of a `Partial` that is not asked for: compilers of jax 0.11 crash on some reductions that none
+        reads. It has a maximum and sums of exponentials, whatever `names`, and these are measured from `reference`.
+
         What is padding of E is undefined, and so are rows that are skipped. Given how many rows, `[]`, are made
         `again`, and an earlier E, the result is that of so many rows and lies in that one's memory; without any, it is
         the earlier E, and the `Partial` is undefined.
@@ -149,7 +152,8 @@ class Stashing(Block, abc.ABC):
         head, rows = self.head, self.batch.hidden.shape[0]
         bounds = _RANGES[head.spec.dtype.name]
         reference = _usable(_guess_lse(head, self.batch) - bounds.below).astype(head.spec.accumulator)
-        partial, exponentials = self.exponentials(reference, names)
+        joined, exponentials = self.exponentials(reference, names)
+        partial = joined()
         lse = finalise(partial._replace(max=reference), frozenset({"lse"}))["lse"]
         fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
         if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
@@ -159,8 +163,8 @@ class Stashing(Block, abc.ABC):
         assert partial.max is not None
         reference = jnp.where(bad_rows == 0, reference, _usable(partial.max))
         again, exponentials = self.exponentials(reference, names, (bad_rows, exponentials))
-        partial = jax.tree.map(lambda first, second: jnp.where(bad_rows == 0, first, second), partial, again)
-        partial = from_reference(partial, reference, names)
+        partial = jax.tree.map(lambda first, second: jnp.where(bad_rows == 0, first, second), partial, again())
+        partial = from_reference(partial, reference)
         if self.valid_rows is not None:
             valid = jnp.arange(rows) < self.valid_rows
             partial = jax.tree.map(lambda x: jnp.where(valid, x, jnp.ones((), x.dtype)), partial)

@@ -120,14 +120,11 @@ def add(a: Partial, b: Partial) -> Partial:
     return Partial(**joined)
 
 
-def from_reference(partial: Partial, reference: jax.Array, names: frozenset[str]) -> Partial:
-    """A `Partial` as the statistics in `names` know it, from one whose sums are measured from `reference [rows]`.
+def from_reference(partial: Partial, reference: jax.Array) -> Partial:
+    """A `Partial` as statistics are made of it, from one whose sums are measured from `reference [rows]`.
 
-    Nothing in the rules for `Partial` needs `max` to be the maximum; so the reference takes its place, unless the
-    maximum itself is asked for. Then the sums are moved to it, as `merge` would.
+    They are moved to the maximum, as `merge` would.
     """
-    if not any("max" in (fields := PRIMITIVES[name].fields) and "sum_exp" not in fields for name in names):
-        return partial._replace(max=reference)
     assert partial.max is not None
     return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))
 

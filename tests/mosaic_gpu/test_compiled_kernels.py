@@ -42,7 +42,8 @@ def compiled_kernel(
             found = forward_kernel.statistics(head, hidden, names, config)
             return entries.with_targets(found, head, Batch(hidden, labels), names)
         if kernel == "stash":
-            return stash_kernel.stash(head, hidden, by_row, names, config)
+            partial, stored = stash_kernel.stash(head, hidden, by_row, names, config)
+            return partial(), stored
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row), config)
 
     return clean(run, *arguments(n, v, h, axis))

@@ -1,6 +1,7 @@
 """The in-forward mode's two halves on Hopper; what they have in common with other GPUs' is in `exponentials`."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,15 +36,22 @@ class _Exponentials(Block):
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
-    ) -> tuple[Partial, jax.Array]:
+    ) -> tuple[Callable[[], Partial], jax.Array]:
         """One kernel, which may have nothing to do."""
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
-        partial, stored = stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
-        if (rest := operands.tail(head, hidden)) is not None:
-            of_rest, first = rest.partial(names | {"lse"}), operands.covered(head.spec)
+        of_covered, stored = stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
+        rest = operands.tail(head, hidden)
+
+        def partial() -> Partial:
+            if rest is None:
+                return of_covered()
+            of_rest = rest.partial(names | {"lse"})
             assert of_rest.max is not None
-            partial = add(partial, moved(of_rest, gap(of_rest.max, reference)))
+            return add(of_covered(), moved(of_rest, gap(of_rest.max, reference)))
+
+        if rest is not None:
+            first = operands.covered(head.spec)
             tail = jnp.exp(rest.logits - reference[:, None]).astype(stored.dtype)
             if again is not None:
                 tail = jnp.where(again[0] > 0, tail, again[1][: hidden.shape[0], first : head.spec.vocab_size])

@@ -1,5 +1,7 @@
 """The in-forward mode's two halves: what `exponentials` leaves to a backend, with products by XLA."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ class _Exponentials(Block):
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
-    ) -> tuple[Partial, jax.Array]:
+    ) -> tuple[Callable[[], Partial], jax.Array]:
         """One launch, which may have nothing to do."""
         rows, into = (None, None) if again is None else again
         return launch.exponentials(self.head, self.batch, reference, names, rows, into)

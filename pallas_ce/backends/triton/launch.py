@@ -59,7 +59,7 @@ def exponentials(
     names: frozenset[str],
     rows: jax.Array | None = None,
     into: jax.Array | None = None,
-) -> tuple[Partial, jax.Array]:
+) -> tuple[Callable[[], Partial], jax.Array]:
     """See `Stashing.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
@@ -73,7 +73,7 @@ def exponentials(
     inputs = _u(head, names) | {"reference": reference, binding.BEFORE: before}
     found = _run(head, batch, config, inputs, outputs, rows)
     exponentials = found.pop(binding.STORED)
-    return _joined(found, add), exponentials
+    return functools.partial(_joined, found, add), exponentials
 
 
 def dlogits(

@@ -6,6 +6,8 @@ again where the reference was a bad one. The statistics come from the unrounded 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ def stash(
     config: Config,
     valid_rows: jax.Array | None = None,
     into: jax.Array | None = None,
-) -> tuple[Partial, jax.Array]:
+) -> tuple[Callable[[], Partial], jax.Array]:
     """`Stashing.exponentials` of `hidden [N, H]` over the `operands.covered` entries.
 
     `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
@@ -55,7 +57,7 @@ def stash(
     before = {name: lax.empty(output.shape, output.dtype) for name, output in outputs.items()}
     before["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     found = pl.run_state(write)(before)
-    return partials.read(found, fields, given.rows, add), found["stash"]
+    return functools.partial(partials.read, found, fields, given.rows, add), found["stash"]
 
 
 @dataclasses.dataclass(frozen=True)

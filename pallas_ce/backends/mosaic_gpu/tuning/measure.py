@@ -114,7 +114,8 @@ def program(shape: Shape, config: Config) -> Callable[..., Any]:
             return forward_kernel.statistics(head, hidden, _NAMES, config)
         partial, stored = None, None
         if kernel == "stash":
-            partial, stored = stash_kernel.stash(head, hidden, by_row, _NAMES, config)
+            joined, stored = stash_kernel.stash(head, hidden, by_row, _NAMES, config)
+            partial = joined()
         else:
             stored = dlogits_kernel.dlogits(head, hidden, by_row, Coefficients(jnp.ones_like(by_row)), config)
         assert stored is not None
