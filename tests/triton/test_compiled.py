@@ -93,7 +93,8 @@ def kernel_of(use: str, options: str, axis: int, dtype: Any, columns: int, preci
             case "forward":
                 return launch.statistics(head, batch, names)
             case "stash":
-                return launch.exponentials(head, batch, vector, names)
+                partial, stored = launch.exponentials(head, batch, vector, names)
+                return partial(), stored
         return launch.dlogits(head, batch, Gradient(entries.without(coefficients), vector))
 
     calls = jax.make_jaxpr(run)(head, batch, coefficients, vector).jaxpr.eqns
