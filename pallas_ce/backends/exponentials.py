@@ -144,7 +144,7 @@ class Block(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stashing(Block, abc.ABC):
+class Stashing(Block):
     """The first half of a block's work."""
 
     def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
@@ -175,7 +175,7 @@ class Stashing(Block, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Multiplying(Block, abc.ABC):
+class Multiplying(Block):
     """The second half; a backend brings a kernel for dlogits, and products."""
 
     @abc.abstractmethod

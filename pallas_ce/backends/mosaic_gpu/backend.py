@@ -108,7 +108,7 @@ class MosaicGpuBackend(Backend):
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
-        """One kernel; those that only run where exponentials do not fit 16 bits are left out."""
+        """The kernel that makes logits, of plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors, bytes_per_row = _KERNELS[mode]
         config, source = self._choice(kernel, spec, plan.rows, plan.columns, vectors, options)

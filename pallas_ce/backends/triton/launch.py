@@ -60,7 +60,7 @@ def exponentials(
     rows: jax.Array | None = None,
     into: jax.Array | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
-    """See `Stashing.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
+    """See `Block.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
@@ -92,7 +92,7 @@ def dlogits(
         batch: the rows.
         gradient: theirs, without coefficients of single entries.
         part: which columns; None: all.
-        into: what is kept in rows that are not worked on, and whose memory the result takes; None: nothing.
+        into: whose memory the result takes; None: its own.
         rows: `[]`, about how many are worked on; None: all.
     """
     coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}

@@ -35,7 +35,7 @@ def stash(
     valid_rows: jax.Array | None = None,
     into: jax.Array | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
-    """`Stashing.exponentials` of `hidden [N, H]` over the `operands.covered` entries.
+    """`Block.exponentials` of `hidden [N, H]` over the `operands.covered` entries.
 
     `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
     undefined beyond and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
