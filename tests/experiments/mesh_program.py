@@ -42,6 +42,13 @@ def held(array: jax.Array) -> float:
     return array.addressable_shards[0].data.size / array.size
 
 
+def bytes_to_begin(mesh: str) -> int:
+    """What one device takes to draw the first weights, and for these."""
+    program = build(dataclasses.replace(CONFIG, mesh=mesh, layers=4, width=64), "fused", 0)
+    plan = jax.jit(program.initial_state).lower(0).compile().memory_analysis()
+    return plan.output_size_in_bytes + plan.temp_size_in_bytes
+
+
 def curves() -> Iterator[str]:
     """Every mesh gives the losses of one device, and each device holds its share of parameters and optimiser state."""
     one, one_validation, _ = trained()
@@ -58,6 +65,8 @@ def curves() -> Iterator[str]:
         assert len(matrices) == 3 * 6
         assert {held(leaf) for leaf in matrices} == {share}, mesh
         yield mesh
+    assert bytes_to_begin("fsdp=8") < bytes_to_begin("") / 6
+    yield "first weights are drawn in shares"
     layout = make_layout(dataclasses.replace(CONFIG, mesh="data=2,tensor=2,sequence"))
     body = Transformer(CONFIG, 0, residual=layout.residual, rngs=nnx.Rngs(0))
     hidden = jax.jit(body)(jax.device_put(ROWS[0, :, 1:], layout.rows))

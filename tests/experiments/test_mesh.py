@@ -72,7 +72,7 @@ def _run(section: str, *arguments: str, devices: dict[str, str] = _CPUS) -> str:
 
 @pytest.mark.slow
 def test_every_mesh_gives_the_losses_of_one_device() -> None:
-    assert _run("curves").count("passed") == 7
+    assert _run("curves").count("passed") == 8
 
 
 @pytest.mark.nightly

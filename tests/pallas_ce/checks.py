@@ -93,8 +93,8 @@ def assert_near_oracle(
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
     unit in the last place of the terms' sum without their signs, beside units of its own from exponentials. A sum over
-    rows has that of each, as noise adds up; a gradient, multiplied by the head's other arrays, and the scale's by
-    logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
+    rows has that of each, times its weight, as noise adds up; a gradient, multiplied by the head's other arrays, and
+    the scale's by logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
     """
     want = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
     bound = 1e-12 if wide else 1e-5
@@ -104,11 +104,14 @@ def assert_near_oracle(
     if "up" in p.arrays:
         weight = weight + LOW_RANK_SCALE * np.abs(p.arrays["up"]) @ np.abs(p.arrays["down"])
     terms = float((np.abs(p.arrays["hidden"]) @ weight.T * scale).max())
-    added = np.sqrt(p.labels.shape[0]) if p.options.get("reduction") == "sum" else 1.0
-    floor = unit * max(4.0 * added, 4.0 * abs(want[0]), terms * added)
-    (loss, gradients), (right_loss, right_gradients) = got, want
     counts = oracle.counted(p.labels, p.arrays, p.options)
     weights = np.where(counts, p.arrays.get("token_weights", 1.0), 0.0)
+    of_classes = np.abs(p.options.get("class_weights", np.ones(1)))
+    added = 1.0
+    if p.options.get("reduction") == "sum":
+        added = np.linalg.norm(np.maximum(weights * of_classes.max(), 1.0))
+    floor = unit * max(4.0 * added, 4.0 * abs(want[0]), terms * added)
+    (loss, gradients), (right_loss, right_gradients) = got, want
     beside = {
         "hidden": scale * np.abs(p.arrays["weight"]).max(),
         "weight": scale * np.abs(p.arrays["hidden"]).max(initial=0.0),
