@@ -172,7 +172,7 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     points = sections()["grid"]
 
     def peer(name: str, ratio: float, *, everywhere: bool = True) -> dict[str, Any]:
-        return {at: {"results": {name: {"ratio": ratio}}} for at in (points if everywhere else ["1024x32768"])}
+        return {at: record(1024, 1, **{name: ratio}) for at in (points if everywhere else ["1024x32768"])}
 
     wins = functools.partial(summary.wins, "in_forward", points)
     assert wins() == (1, 2)
@@ -182,6 +182,10 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     assert wins(peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
     assert wins(peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
     assert wins({}) == (0, 0)
+    odd = peer("quack", 0.5)
+    for result in odd["1024x32768"]["results"].values():
+        result["ms"] *= 2.6
+    assert wins(odd) == (0, 1)
     assert summary.wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
     assert summary.wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 
