@@ -36,15 +36,20 @@ def put_all(block: RowBlock, buffers: Statistics, values: Statistics) -> Statist
     return {name: block.put(buffer, values[name]) for name, buffer in buffers.items()}
 
 
-def forward_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:
-    """Primitive statistics `[...]` of the rows that count, 0 in the others."""
+def forward_statistics(
+    settings: Settings, names: frozenset[str], operands: Operands, *, before_gradient: bool = False
+) -> Statistics:
+    """Primitive statistics `[...]` of the rows that count, 0 in the others.
+
+    Memory that hidden's gradient will take is free for a copy of hidden where this comes `before_gradient`.
+    """
     with jax.named_scope("pallas_ce.forward"):
-        operation = streamed(settings, functools.partial(_local_statistics, names))
+        operation = streamed(settings, functools.partial(_local_statistics, names, before_gradient))
         return operation(RowArrays(operands.batch, operands.mask), operands.head)[0]
 
 
 def _local_statistics(
-    names: frozenset[str], settings: Settings, shards: Shards, rows: RowArrays, head: Head
+    names: frozenset[str], before_gradient: bool, settings: Settings, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[Statistics, None]:
     """Those of the rows that came in on one device."""
     hidden, backend = rows.batch.hidden, settings.backend
@@ -61,6 +66,9 @@ def _local_statistics(
 
     if rows.mask is None:
         return shards.own_rows(visit(Rows.counted(None), whole)), None
+    if before_gradient and whole.skips_rows and whole.rows >= tokens:
+        # One way, with one kernel to compile, where a choice would have two.
+        return shards.own_rows(visit(Rows.counted(rows.mask), whole)), None
     # To pack all rows at once would take a copy of hidden's size.
     steps = _GATHERED_BYTES // (_GATHERED_STEP * head.spec.hidden_size * hidden.dtype.itemsize)
     parts = settings.block_sizes(head.spec, min(tokens, _GATHERED_STEP * max(1, steps)), None)

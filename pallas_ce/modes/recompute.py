@@ -44,7 +44,11 @@ def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | No
     if needs_grad is not None and settings.shards is not None and settings.shards.gathered:
         whole = settings.shards.gather(operands.head)
         settings, operands = _handed_whole(settings), operands._replace(head=whole)
-    found = forward_statistics(settings, call.names | saved, operands) if known is None else known.statistics
+    if known is None:
+        before_gradient = needs_grad is not None and needs_grad.hidden_product
+        found = forward_statistics(settings, call.names | saved, operands, before_gradient=before_gradient)
+    else:
+        found = known.statistics
     return only(found, call.names), _Kept(only(found, saved), whole)
 
 
