@@ -91,6 +91,7 @@ def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
         *(((2048, 1024, 32000), vocab_axis, 0.0, None) for vocab_axis in (0, 1)),  # a model's head
         *(((1024, 4096, 8192), vocab_axis, 0.3, None) for vocab_axis in (0, 1)),  # few rows that fill the chip
         *(((2304, 512, 4096), 0, ignored, 4090) for ignored in (0.0, 0.7)),  # a little padding
+        *(((4096, 2048, 8192), 0, ignored, None) for ignored in (0.0, 0.7)),  # more than a forward alone packs at once
         *(((300, 32, classes), 0, 0.0, None) for classes in (49, 64)),  # rows as long as a stored block
     ],
 )
