@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.bench import drawings, report, summary
+from experiments.bench import drawings, programs, report, summary
 from experiments.bench.points import SECTIONS
 from experiments.bench.results import FOLDER, ResultError
 from experiments.command_line import parser_of, write_atomically
@@ -32,9 +32,9 @@ _RIVALS = {
     "quack": "quack",
 }
 _OURS = {
-    "pallas-ce, in_forward": summary.IN_FORWARD,
-    "pallas-ce, recompute": summary.RECOMPUTE,
-    _STORED: summary.CANONICAL,
+    "pallas-ce, in_forward": programs.IN_FORWARD,
+    "pallas-ce, recompute": programs.RECOMPUTE,
+    _STORED: programs.CANONICAL,
 }
 
 

@@ -9,8 +9,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from experiments.bench.programs import FORWARD, IN_FORWARD, RECOMPUTE
 from experiments.bench.results import ResultError
-from experiments.bench.summary import FORWARD, IN_FORWARD, RECOMPUTE, ratios
+from experiments.bench.summary import ratios
 from experiments.command_line import write_record
 
 FILE = "ladder.json"

@@ -17,6 +17,12 @@ Shape = tuple[int, int, int]
 BARE = "bare"
 THREE = (BARE, "for_hidden", "for_weight")
 
+# Our programs, and stored logits'; another's forward is called "forward" and by its name.
+FORWARD = "forward"
+IN_FORWARD = "in_forward"
+RECOMPUTE = "recompute"
+CANONICAL = "canonical"
+
 
 def bare(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     """The logits' product alone, written as bfloat16."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.bench import ladder, summary
+from experiments.bench import ladder, programs, summary
 from experiments.bench.results import read
 from experiments.command_line import save_figure, write_atomically
 
@@ -18,7 +18,7 @@ TORCH = "torch_gpu"
 TRAINING = "train_speed"
 MODELS = "huggingface_table"
 _TITLES = {TORCH: "PyTorch", TRAINING: "Training", MODELS: "Hugging Face models"}
-_PLOTTED = (summary.FORWARD, summary.IN_FORWARD, summary.RECOMPUTE, summary.CANONICAL)
+_PLOTTED = (programs.FORWARD, programs.IN_FORWARD, programs.RECOMPUTE, programs.CANONICAL)
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
@@ -182,7 +182,7 @@ def _plot_windows(document: dict[str, Any], path: Path) -> Path:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(list(swept), list(swept.values()), "o-", label="given")
-    axes.axhline(point["results"][summary.FORWARD]["ms"], color="tab:orange", label="chosen")
+    axes.axhline(point["results"][programs.FORWARD]["ms"], color="tab:orange", label="chosen")
     axes.axhline(point["results"]["bare"]["ms"], color="black", linewidth=0.8, label="bare product")
     title = f"N {point['n']}, V {point['v']}, {document['machine'].get('device', '')}"
     axes.set(xlabel="windows of the vocabulary", ylabel="ms", xscale="log", title=title)

@@ -5,18 +5,10 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from experiments.bench.programs import THREE
+from experiments.bench.programs import CANONICAL, FORWARD, IN_FORWARD, RECOMPUTE
+from experiments.bench.wins import FASTEST, Points, wins
 
-Points = Mapping[str, Mapping[str, Any]]
 Sections = Mapping[str, Points]
-
-FORWARD = "forward"
-IN_FORWARD = "in_forward"
-RECOMPUTE = "recompute"
-CANONICAL = "canonical"
-
-# How far apart a GPU's clocks may be.
-_CLOCKS = 1.25
 
 
 def ratios(points: Points, program: str) -> dict[str, float]:
@@ -30,42 +22,6 @@ def scratch_mib(point: Mapping[str, Any], program: str) -> float:
     return float(point["results"][program]["temporary_mib"] - rows * point["h"] * 4 / 2**20)
 
 
-def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
-    """At how many points our program is faster than every other of its kind, and at how many all were measured.
-
-    Peers of other processes are compared through their ratios to the bare products of their process. Those that cannot
-    run at a point are left out there, and so are points where these products are not `_alike`.
-    """
-
-    def others(results: Mapping[str, Any]) -> list[float]:
-        alike = {n: r for n, r in results.items() if n.startswith(FORWARD) == ours.startswith(FORWARD)}
-        return [
-            r["ratio"] for name, r in alike.items() if "ratio" in r and name not in (FORWARD, IN_FORWARD, RECOMPUTE)
-        ]
-
-    won = counted = 0
-    for name, point in section.items():
-        if ours not in point["results"] or not all(name in points for points in peers):
-            continue
-        if not all(_alike(point["results"], points[name]["results"]) for points in peers):
-            continue
-        rivals = [*others(point["results"]), *(ratio for points in peers for ratio in others(points[name]["results"]))]
-        counted += 1
-        won += all(point["results"][ours]["ratio"] < ratio for ratio in rivals)
-    return won, counted
-
-
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether bare products of two processes are the same work for the GPU, and its clock all that tells them apart.
-
-    Of a vocabulary of odd length PyTorch's take 2.6 times as long as XLA's.
-    """
-    times = [sum(results[name]["ms"] for name in THREE) for results in (one, other)]
-    return max(times) <= _CLOCKS * min(times)
-
-
-# The share of points at which each is to be faster than stored logits and every peer.
-FASTEST = {IN_FORWARD: 0.9, FORWARD: 0.8}
 # What is asked of the bridge to PyTorch: the host's time by that of JAX's own call; by kind of point what is compared,
 # with what, and the largest ratio; a share of a copy's rate.
 HOST_RATIO = {"forward": 3.0, "forward+backward": 5.0}

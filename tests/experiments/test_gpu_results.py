@@ -15,6 +15,7 @@ from experiments import gpu_report, peers, site
 from experiments.bench import ladder, report, results, scaling, summary, timing
 from experiments.bench.points import SECTIONS
 from experiments.bench.results import ResultError, ResultFile, read, run
+from experiments.bench.wins import wins
 
 RESULTS = results.FOLDER
 MACHINE = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-20"}
@@ -174,20 +175,20 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     def peer(name: str, ratio: float, *, everywhere: bool = True) -> dict[str, Any]:
         return {at: record(1024, 1, **{name: ratio}) for at in (points if everywhere else ["1024x32768"])}
 
-    wins = functools.partial(summary.wins, "in_forward", points)
-    assert wins() == (1, 2)
-    assert wins(peer("quack", 1.2)) == (1, 2)
-    assert wins(peer("quack", 0.99)) == (0, 2)
-    assert wins(peer("forward quack", 0.5)) == (1, 2)
-    assert wins(peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
-    assert wins(peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
-    assert wins({}) == (0, 0)
+    won = functools.partial(wins, "in_forward", points)
+    assert won() == (1, 2)
+    assert won(peer("quack", 1.2)) == (1, 2)
+    assert won(peer("quack", 0.99)) == (0, 2)
+    assert won(peer("forward quack", 0.5)) == (1, 2)
+    assert won(peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
+    assert won(peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
+    assert won({}) == (0, 0)
     odd = peer("quack", 0.5)
     for result in odd["1024x32768"]["results"].values():
         result["ms"] *= 2.6
-    assert wins(odd) == (0, 1)
-    assert summary.wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
-    assert summary.wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
+    assert won(odd) == (0, 1)
+    assert wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
+    assert wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 
 
 def test_a_figure_of_the_grid_shows_no_other_points() -> None:
