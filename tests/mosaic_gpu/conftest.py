@@ -19,7 +19,7 @@ import pallas_ce.backends.mosaic_gpu
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import backend
 from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
-from pallas_ce.backends.mosaic_gpu.gemm import launch
+from pallas_ce.backends.mosaic_gpu.gemm import launch, pace
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Batch, Head, HeadSpec
 
@@ -95,6 +95,7 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))
         stack.enter_context(mock.patch.object(launch, "name_dumps"))  # it has no program to write
+        stack.enter_context(mock.patch.object(pace, "keep", return_value=None))  # and no clock
         yield wrap
 
 

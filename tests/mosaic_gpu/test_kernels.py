@@ -13,6 +13,7 @@ import pytest
 from pallas_ce.backends import entries, reference
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import config as rules
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
@@ -119,6 +120,21 @@ def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Any) -
     got = interpreted(lse)(p.head, p.hidden, jnp.int32(130))
     np.testing.assert_allclose(got[:130], want[:130], rtol=1e-5)
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
+
+
+def test_thread_blocks_that_keep_pace_compute_the_same(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make_problem(512, 136, 584)
+    config = Config(**{**SMALL, "cluster": None, "ping_pong": True, "windows": 3})
+
+    def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:
+        return forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
+
+    def run(valid: int) -> Any:
+        return jax.tree.map(lambda x: x[:valid], interpreted(statistics)(p.head, p.hidden, jnp.int32(valid)))
+
+    some, every = run(130), run(512)
+    monkeypatch.setattr(rules, "PACED_MULTIPLICATIONS", 0)
+    jax.tree.map(np.testing.assert_array_equal, (run(130), run(512)), (some, every))
 
 
 @pytest.mark.nightly(keep=4)

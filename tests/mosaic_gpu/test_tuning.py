@@ -116,7 +116,7 @@ def test_the_rule_takes_the_cluster_that_computes_fewest_rows_for_nothing(rows: 
     ("device", "kernel", "rows", "options", "pairs"),
     [
         ("NVIDIA H100 80GB HBM3", "forward", 8192, 0, True),
-        ("NVIDIA H100 80GB HBM3", "forward", 4096, 0, False),  # few logits
+        ("NVIDIA H100 80GB HBM3", "forward", 2048, 0, False),  # few logits
         ("NVIDIA H100 80GB HBM3", "forward", 8192, 2, False),  # too many registers for ping-pong
         ("NVIDIA H100 80GB HBM3", "stash", 8192, 0, False),
         ("NVIDIA H200", "forward", 32768, 0, False),
@@ -128,6 +128,24 @@ def test_much_work_goes_to_pairs_of_blocks_where_memory_is_slower(
 ) -> None:
     monkeypatch.setattr(targets, "cuda_kind", lambda: device)
     assert (chosen(kernel, options=options, rows=rows).config == config.IN_PAIRS) == pairs
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "tiles", "paced"),
+    [
+        ("NVIDIA H200", 2048, config.PING_PONG, True),
+        ("NVIDIA H200", 1024, config.PING_PONG, False),  # a short launch
+        ("NVIDIA H200", 2048, config.IN_PAIRS, False),  # which share loads
+        ("NVIDIA H200", 2048, Config(cluster=None), False),
+        ("NVIDIA H100 80GB HBM3", 2048, config.PING_PONG, False),
+        (None, 2048, config.PING_PONG, True),
+    ],
+)
+def test_thread_blocks_keep_pace_in_a_long_forward_on_an_h200(
+    device: str | None, rows: int, tiles: Config, paced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "cuda_kind", lambda: device)
+    assert config.keeps_pace(tiles, rows, 131072, 4096) == paced
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

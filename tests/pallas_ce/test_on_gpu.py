@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics, selective_log_softmax
+from pallas_ce.backends.mosaic_gpu.schedule import config
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     library_loss,
@@ -166,6 +167,20 @@ def test_more_than_a_billion_logits(ignored: float) -> None:
     wide = {name: x.astype(np.float32) for name, x in p.arrays.items()}
     want = library_loss(p, wide, implementation="xla", reduction="none")
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "h"), [(200, 1024), (2500, 4096)])
+def test_thread_blocks_that_keep_pace_compute_the_same(rows: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = narrow(make(6, rows, h, 30000))
+    p.labels[::7] = -100
+
+    def loss() -> Any:
+        jax.clear_caches()
+        return library_loss(p, p.arrays, implementation="mosaic_gpu", reduction="none")
+
+    want = loss()
+    monkeypatch.setattr(config, "PACED_MULTIPLICATIONS", 0)
+    np.testing.assert_array_equal(loss(), want)
 
 
 @both_modes

@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm import layouts, pace
 from pallas_ce.backends.mosaic_gpu.gemm.walk import Item, Walk
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, Product
 
@@ -32,6 +32,9 @@ from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Co
 _REGISTERS = (24, 240)
 
 Carry = Any
+
+# The name of the number in memory by which thread blocks keep `pace`, 0 before the launch.
+COUNTED = "counted"
 
 
 class Place(NamedTuple):
@@ -56,15 +59,17 @@ class At(NamedTuple):
     Attributes:
         slot: of the ring, the next to be filled or multiplied.
         turn: which warpgroup the next tile belongs to, where they work in ping-pong.
+        counts: how often it has counted, where it keeps pace with others.
     """
 
     slot: jax.Array
     turn: jax.Array
+    counts: jax.Array | None = None
 
     @staticmethod
-    def start() -> "At":
+    def start(*, paced: bool = False) -> "At":
         """Before the first tile."""
-        return At(jnp.int32(0), jnp.int32(0))
+        return At(jnp.int32(0), jnp.int32(0), jnp.int32(0) if paced else None)
 
 
 class Epilogue(abc.ABC):
@@ -123,7 +128,7 @@ def multiply(matrices: list[Any], refs: dict[str, Any], product: Product, epilog
         specialised(
             warpgroup,
             _REGISTERS,
-            lambda: load(matrices, ring, walk),
+            lambda: load(matrices, ring, walk, refs.get(COUNTED)),
             lambda: Multiplier(ring, {**refs, **scratch}, walk, epilogue, warpgroup).run(),
         )
 
@@ -146,8 +151,11 @@ def specialised(
         compute()
 
 
-def load(matrices: list[Any], ring: dict[str, Any], walk: Walk) -> None:
-    """What the loading warpgroup does: fills slots as they become empty, for all tiles of this thread block in turn."""
+def load(matrices: list[Any], ring: dict[str, Any], walk: Walk, counted: Any) -> None:
+    """What the loading warpgroup does: fills slots as they become empty, for all tiles of this thread block in turn.
+
+    Given where steps are `counted`, it keeps pace with the others while each of them has an item.
+    """
     config, product = walk.config, walk.product
     left_peers = "peer" if config.cluster == "rows" else None
     right_peers = "peer" if config.cluster == "columns" else None
@@ -177,17 +185,30 @@ def load(matrices: list[Any], ring: dict[str, Any], walk: Walk) -> None:
             copy(*own)
         return at._replace(slot=walk.next(at.slot))
 
+    def keep_pace(index: jax.Array, k: jax.Array, at: At) -> At:
+        if at.counts is None:
+            return at
+        due = (lax.rem(k, jnp.int32(pace.EVERY)) == 0) & (index < walk.full_rounds())
+        counts = at.counts + due.astype(jnp.int32)
+        blocks = walk.schedule.clusters * config.cluster_size
+        pl.when(due)(lambda: pace.keep(counted, (counts - pace.AHEAD) * blocks))
+        return at._replace(counts=counts)
+
     def load_item(index: jax.Array, at: At) -> At:
         item = walk.item(index)
 
         def tile(i: jax.Array, at: At) -> At:
             column = walk.column(item.block + i)
-            at = lax.fori_loop(0, item.steps, lambda k, at: fill(item.row, column, item.step + k, at), at)
+
+            def step(k: jax.Array, at: At) -> At:
+                return fill(item.row, column, item.step + k, keep_pace(index, k, at))
+
+            at = lax.fori_loop(0, item.steps, step, at)
             return at._replace(turn=1 - at.turn)
 
         return lax.fori_loop(0, item.tiles, tile, at)
 
-    at = lax.fori_loop(0, walk.items, load_item, At.start())
+    at = lax.fori_loop(0, walk.items, load_item, At.start(paced=counted is not None))
 
     # Leaving only when every slot is empty again keeps this block's memory alive for its peer's loads and arrivals.
     def drain(_: jax.Array, slot: jax.Array) -> jax.Array:

@@ -56,7 +56,12 @@ class Walk:
         total = self.row_blocks * schedule.windows
         if schedule.split:
             total = total * self.column_blocks
+        self.total = total
         self.items = lax.div(total + schedule.clusters - 1 - self.worker, schedule.clusters)
+
+    def full_rounds(self) -> jax.Array:
+        """How many items every cluster has."""
+        return lax.div(self.total, self.schedule.clusters)
 
     def item(self, index: jax.Array) -> Item:
         """The cluster's item of that index.

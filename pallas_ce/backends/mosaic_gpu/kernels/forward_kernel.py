@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config
+from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, merge
 
@@ -40,7 +40,9 @@ def statistics(
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
     numbers = None if valid_rows is None else {"valid_rows": valid_rows}
-    return partials.read(given.run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields, given.rows)
+    paced = keeps_pace(config, given.rows, given.logits.columns, given.product.length)
+    found = given.run("pallas_ce_forward", epilogue, outputs, numbers=numbers, paced=paced)
+    return partials.read(found, fields, given.rows)
 
 
 @dataclasses.dataclass(frozen=True)

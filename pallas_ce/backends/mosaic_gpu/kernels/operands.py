@@ -11,14 +11,17 @@ be, which costs little. The weight is not padded:
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue, multiply
+from pallas_ce.backends.mosaic_gpu.gemm.pipeline import COUNTED, Epilogue, multiply
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -212,10 +215,26 @@ class Operands:
         outputs: dict[str, Any],
         inputs: dict[str, Any] | None = None,
         numbers: Numbers | None = None,
+        *,
+        paced: bool = False,
     ) -> dict[str, jax.Array]:
-        """The kernel's outputs by name; `inputs` are others than its own, see `launch.run`."""
+        """The kernel's outputs by name: of those that are arrays, after it has changed them in place.
+
+        `inputs` are others than its own; see `launch.run`. Where it is `paced`, its thread blocks keep `pace`.
+        """
         matrices, inputs = (self.hidden, self.weight, *self.term), self.inputs | (inputs or {})
-        return launch.run(multiply, name, self.product, matrices, epilogue, inputs, outputs, numbers)
+        start = functools.partial(launch.run, multiply, name, self.product, matrices, epilogue, numbers=numbers)
+        if not (paced or any(isinstance(x, jax.Array) for x in outputs.values())):
+            return start(inputs, outputs)
+        before = {k: x if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
+        if paced:
+            before[COUNTED] = jnp.zeros(1, jnp.int32)
+
+        def write(refs: dict[str, Any]) -> None:
+            start({**inputs, **refs}, {})
+
+        after = pl.run_state(write)(before)
+        return {key: after[key] for key in outputs}
 
 
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:

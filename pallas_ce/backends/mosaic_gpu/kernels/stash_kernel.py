@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -49,14 +48,9 @@ def stash(
     # A program that learns when running whether rows are skipped, or E is to be made again, has one such kernel, not
     # several: it is told how many rows there are even where all are, and always writes where something lies.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
-
-    def write(outputs: dict[str, Any]) -> None:
-        given.run("pallas_ce_stash", epilogue, {}, {"reference": given.by_row(reference), **outputs}, numbers)
-
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
-    before = {name: lax.empty(output.shape, output.dtype) for name, output in outputs.items()}
-    before["stash"] = lax.empty(shape, spec.dtype) if into is None else into
-    found = pl.run_state(write)(before)
+    outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
+    found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
     return functools.partial(partials.read, found, fields, given.rows, add), found["stash"]
 
 

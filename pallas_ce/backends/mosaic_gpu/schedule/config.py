@@ -143,11 +143,12 @@ PING_PONG = Config(128, 192, stages=5, cluster=None, in_flight=1, ping_pong=True
 # The same for pairs of blocks that load the vocabulary's tiles once: 6 of their row blocks by 11 windows.
 IN_PAIRS = dataclasses.replace(PING_PONG, cluster="columns", row_group=6)
 
-# From so many logits on, thread blocks that share no loads drift so far apart that the L2 cache no longer holds a tile
-# until the last of them has read it. An H200's memory bears that; an H100's, of two thirds the bandwidth, does not.
-# Few rows are not rounded up to pairs of blocks.
-_DRIFTING_LOGITS, _DRIFTING_ROWS = 2**30, 2048
-_BEARS_DRIFT = "H200"
+# In a long forward thread blocks that share no loads drift so far apart that the L2 cache no longer holds a tile until
+# the last of them has read it. On an H200 they keep `pace` from so many multiplications on, a launch of 3 ms. An H100's
+# lose by that, and share loads in pairs from so many logits on; few rows are not rounded up to pairs of blocks.
+_KEEPS_PACE = "H200"
+PACED_MULTIPLICATIONS = 2**40
+_PAIRED_LOGITS, _PAIRED_ROWS = 2**29, 2048
 
 # What an epilogue that is hidden saves of a product, on an H200.
 _COST_PING_PONG = 0.96
@@ -185,10 +186,20 @@ def default_tiles(kernel: Kernel, vectors: int, options: int) -> Config:
 def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int) -> Config:
     """`default_tiles` for `rows` × `columns` logits on the GPU traced for."""
     tiles = default_tiles(kernel, vectors, options)
-    drifts = kernel == "forward" and rows * columns >= _DRIFTING_LOGITS and rows >= _DRIFTING_ROWS
-    if tiles == PING_PONG and drifts and _BEARS_DRIFT not in (targets.cuda_kind() or _BEARS_DRIFT):
+    paired = kernel == "forward" and rows * columns >= _PAIRED_LOGITS and rows >= _PAIRED_ROWS
+    if tiles == PING_PONG and paired and not _device_keeps_pace():
         return IN_PAIRS
     return with_least_padding(tiles, rows)
+
+
+def keeps_pace(config: Config, rows: int, columns: int, length: int) -> bool:
+    """Whether the thread blocks of a forward with those tiles keep `pace` on the GPU traced for."""
+    alone = config.ping_pong and config.cluster is None
+    return alone and rows * columns * length >= PACED_MULTIPLICATIONS and _device_keeps_pace()
+
+
+def _device_keeps_pace() -> bool:
+    return _KEEPS_PACE in (targets.cuda_kind() or _KEEPS_PACE)
 
 
 def with_least_padding(config: Config, rows: int) -> Config:
