@@ -1,24 +1,22 @@
 """Other libraries' losses on a GPU, in PyTorch, beside bare matrix products: `python -m experiments.peers`.
 
-Each peer that is installed is checked against float32 first, then timed over the paper's grid and at published heads;
-one that is missing, fails or is wrong is left out with the reason, in the output and in the result file. It is a
-command of its own because two frameworks in one process would share the GPU's memory; every command times the bare
-products of its own process, and ratios to those are what is compared. Those named by `--peers`, as need be where they
-cannot be installed beside each other, have a result file of their own.
+Each peer that is installed is checked against float32 first, then timed over the paper's grid and at published heads,
+in turn with our programs on the same arrays; one that is missing, fails or is wrong is left out with the reason, in the
+output and in the result file. Those named by `--peers`, as need be where they cannot be installed beside each other,
+have a result file of their own.
 """
 
 import functools
-import platform
+import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.bench.peers import PEERS, torch_missing
 from experiments.bench.points import SECTIONS
-from experiments.bench.results import ResultFile, add_options, run, versions
+from experiments.bench.results import ResultFile, add_options, describe, run, versions
 from experiments.command_line import parser_of
 
 
@@ -40,21 +38,15 @@ def main(words: Sequence[str] | None = None) -> int:
     if reason := torch_missing(True, ", and peers are only measured on one"):
         print(reason, file=sys.stderr)
         return 2
-    import torch
-
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory is PyTorch's, too
     from experiments.bench import torch_timing
 
     chosen = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     for peer in chosen:
         if reason := peer.missing():
             print(f"{peer.name}: left out, {reason}")
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "rounds": options.rounds,
-        **versions(sorted({peer.package for peer in PEERS} | {"triton"})),
-    }
+    packages = versions(sorted({peer.package for peer in PEERS} | {"triton"}))
+    machine = describe() | {"clock": "launches", "rounds": options.rounds} | packages
 
     def shown(_: str, record: dict[str, Any]) -> str:
         ratios = {name: round(r["ratio"], 3) for name, r in record["results"].items() if "ratio" in r}

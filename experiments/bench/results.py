@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from experiments.command_line import Progress, positive, write_record
 
 FOLDER = Path(__file__).parents[1] / "results"
@@ -59,8 +61,6 @@ def add_options(parser: argparse.ArgumentParser, rounds: str | None = "times eac
 
 def describe() -> dict[str, Any]:
     """Device, processor count, versions and date: what a result file says about where it was made."""
-    import jax  # which `experiments.peers` must not start
-
     return {
         "device": jax.devices()[0].device_kind,
         "processors": os.cpu_count(),

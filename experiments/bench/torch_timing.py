@@ -1,13 +1,16 @@
-"""Timing of peers in PyTorch by the device's own events, beside the bare products, after a check against float32."""
+"""Timing of peers in PyTorch, beside our programs and the bare products, after a check against float32."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 from experiments.bench import timing
 from experiments.bench.peers import Loss, Peer, failure
-from experiments.bench.programs import BARE, THREE, Shape
+from experiments.bench.programs import BARE, FORWARD, IN_FORWARD, THREE, Shape, both, ours
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -15,7 +18,6 @@ GRADIENT_TOLERANCE = 2.0**-6
 LOSS_TOLERANCE = 2.0**-7
 
 _DEVICE = "cuda"
-_LAUNCHES = 5
 _CHUNK = 1024
 
 
@@ -60,23 +62,30 @@ def wrong(loss: Loss, given: tuple[Any, Any, Any], want: Exact) -> tuple[dict[st
     return errors, f"wrong by more than bfloat16 explains: {', '.join(beyond)}" if beyond else None
 
 
-def device_ms(run: Any) -> float:
-    """Milliseconds of one of several launches, back to back."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(_LAUNCHES):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / _LAUNCHES
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Those of one launch among many, of PyTorch's or of ours."""
+
+    def wait(last: Any) -> None:
+        jax.block_until_ready(last)
+        synchronize()
+
+    return timing.per_launch(run, wait)
+
+
+def of_ours(given: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
+    """Our forward and in_forward, compiled, on the same arrays."""
+    hidden, weight, labels = given
+    arrays = [jnp.from_dlpack(x.detach()) for x in (hidden, weight, labels.int())]
+    losses = {FORWARD: ours(None), IN_FORWARD: both(ours(None, backward="in_forward"))}
+    return {name: functools.partial(jax.jit(loss).lower(*arrays).compile(), *arrays) for name, loss in losses.items()}
 
 
 def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
-    """Each peer's forward and forward+backward at one shape, and the bare products, in turn.
+    """Each peer's forward and forward+backward at one shape, ours and the bare products, in turn.
 
     Returns:
         `{"n", "v", "h", "results", "left_out"}`: results as `bench.timing.measure` has them, with peak memory
-        above the inputs; "left_out" says of every peer that has none why.
+        above the inputs, but for ours; "left_out" says of every peer that has none why.
     """
     n, v, h = shape
     given = inputs(shape, _DEVICE)
@@ -99,16 +108,19 @@ def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:
         runs[f"forward {peer.name}"] = functools.partial(torch.no_grad()(loss), *given)
         runs[peer.name] = lambda loss=loss: torch.autograd.grad(loss(*given), (hidden, weight))
     del want
+    mine = of_ours(given)
     bare, free = hidden.detach(), weight.detach()
     logits = torch.randn(n, v, device=_DEVICE, dtype=torch.bfloat16)
-    runs |= {
+    runs |= mine | {
         BARE: lambda: bare @ free.T,
         "for_hidden": lambda: logits @ free,
         "for_weight": lambda: logits.T @ bare,
     }
-    found = timing.in_turn(runs, device_ms, rounds)
+    found = timing.in_turn(runs, milliseconds, rounds)
     timing.with_ratios(found)
     for name, run in runs.items():
+        if name in mine:  # JAX's memory is not PyTorch's to count
+            continue
         found[name]["peak_mib"] = peak_bytes(run) / 2**20
         if name not in THREE:
             found[name]["errors"] = errors[name.removeprefix("forward ")]

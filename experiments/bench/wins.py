@@ -17,8 +17,9 @@ _CLOCKS = 1.25
 def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
     """At how many points our program is faster than every other of its kind, and at how many all were measured.
 
-    Peers of other processes are compared through their ratios to the bare products of their process. Those that cannot
-    run at a point are left out there, and so are points where these products are not `_alike`.
+    All are compared through their ratios to the bare products of their process: peers with our program where that was
+    measured beside them, else with that of our own process, unless these products are not `_alike`, where the point is
+    left out. So are peers that cannot run at it.
     """
 
     def others(results: Mapping[str, Any]) -> list[float]:
@@ -29,14 +30,14 @@ def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
 
     won = counted = 0
     for name, point in section.items():
+        own = point["results"]
         beside = [points[name]["results"] for points in peers if name in points]
-        if ours not in point["results"] or len(beside) < len(peers):
+        if ours not in own or len(beside) < len(peers):
             continue
-        if not all(_alike(point["results"], results) for results in beside):
+        if not all(ours in results or _alike(own, results) for results in beside):
             continue
-        rivals = [ratio for results in (point["results"], *beside) for ratio in others(results)]
         counted += 1
-        won += all(point["results"][ours]["ratio"] < ratio for ratio in rivals)
+        won += all(results.get(ours, own[ours])["ratio"] < r for results in (own, *beside) for r in others(results))
     return won, counted
 
 

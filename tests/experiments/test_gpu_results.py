@@ -187,6 +187,12 @@ def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() ->
     for result in odd["1024x32768"]["results"].values():
         result["ms"] *= 2.6
     assert won(odd) == (0, 1)
+    # Ours beside the peer decides, where it was measured there.
+    beside = {at: record(1024, 1, quack=1.2, in_forward=1.3) for at in points}
+    assert won(beside) == (0, 2)
+    for result in beside["1024x32768"]["results"].values():
+        result["ms"] *= 2.6
+    assert won(beside) == (0, 2)
     assert wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
     assert wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 

@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -50,7 +51,7 @@ def test_a_point_holds_what_was_measured_and_says_what_was_left_out(
 ) -> None:
     broken = mock.Mock(side_effect=RuntimeError("no such GPU\nand more"))
     monkeypatch.setattr(torch_timing, "inputs", lambda shape, device: given)
-    monkeypatch.setattr(torch_timing, "device_ms", lambda run: 2.0 if run() is not None else 0.0)
+    monkeypatch.setattr(torch_timing, "milliseconds", lambda run: 2.0 if run() is not None else 0.0)
     monkeypatch.setattr(torch_timing, "peak_bytes", lambda run: 2**20)
     monkeypatch.setattr(torch_timing, "_DEVICE", "cpu")
     stored = peers._stored(True)
@@ -61,9 +62,21 @@ def test_a_point_holds_what_was_measured_and_says_what_was_left_out(
         peers.Peer("missing", "no_such_module", "no-such", broken),
     ]
     record = torch_timing.measure(SHAPE, chosen, 2)
-    assert set(record["results"]) == {"bare", "for_hidden", "for_weight", "forward right", "right"}
+    measured = {"bare", "for_hidden", "for_weight", "forward", "in_forward", "forward right", "right"}
+    assert set(record["results"]) == measured
     assert record["results"]["right"]["ratio"] == pytest.approx(1 / 3)
     assert record["results"]["forward right"]["ratio"] == pytest.approx(1.0)
     assert record["left_out"]["wrong"].startswith("wrong by more than bfloat16 explains")
     assert record["left_out"]["broken"] == "RuntimeError: no such GPU"
     assert record["left_out"]["missing"] == "no_such_module is not installed (pip install no-such)"
+
+
+def test_ours_are_timed_on_the_same_arrays_until_they_are_done(given: tuple[Any, Any, Any]) -> None:
+    want, hidden, weight = torch_timing.exact(*given)
+    runs = torch_timing.of_ours(given)
+    assert float(runs["forward"]()) == pytest.approx(want, rel=torch_timing.LOSS_TOLERANCE)
+    _, gradients = runs["in_forward"]()
+    for got, exact in zip(gradients, (hidden, weight), strict=True):
+        error = torch.tensor(np.asarray(got, np.float32)) - exact
+        assert error.norm() <= torch_timing.GRADIENT_TOLERANCE * exact.norm()
+    assert all(torch_timing.milliseconds(run) > 0 for run in runs.values())
