@@ -59,7 +59,7 @@ _RANK = 16  # of a low-rank term
 _PARTS = 4  # of a batch
 
 
-def modes(implementation: Implementation) -> dict[str, Program]:
+def modes(implementation: Implementation | None) -> dict[str, Program]:
     """Our forward, and forward and backward in both modes."""
     return {"forward": ours(implementation)} | {mode: both(ours(implementation, backward=mode)) for mode in _MODES}
 

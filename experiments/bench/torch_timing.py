@@ -10,7 +10,8 @@ import torch
 
 from experiments.bench import timing
 from experiments.bench.peers import Loss, Peer, failure
-from experiments.bench.programs import BARE, FORWARD, IN_FORWARD, THREE, Shape, both, ours
+from experiments.bench.points import modes
+from experiments.bench.programs import BARE, FORWARD, IN_FORWARD, THREE, Shape
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
 # passes through about eight roundings on its way: logits, dlogits, sums. A loss may be read off bfloat16 logits.
@@ -76,8 +77,8 @@ def of_ours(given: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
     """Our forward and in_forward, compiled, on the same arrays."""
     hidden, weight, labels = given
     arrays = [jnp.from_dlpack(x.detach()) for x in (hidden, weight, labels.int())]
-    losses = {FORWARD: ours(None), IN_FORWARD: both(ours(None, backward="in_forward"))}
-    return {name: functools.partial(jax.jit(loss).lower(*arrays).compile(), *arrays) for name, loss in losses.items()}
+    programs = {name: jax.jit(modes(None)[name]) for name in (FORWARD, IN_FORWARD)}
+    return {name: functools.partial(run.lower(*arrays).compile(), *arrays) for name, run in programs.items()}
 
 
 def measure(shape: Shape, peers: list[Peer], rounds: int) -> dict[str, Any]:

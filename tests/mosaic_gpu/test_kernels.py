@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends import entries, reference
-from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.gemm import layouts, pace
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import config as rules
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
@@ -126,15 +127,19 @@ def test_thread_blocks_that_keep_pace_compute_the_same(interpreted: Any, monkeyp
     p = make_problem(512, 136, 584)
     config = Config(**{**SMALL, "cluster": None, "ping_pong": True, "windows": 3})
 
-    def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:
-        return forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
-
     def run(valid: int) -> Any:
+        def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:  # another each time, to be traced again
+            return forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
+
         return jax.tree.map(lambda x: x[:valid], interpreted(statistics)(p.head, p.hidden, jnp.int32(valid)))
 
+    keep = mock.Mock(return_value=None)  # the interpreter has no clock
+    monkeypatch.setattr(pace, "keep", keep)
     some, every = run(130), run(512)
+    assert not keep.called
     monkeypatch.setattr(rules, "PACED_MULTIPLICATIONS", 0)
     jax.tree.map(np.testing.assert_array_equal, (run(130), run(512)), (some, every))
+    assert keep.called
 
 
 @pytest.mark.nightly(keep=4)

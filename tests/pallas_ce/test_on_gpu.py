@@ -1,6 +1,7 @@
 """The contract on real Hopper kernels: a thousand draws of shape and options, and what only a GPU can show."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_cross_entropy, linear_row_statistics, selective_log_softmax
+from pallas_ce.backends.mosaic_gpu.gemm import pace
 from pallas_ce.backends.mosaic_gpu.schedule import config
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
@@ -179,8 +181,11 @@ def test_thread_blocks_that_keep_pace_compute_the_same(rows: int, h: int, monkey
         return library_loss(p, p.arrays, implementation="mosaic_gpu", reduction="none")
 
     want = loss()
+    keep = mock.Mock(wraps=pace.keep)
+    monkeypatch.setattr(pace, "keep", keep)
     monkeypatch.setattr(config, "PACED_MULTIPLICATIONS", 0)
     np.testing.assert_array_equal(loss(), want)
+    assert keep.called == config.keeps_pace(config.PING_PONG, 1, 1, 1)  # not on every GPU
 
 
 @both_modes
