@@ -27,22 +27,24 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
     """The logits of `columns`, `[n]` or `[n, K]`, 0 where one is -1, from operands as the kernels round them."""
     if columns.ndim == 2:
         return lax.map(lambda of_rows: logits(head, batch, of_rows), columns.T).T
+    return jnp.where(columns < 0, 0.0, existing(head, batch, jnp.maximum(columns, 0)))
+
+
+def existing(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
+    """The logits of `columns [n]`, of which none is -1."""
     spec, hidden = head.spec, batch.hidden
-    known = jnp.maximum(columns, 0)
     if spec.vocab_axis == 0:
-        entries = head.weight.at[known].get(mode="promise_in_bounds")
+        entries = head.weight.at[columns].get(mode="promise_in_bounds")
     else:
-        entries, hidden = head.weight.at[:, known].get(mode="promise_in_bounds"), hidden.T
+        entries, hidden = head.weight.at[:, columns].get(mode="promise_in_bounds"), hidden.T
     products = (_operand(hidden, spec) * _operand(entries, spec)).sum(axis=1 - spec.vocab_axis)
     if head.up is not None:
         assert batch.low is not None
-        ups = head.up.at[known].get(mode="promise_in_bounds")
+        ups = head.up.at[columns].get(mode="promise_in_bounds")
         products += (_operand(batch.low, spec) * _operand(ups, spec)).sum(axis=1)
-    bias = None if head.bias is None else head.bias[known]
+    bias = None if head.bias is None else head.bias[columns]
     found = head.cap(products, bias)
-    if batch.inverse_temperature is not None:
-        found = found * batch.inverse_temperature
-    return jnp.where(columns < 0, 0.0, found)
+    return found if batch.inverse_temperature is None else found * batch.inverse_temperature
 
 
 def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:

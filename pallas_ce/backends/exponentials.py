@@ -45,7 +45,7 @@ from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, finalise, from_reference, spread
 from pallas_ce.streaming.tiles import pad
 
-# Vocabulary entries, evenly spaced, from which a row's lse is guessed; their exponentials may reach e^80 each.
+# Vocabulary entries, evenly spaced, from which an lse is guessed; their exponentials may reach e^80 each.
 _SAMPLE = 64
 _FARTHEST_ABOVE = 80.0
 
@@ -57,13 +57,15 @@ class Range(NamedTuple):
     """What a format bears.
 
     Attributes:
-        below: how far below the guessed lse the reference is put.
+        above_target: how far above the logit of a row's target the reference is put; None: the range is too narrow.
+        below: how far below a guessed lse it is put where that is so, and where there are no targets.
         low: least `lse - reference` at which E keeps its accuracy.
         high: largest one at which it does not overflow.
         largest: of entries that are replaced.
         logarithms: whether logits can be read back from exponentials; else dlogits that need them are recomputed.
     """
 
+    above_target: float | None
     below: float
     low: float
     high: float
@@ -71,10 +73,13 @@ class Range(NamedTuple):
     logarithms: bool
 
 
-# bfloat16 has float32's exponents, so hardly any guess is too bad. float16 keeps its accuracy over 30 powers of two:
-# probabilities down to 1e-6 are normal numbers, and the largest exponential and a replaced entry stay below 2**15.
-_FLOAT32 = Range(0.0, -60.0, 60.0, 1e30, True)
-_RANGES = {"bfloat16": _FLOAT32, "float16": Range(5.0, -1.0, 10.0, 2.0**15, False), "float32": _FLOAT32}
+# bfloat16 has float32's exponents. They are to hold the squares of exponentials too: e^(2·high) at most, and in the
+# flattest of rows e^(2·low)/V². A loss is never negative, so a reference above the target's logit fits up to one of 63;
+# were it higher, logits that a soft cap of 30 keeps near each other would be too far below it. float16 keeps its
+# accuracy over 30 powers of two: probabilities down to 1e-6 are normal numbers, and the largest exponential and a
+# replaced entry stay below 2**15.
+_FLOAT32 = Range(20.0, 0.0, -30.0, 43.0, 1e30, True)
+_RANGES = {"bfloat16": _FLOAT32, "float16": Range(None, 5.0, -1.0, 10.0, 2.0**15, False), "float32": _FLOAT32}
 
 
 def always_recomputed(spec: HeadSpec, coefficients: Coefficients) -> bool:
@@ -151,7 +156,7 @@ class Stashing(Block):
         """Statistics, and the stash; those of rows that are not valid mean nothing, but are finite."""
         head, rows = self.head, self.batch.hidden.shape[0]
         bounds = _RANGES[head.spec.dtype.name]
-        reference = _usable(_guess_lse(head, self.batch) - bounds.below).astype(head.spec.accumulator)
+        reference = _usable(_reference(head, self.batch, bounds)).astype(head.spec.accumulator)
         joined, exponentials = self.exponentials(reference, names)
         partial = joined()
         lse = finalise(partial._replace(max=reference), frozenset({"lse"}))["lse"]
@@ -281,6 +286,19 @@ class Multiplying(Block):
             shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
             late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
         return (rows * factor).astype(spec.dtype), late
+
+
+def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
+    """`[n]`: near enough to every row's lse, most likely.
+
+    The target's logit is there anyway. To guess takes a product, and XLA a second to choose how by timing many.
+    """
+    labels = batch.labels
+    if bounds.above_target is None or labels is None:
+        return _guess_lse(head, batch) - bounds.below
+    # A row without a target may count all the same: it takes the vocabulary's first entry.
+    one_each = jnp.maximum(labels if labels.ndim == 1 else labels[:, 0], 0)
+    return entries.existing(head, batch, one_each) + bounds.above_target
 
 
 def _guess_lse(head: Head, batch: Batch) -> jax.Array:

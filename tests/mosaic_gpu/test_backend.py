@@ -193,12 +193,16 @@ def test_a_shard_of_padding_only_leaves_nothing(interpreted: Any) -> None:
     assert not np.any(stash.exponentials[:, :208])
 
 
-def test_float16_far_from_the_likely_entries(interpreted: Any) -> None:
-    """Entries whose exponentials float16 cannot hold still have a gradient, which depends on their logits."""
-    given = arrays(70, 64, 208, dtype=jnp.float16)
-    given["weight"] = given["weight"] * jnp.float16(12)
-    loss = cross_entropy(labels_of(70, 208), logit_softcap=20.0, label_smoothing=0.3)
-    check(interpreted, loss, given, "in_forward")
+@pytest.mark.parametrize(("dtype", "cap"), [(jnp.float16, 20.0), (jnp.bfloat16, 30.0)])
+def test_entries_far_from_the_likely_ones(dtype: Any, cap: float, interpreted: Any) -> None:
+    """Entries whose exponentials are hardly or not at all in range still have a gradient that depends on their logits.
+
+    Of capped logits these are as far below a likely target as can be.
+    """
+    given = arrays(70, 64, 208, dtype=dtype)
+    labels = jnp.argmax(given["hidden"] @ given["weight"].T, axis=1)
+    given["weight"] = given["weight"] * jnp.asarray(24, dtype)
+    check(interpreted, cross_entropy(labels, logit_softcap=cap, label_smoothing=0.3), given, "in_forward")
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
@@ -236,17 +240,40 @@ def test_rows_that_do_not_count_are_skipped_block_by_block(
         (jnp.float16, -200.0, 0.1),
     ],
 )
-def test_columns_that_the_guess_of_the_lse_misses(
+def test_rows_whose_lse_is_far_from_what_it_is_taken_for(
     dtype: Any, height: float, label_smoothing: float, interpreted: Any
 ) -> None:
-    """192 columns are sampled at multiples of 3; column 100 is not among them, or all that are not are far above.
+    """Of 192 columns float16 samples multiples of 3: column 100 is not among them, or all that are not are far above.
 
-    A single high column is its row's lse, which is right then even without sums that are.
+    So are they above most targets. A single high column is its row's lse, which is right then even without sums that
+    are.
     """
-    raised = jnp.zeros(192).at[100].set(height)
-    bias = raised if height > 0 else jnp.full(192, height).at[jnp.arange(1, 192, 3)].set(0.0)
-    loss = cross_entropy(labels_of(40, 192), bias=bias, label_smoothing=label_smoothing)
+    loss = cross_entropy(labels_of(40, 192), bias=uneven(height), label_smoothing=label_smoothing)
     check(interpreted, loss, arrays(40, 64, 192, dtype=dtype), "in_forward")
+
+
+def uneven(height: float) -> jax.Array:
+    """A bias for 192 columns: one that is no multiple of 3 is so high, or all multiples of 3 are so low, and others."""
+    raised = jnp.zeros(192).at[100].set(height)
+    return raised if height > 0 else jnp.full(192, height).at[jnp.arange(1, 192, 3)].set(0.0)
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("height", [30.0, 50.0, 150.0, -30.0, -50.0])
+def test_squares_of_probabilities_from_a_distant_reference(height: float, labelled: bool, interpreted: Any) -> None:
+    """The square of an exponential leaves float32's range at half the distance at which the exponential does.
+
+    A rounded exponential near its row's sum has three times its error in this gradient.
+    """
+    labels = labels_of(40, 192, None) if labelled else None
+
+    def loss(given: dict[str, jax.Array], implementation: Any, backward: Any) -> jax.Array:
+        arrays = (given["hidden"], given["weight"], labels)
+        options = {"bias": uneven(height), "implementation": implementation, "backward": backward}
+        return linear_loss(lambda row: row.sum_sq_probs + row.lse, *arrays, **options)
+
+    check(interpreted, loss, arrays(40, 64, 192), "in_forward", factor=2.0)
 
 
 def lopsided(row: Any, factor: jax.Array) -> jax.Array:

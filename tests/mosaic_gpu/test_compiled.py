@@ -117,7 +117,7 @@ def kernels_of(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("mode", "kernels", "parts"),
     [
-        ("in_forward", {"stash", "for_hidden", "for_weight"}, 32),
+        ("in_forward", {"stash", "for_hidden", "for_weight"}, 26),
         ("recompute", {"forward", "dlogits", "add_for_hidden", "for_weight"}, 27),
     ],
 )
@@ -127,8 +127,8 @@ def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: 
     # One of each, whether rows are skipped or not.
     assert report.kernels == len(kernels)
     assert len(re.findall(r" fusion\(", text)) <= parts
-    # XLA chooses among its products by timing them: there is but in_forward's guess of lse, of 64 vocabulary entries.
-    assert len(re.findall(r" dot\(", text)) == (mode == "in_forward")
+    # XLA would compile a product in many ways, to choose by timing them.
+    assert not re.search(r" dot\(", text)
     assert kernels_of(text) == kernels
     named = r'op_name="[^"]*pallas_ce\.(in_forward|recompute|forward)'
     assert all(re.search(named, line) for line in kernel_calls(text))
@@ -145,7 +145,7 @@ def test_what_is_frozen_has_neither_product_nor_buffer(place: int, missing: str,
     assert not re.search(rf"= \w+\[{v if place == 0 else n},{h}\]\{{1,0\}} dot\(", text)
     assert memory.output_size_in_bytes < 2 * h * (n if place == 0 else v) + MIB
     # In one block of rows in_forward needs no wide sum for the weight.
-    saved = {("recompute", 1): 64 * MIB, ("in_forward", 0): 256 * MIB, ("in_forward", 1): 64 * MIB}
+    saved = {("recompute", 1): 64 * MIB, ("in_forward", 0): 255 * MIB}
     assert memory.temp_size_in_bytes <= whole.memory.temp_size_in_bytes - saved.get((mode, place), 0)
 
 

@@ -1,6 +1,5 @@
 """What only a GPU can show: shared memory, order between streams, lifetimes, several devices, host time."""
 
-import statistics
 import time
 from unittest import mock
 
@@ -275,7 +274,7 @@ def test_scalars_on_the_cpu_and_64_bit_labels_go_to_the_device():
 
 @pytest.mark.parametrize(("differentiate", "most"), [(False, 600e-6), (True, 2e-3)])
 def test_the_bridge_costs_the_host_no_more_than_it_did(differentiate, most):
-    """Twice what was measured, since hosts are shared; `experiments.torch_gpu` holds it against what is asked."""
+    """Twice what was measured, in the best of many calls: hosts are shared. `experiments.torch_gpu` has the bound."""
     given = problem(tokens=256, width=64, vocabulary=256)
     hidden, weight, _ = given
     native = [to_jax(x) for x in (hidden, weight, given[2].int())]
@@ -291,7 +290,7 @@ def test_the_bridge_costs_the_host_no_more_than_it_did(differentiate, most):
 
     function = jax.jit(jax.value_and_grad(library, (0, 1)) if differentiate else library)
     calls = {"bridge": forward_and_backward if differentiate else forward, "native": lambda: function(*native)}
-    medians = {}
+    least = {}
     for name, call in calls.items():
         seconds = []
         for _ in range(300):
@@ -299,5 +298,5 @@ def test_the_bridge_costs_the_host_no_more_than_it_did(differentiate, most):
             call()
             seconds.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-        medians[name] = statistics.median(seconds)
-    assert medians["bridge"] - medians["native"] <= most, medians
+        least[name] = min(seconds)
+    assert least["bridge"] - least["native"] <= most, least
