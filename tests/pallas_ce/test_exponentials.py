@@ -1,0 +1,84 @@
+"""When a block's exponentials are made a second time, which costs a third of in_forward and shows in no result."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce.backends.exponentials import Stashing
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics.row import Partial
+
+ROWS, VOCABULARY = 6, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainStashing(Stashing):
+    """Exponentials of stored logits; notes how many rows are to be made again.
+
+    Attributes:
+        remade: what is noted.
+    """
+
+    remade: list[int]
+
+    def exponentials(
+        self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[Callable[[], Partial], jax.Array]:
+        if again is not None:
+            self.remade.append(int(again[0]))
+        logits = self.head.logits(self.batch)
+        found = jnp.exp(logits - reference[:, None])
+        partial = Partial(max=logits.max(axis=1), sum_exp=found.sum(axis=1))
+        return lambda: partial, found.astype(self.head.spec.dtype)
+
+
+def remade(logits: Any, labels: Any, dtype: Any = jnp.bfloat16) -> int:
+    """How many rows are made again of a block whose rows all have these logits."""
+    spec = HeadSpec(8, VOCABULARY, VOCABULARY, 0, np.dtype(dtype), None)
+    head = Head(jnp.zeros((VOCABULARY, 8), dtype), jnp.asarray(logits, jnp.float32), None, None, spec)
+    batch = Batch(jnp.zeros((ROWS, 8), dtype), None if labels is None else jnp.asarray(labels, jnp.int32))
+    block = PlainStashing(head, batch, None, [])
+    partial, _ = block.make(frozenset({"lse"}))
+    assert partial.max is not None
+    assert partial.sum_exp is not None
+    want = jax.nn.logsumexp(head.bias)
+    np.testing.assert_allclose(partial.max + jnp.log(partial.sum_exp), jnp.full(ROWS, want), rtol=1e-6, atol=1e-5)
+    (count,) = block.remade
+    return count
+
+
+def likely(scale: float = 2.0) -> Any:
+    return scale * np.random.default_rng(3).standard_normal(VOCABULARY)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("loss", "again"), [(0.0, 0), (5.0, 0), (62.0, 0), (64.0, ROWS), (300.0, ROWS)])
+def test_targets_of_any_loss_that_occurs_are_near_enough(loss: float, again: int, dtype: Any) -> None:
+    logits = likely()
+    if loss:
+        logits[7] = -np.inf
+        logits[7] = np.logaddexp.reduce(logits) - loss
+    else:
+        logits[7] = 90.0
+    assert remade(logits, [7] * ROWS, dtype) == again
+
+
+@pytest.mark.parametrize("labels", [[-1, 3, -1, 999, 0, 5], [[4, 5], [-1, 2], [6, -1], [0, 0], [1, 1], [8, 9]]])
+def test_rows_without_a_target_or_with_several(labels: Any) -> None:
+    """Logits may have any offset."""
+    for offset in (0.0, -500.0):
+        assert remade(likely() + offset, labels) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("height", "again"), [(2.0, 0), (80.0, ROWS)])
+def test_without_targets_and_in_float16_a_sample_tells(height: float, again: int, dtype: Any) -> None:
+    """Of 1000 entries multiples of 15 are the sample, and 7 is none."""
+    logits = likely()
+    logits[7] = height
+    assert remade(logits, [7] * ROWS if dtype == jnp.float16 else None, dtype) == again
