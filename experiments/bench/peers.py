@@ -59,6 +59,7 @@ def _stored(wide: bool) -> Loss:
 def _compiled() -> Loss:
     import torch
 
+    torch.compiler.reset()  # after 8 shapes it would compile no more, and after the first its sizes would be dynamic
     compiled: Loss = torch.compile(_stored(wide=True))
     return compiled
 

@@ -169,30 +169,26 @@ def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:
     assert [value for what, value in found.items() if what.startswith("PyTorch")] == [3.5, 6.0, 1.01, 1.2, 0.9, 0.7]
 
 
-def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_measured() -> None:
+def test_a_win_is_over_stored_logits_and_every_peer_where_all_were_timed_beside_ours() -> None:
     points = sections()["grid"]
 
-    def peer(name: str, ratio: float, *, everywhere: bool = True) -> dict[str, Any]:
-        return {at: record(1024, 1, **{name: ratio}) for at in (points if everywhere else ["1024x32768"])}
+    def peer(name: str, ratio: float, *, ours: float = 1.0, at: Any = tuple(points)) -> dict[str, Any]:
+        return {point: record(1024, 1, **{name: ratio, "forward": ours, "in_forward": ours}) for point in at}
 
     won = functools.partial(wins, "in_forward", points)
     assert won() == (1, 2)
     assert won(peer("quack", 1.2)) == (1, 2)
     assert won(peer("quack", 0.99)) == (0, 2)
+    assert won(peer("quack", 0.99, ours=0.98)) == (1, 2)
     assert won(peer("forward quack", 0.5)) == (1, 2)
     assert won(peer("Liger", 1.2), peer("quack", 0.99)) == (0, 2)
-    assert won(peer("Liger", 1.2), peer("quack", 1.2, everywhere=False)) == (1, 1)
+    assert won(peer("Liger", 1.2), peer("quack", 1.2, at=["1024x32768"])) == (1, 1)
     assert won({}) == (0, 0)
-    odd = peer("quack", 0.5)
-    for result in odd["1024x32768"]["results"].values():
-        result["ms"] *= 2.6
-    assert won(odd) == (0, 1)
-    # Ours beside the peer decides, where it was measured there.
-    beside = {at: record(1024, 1, quack=1.2, in_forward=1.3) for at in points}
-    assert won(beside) == (0, 2)
-    for result in beside["1024x32768"]["results"].values():
-        result["ms"] *= 2.6
-    assert won(beside) == (0, 2)
+    # Of one that was timed in two processes, their mean counts.
+    assert won(peer("quack", 0.99), peer("quack", 1.02)) == (1, 2)
+    assert won(peer("quack", 0.97), peer("quack", 1.02)) == (0, 2)
+    alone = {point: record(1024, 1, quack=0.5) for point in points}
+    assert won(alone) == (0, 0)
     assert wins("forward", points, peer("forward quack", 0.5), peer("quack", 0.5)) == (0, 2)
     assert wins("forward", points, peer("forward quack", 9.0), peer("quack", 0.5)) == (2, 2)
 
@@ -218,7 +214,7 @@ def test_peers_chosen_by_name_have_a_file_of_their_own_that_the_report_shows(tmp
 def test_the_report_shows_measured_numbers_machine_and_what_was_left_out(tmp_path: Path) -> None:
     measured(tmp_path, sections()["grid"])
     left_out = {"left_out": {"Liger": "liger_kernel is not installed (pip install liger-kernel)"}}
-    measured(tmp_path, {"1024x32768": record(1024, 32768, quack=1.2) | left_out}, name="peers")
+    measured(tmp_path, {"1024x32768": record(1024, 32768, quack=1.2, in_forward=1.0) | left_out}, name="peers")
     written = report.write(tmp_path)
     assert [path.name for path in written] == ["gpu_report.md", "gpu_head_grid.png"]
     text = written[0].read_text()

@@ -1,5 +1,6 @@
 """Peers are checked before they are timed: against float32, by bounds that bfloat16 explains."""
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,19 @@ def test_plain_losses_in_bfloat16_are_right(given: tuple[Any, Any, Any], wide: b
     errors, reason = torch_timing.wrong(peers._stored(wide), given, torch_timing.exact(*given))
     assert reason is None
     assert set(errors) == {"loss", "hidden", "weight"}
+
+
+def test_torch_compile_compiles_for_the_sizes_of_each_of_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    symbolic = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        symbolic.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for rows in range(2, 12):
+        peers._compiled()(*torch_timing.inputs((rows, 8, 4), "cpu"))
+    assert symbolic == 10 * [False]
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
