@@ -19,7 +19,7 @@ def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
     """At how many points our program is faster than every other of its kind, and at how many all processes timed it.
 
     Another is compared with ours of the same process. Where several processes timed both, the geometric mean counts,
-    since a GPU's clocks move the comparison of a single one by up to 3 per cent.
+    since a GPU's clocks move the comparison of a single one by several per cent.
     """
     won = counted = 0
     for name in section:
