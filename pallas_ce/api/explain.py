@@ -318,10 +318,7 @@ def _accumulator_bytes(
 
 
 def _launch(launch: Launch) -> str:
-    clusters = f", clusters of {launch.cluster}" if launch.cluster > 1 else ""
-    windows = f"{launch.windows} window{'s' if launch.windows > 1 else ''}"
-    tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}{clusters}, {windows}"
-    return f"kernel          {launch.kernel}: {tile}, chosen by {launch.source}"
+    return f"kernel          {launch.kernel}: tiles of {launch.tile_rows} x {launch.tile_columns}"
 
 
 def _mib(count: int) -> str:

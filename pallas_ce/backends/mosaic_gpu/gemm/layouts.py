@@ -13,14 +13,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS
+from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Tiles are stored in blocks of so many rows, and bytes of each row.
+# Tiles are stored in blocks of so many rows, and bytes of each row; so many of a warpgroup are on their way at a time.
 BLOCK = 64
 BLOCK_BYTES = 128
+_STAGED = 2
+
+STAGED_BYTES = WARPGROUPS * _STAGED * BLOCK * BLOCK_BYTES
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -64,9 +67,9 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
 
 
-def tile_staging(blocks: int, columns: int, dtype: Any) -> Any:
-    """Shared memory for `blocks` of what `store_piece` stores in rows of `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, blocks, BLOCK, _block_columns(dtype))
+def tile_staging(columns: int, dtype: Any) -> Any:
+    """Shared memory for what `store_piece` stores in rows of `columns` numbers."""
+    shape = (WARPGROUPS, _STAGED, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 

@@ -1,8 +1,7 @@
-"""The forward: row statistics of hidden·weightᵀ, kept in registers across a window of the vocabulary.
+"""The forward: row statistics of hidden·weightᵀ, of which each tile leaves its own.
 
-Each tile of logits yields a `Partial` of its own, measured from its own maximum, which `row.merge` joins with the
-window's. A window writes one `Partial` a row; joining the windows is left to XLA. Memory: `rows × windows` numbers for
-each statistic.
+A tile's `Partial` is measured from its own maximum. Memory: as many numbers for each statistic as rows times tiles
+along the vocabulary, of as many rows at a time as a budget holds.
 """
 
 import dataclasses
@@ -11,12 +10,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, fields_for, merge
+from pallas_ce.statistics.row import Partial, add, fields_for
+from pallas_ce.streaming.loops import fori_loop
+
+
+# A program holds so many launches in place of a loop: the host waits to be told of a choice between branches with loops.
+_MOST_WITHOUT_LOOP = 16
+
+
+def rows_at_once(config: Config, rows: int, columns: int, fields: int, partial_bytes: int) -> int:
+    """Of how many of the rows the partial statistics fit; whole tiles, at least one."""
+    fit = partial_bytes // (4 * fields * config.column_blocks(columns)) // config.tile_rows
+    blocks = config.row_blocks(rows)
+    launches = -(-blocks // max(1, fit))
+    return -(-blocks // launches) * config.tile_rows  # nearly equal launches
 
 
 def statistics(
@@ -27,46 +40,57 @@ def statistics(
     partial_bytes: int = PARTIALS_BYTES,
     valid_rows: jax.Array | None = None,
 ) -> Partial:
-    """The `Partial` of `hidden [N, H]` over the vocabulary entries that are `operands.covered`; no targets.
+    """The `Partial` of `hidden [N, H]` over the vocabulary; no targets.
 
-    `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; what is
-    returned for the others is undefined.
+    `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; the others'
+    are undefined.
     """
     fields = fields_for(names)
     if not fields:
         return Partial()
-    weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)
-    given = operands.operands(head, hidden, config, weighted, bytes_per_row, partial_bytes=partial_bytes)
-    outputs = partials.outputs(fields, given.slots, given.padded_rows)
+    rows, columns = hidden.shape[0], head.spec.vocab_size
+    given = operands.operands(head, hidden, config, "mean_logit" in names)
+    at_once = rows_at_once(config, rows, columns, len(fields), partial_bytes)
+    outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
-    numbers = None if valid_rows is None else {"valid_rows": valid_rows}
-    paced = keeps_pace(config, given.rows, given.logits.columns, given.product.length)
-    found = given.run("pallas_ce_forward", epilogue, outputs, numbers=numbers, paced=paced)
-    return partials.read(found, fields, given.rows)
+    launches = -(-rows // at_once)
+
+    def launch(first: Any) -> Partial:
+        numbers = {} if valid_rows is None else {"valid_rows": jnp.clip(valid_rows - first, 0, at_once)}
+        if launches > 1:
+            numbers["first_row"] = first
+        found = given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers)
+        return partials.read(found, fields, min(rows, at_once))
+
+    if launches <= _MOST_WITHOUT_LOOP:
+        each = [launch(0)]
+        for index in range(1, launches):  # one after the other, in the same memory
+            first, each[-1] = lax.optimization_barrier((jnp.int32(index * at_once), each[-1]))
+            each.append(launch(first))
+        return each[0] if launches == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts)[:rows], *each)
+
+    def one(index: jax.Array, whole: Partial) -> Partial:
+        first = index * at_once
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, (first,)), whole, launch(first))
+
+    some = jax.eval_shape(lambda: launch(0))
+    empty = jax.tree.map(lambda x: lax.empty((launches * at_once,), x.dtype), some)
+    return jax.tree.map(lambda x: x[:rows], fori_loop(0, launches, one, empty))
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsEpilogue(Epilogue):
-    """Merges each tile's `Partial` into the window's, and writes that."""
+    """Writes each tile's `Partial`, measured from its own maximum."""
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
     width: int
 
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
-        return partials.staging(config)
-
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Nothing seen yet."""
-        return epilogues.no_columns(refs["partials_smem"].shape[1], self.fields)
-
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
-        """Measures the tile from its own maximum, and merges it into the window."""
-        column = place.column
-        z = self.logits.logits(refs, column, product)
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Finds the maximum first."""
+        z = self.logits.logits(refs, place.column, values)
         parts = [
-            (column + first, self.logits.mask(refs, column + first, piece))
+            (place.column + first, self.logits.mask(refs, place.column + first, piece))
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
@@ -80,8 +104,4 @@ class StatisticsEpilogue(Epilogue):
         others = tuple(f for f in self.fields if f != "weighted_sum" and (f != "max" or "argmax" in self.fields))
         sums = of_all(("weighted_sum",)) if "weighted_sum" in self.fields else Partial()
         total = of_all(others)._replace(weighted_sum=sums.weighted_sum)
-        return merge(carry, total._replace(max=top))
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes the window's statistics."""
-        partials.write(refs, place, carry)
+        partials.write(refs, place, total._replace(max=top))

@@ -10,24 +10,38 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, tile_stream
-from pallas_ce.backends.mosaic_gpu.gemm.tile_stream import Facts, stream
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, device_refusal, schedule
+from pallas_ce.backends.mosaic_gpu.schedule import (
+    RESERVED_BYTES,
+    SHARED_MEMORY_BYTES,
+    WARPGROUPS,
+    Config,
+    Product,
+    device_refusal,
+)
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
 from pallas_ce.statistics.row import Partial, fields_for
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
-# Two blocks of dlogits for each warpgroup on their way to memory; see `layouts.tile_staging`.
-_STAGED_BYTES = COMPUTE_WARPGROUPS * 2 * layouts.BLOCK * layouts.BLOCK_BYTES
+# Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
+_TILE_BYTES = 512
 
 # Columns of which dlogits are computed at a time: with all options, a whole tile's intermediate values would spill.
 _PIECE = 64
+
+
+def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
+    """Tiles of numbers of `itemsize`, in as many stages as shared memory holds beside `staged_bytes`."""
+    rows = 64
+    stages = (SHARED_MEMORY_BYTES - RESERVED_BYTES - staged_bytes) // (WARPGROUPS * rows * _TILE_BYTES)
+    # What runs at one time lies side by side in a few rows.
+    return Config(rows, _TILE_BYTES // itemsize, stages=stages, row_group=1, piece=piece)
 
 
 def statistics(
@@ -43,12 +57,12 @@ def statistics(
         ValueError: the kernel cannot read such logits where they are.
     """
     fields = fields_for(names)
-    config = config or tile_stream.tiles(spec.dtype.itemsize)
+    config = config or tiles(spec.dtype.itemsize)
     u = logit_weights if "mean_logit" in names else None
-    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))
-    outputs = partials.outputs(fields, facts.schedule.windows, facts.padded_rows)
+    product, of_logits, inputs = _prepare(spec, logits, config, u)
+    outputs = partials.outputs(fields, product.column_blocks, product.row_blocks * config.tile_rows)
     epilogue, name = StatisticsEpilogue(of_logits, fields, config.width), "pallas_ce_materialized_statistics"
-    found = launch.run(stream, name, facts, (_aligned(logits),), epilogue, inputs, outputs)
+    found = launch.run(name, product, (_aligned(logits),), epilogue, inputs, outputs)
     return partials.read(found, fields, logits.shape[0])
 
 
@@ -66,7 +80,7 @@ def dlogits(
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    config = config or tile_stream.tiles(spec.dtype.itemsize, _STAGED_BYTES, _PIECE)
+    config = config or tiles(spec.dtype.itemsize, layouts.STAGED_BYTES, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.lse)
     present = frozenset(by_row) - {"lse"}
     if "target" in present:
@@ -77,12 +91,12 @@ def dlogits(
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
     u = logit_weights if "logit_weights" in present else None
-    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=0)
-    inputs = {name: operands.pad(x, (facts.padded_rows,)) for name, x in by_row.items()} | inputs
+    product, of_logits, inputs = _prepare(spec, logits, config, u)
+    inputs = {name: operands.pad(x, (product.row_blocks * config.tile_rows,)) for name, x in by_row.items()} | inputs
     epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
 
     def write(stored: Any) -> None:
-        launch.run(stream, "pallas_ce_materialized_dlogits", facts, (stored,), epilogue, inputs, {})
+        launch.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
 
     return pl.run_state(write)(_aligned(logits))
 
@@ -93,14 +107,14 @@ def _aligned(logits: jax.Array) -> jax.Array:
 
 
 def _prepare(
-    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, bytes_per_row: int
-) -> tuple[Facts, LogitSpec, dict[str, jax.Array]]:
-    """How tiles are handed out, how stored numbers become logits, and u as an epilogue reads it."""
+    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None
+) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # All columns, padding included, whose gradient is to be written as well.
-    found = schedule(config, logits.shape[0], spec.columns, bytes_per_row)
-    columns = found.column_blocks * config.columns
+    product = Product(config, config.row_blocks(logits.shape[0]), config.column_blocks(spec.columns), stored=True)
+    columns = product.column_blocks * config.columns
     of_logits = LogitSpec(
         columns=spec.vocab_size,
         ragged=columns > spec.vocab_size,
@@ -111,7 +125,7 @@ def _prepare(
         uniform_weight=1.0 / spec.vocab_size,
     )
     inputs = {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (columns,))}
-    return Facts(config, found), of_logits, inputs
+    return product, of_logits, inputs
 
 
 def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
