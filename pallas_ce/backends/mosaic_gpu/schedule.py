@@ -12,11 +12,15 @@ Kernel = Literal["forward", "stash", "dlogits"]
 WARPGROUPS = 2
 
 # Partial statistics are the forward's only temporary memory: as many rows are worked on at a time as fit in this.
-PARTIALS_BYTES = 16 * 2**20
+PARTIALS_BYTES = 12 * 2**20
 
 # Shared memory of a thread block on sm_90, and what barriers and alignment may take of it.
 SHARED_MEMORY_BYTES = 227 * 1024
 RESERVED_BYTES = 3072
+
+# Tiles are stored in blocks of so many rows, and bytes of each row.
+BLOCK = 64
+BLOCK_BYTES = 128
 
 _COMPUTE_CAPABILITY = "9.0"
 
@@ -32,6 +36,7 @@ class Config:
         stages: slots of the ring, in shared memory.
         row_group: row blocks that are worked on at one time; their rows should stay in the L2 cache.
         piece: columns that an epilogue works on at a time; it divides `columns`. None: all.
+        staged: blocks of a tile, 8 KiB each, that a warpgroup may have on their way to memory.
         sms: how many thread blocks run at once; None: as many as the GPU has multiprocessors.
     """
 
@@ -41,6 +46,7 @@ class Config:
     stages: int = 4
     row_group: int = 16
     piece: int | None = None
+    staged: int = 2
     sms: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,12 +84,13 @@ class Config:
 
 
 # 256 x 192 reads a quarter less than 128 x 256 for each product, and leaves the epilogue fewer registers.
+TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
 WIDE = Config()
-TALL = Config(rows=128, columns=192, stages=3, row_group=8)
 
-# With so many options of a head, or vectors by row, values of 256 columns spill registers.
-_MANY = Config(columns=128, stages=5, piece=64)
+# Of kernels that make logits: with so many vectors by row no register spills, without options of a head and with some.
+_VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
 _PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 64}
+_MANY = Config(columns=128, stages=5, piece=64)
 
 
 def rule(kernel: Kernel, vectors: int, options: int) -> Config:
@@ -94,6 +101,8 @@ def rule(kernel: Kernel, vectors: int, options: int) -> Config:
         vectors: how many statistics or coefficients it has by row.
         options: how many of bias, scale, soft cap and given u the head has.
     """
+    if vectors <= _VECTORS[kernel][options > 0]:
+        return TALL
     if options >= 2 or (kernel != "forward" and vectors > 4):
         return _MANY
     return dataclasses.replace(WIDE, piece=_PIECES[kernel])

@@ -93,7 +93,7 @@ class DlogitsEpilogue(Epilogue):
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"dlogits_smem": layouts.tile_staging(self.columns, self.dtype)}
+        return {"dlogits_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row, and numbers."""

@@ -84,7 +84,7 @@ class LogitsEpilogue(Epilogue):
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
         return {
-            "logits_smem": layouts.tile_staging(self.columns, jnp.float32),
+            "logits_smem": layouts.tile_staging(config, self.columns, jnp.float32),
             "maxima_smem": plgpu.SMEM((WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
         }
 
@@ -109,8 +109,8 @@ class LogitsEpilogue(Epilogue):
         partials.write(refs, place, part._replace(max=top))
 
     def _store_maxima(self, refs: dict[str, Any], place: Place, maxima: list[jax.Array]) -> None:
-        # The tile's first store of logits has waited until all earlier stores had read theirs, that of maxima included.
         staged = refs["maxima_smem"].at[place.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index, by_row in enumerate(maxima):
             staged[index] = by_row
         plgpu.commit_smem()

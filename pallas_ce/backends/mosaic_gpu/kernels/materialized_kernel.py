@@ -3,6 +3,7 @@
 The epilogues are those of the kernels that make logits by a product; only the tiles come from elsewhere.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
 from pallas_ce.backends.mosaic_gpu.schedule import (
+    BLOCK,
+    BLOCK_BYTES,
     RESERVED_BYTES,
     SHARED_MEMORY_BYTES,
     WARPGROUPS,
@@ -36,12 +39,13 @@ _TILE_BYTES = 512
 _PIECE = 64
 
 
-def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
-    """Tiles of numbers of `itemsize`, in as many stages as shared memory holds beside `staged_bytes`."""
-    rows = 64
-    stages = (SHARED_MEMORY_BYTES - RESERVED_BYTES - staged_bytes) // (WARPGROUPS * rows * _TILE_BYTES)
-    # What runs at one time lies side by side in a few rows.
-    return Config(rows, _TILE_BYTES // itemsize, stages=stages, row_group=1, piece=piece)
+def tiles(itemsize: int, piece: int | None = None) -> Config:
+    """Tiles of stored numbers, in as many stages as shared memory holds; with a `piece`, beside dlogits on their way."""
+    config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # what runs at one time is in a few rows
+    free = SHARED_MEMORY_BYTES - RESERVED_BYTES
+    if piece is not None:
+        free -= WARPGROUPS * config.staged * BLOCK * BLOCK_BYTES
+    return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
 
 
 def statistics(
@@ -80,7 +84,7 @@ def dlogits(
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    config = config or tiles(spec.dtype.itemsize, layouts.STAGED_BYTES, _PIECE)
+    config = config or tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.lse)
     present = frozenset(by_row) - {"lse"}
     if "target" in present:
@@ -138,6 +142,6 @@ def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    if spec.columns * spec.dtype.itemsize == layouts.BLOCK_BYTES:  # see `operands.stored_shape`
-        return f"its kernels cannot write rows of exactly {layouts.BLOCK_BYTES} bytes; use 'xla'"
+    if spec.columns * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
+        return f"its kernels cannot write rows of exactly {BLOCK_BYTES} bytes; use 'xla'"
     return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known

@@ -18,11 +18,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
+from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule import Config, Product
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, Config, Product
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.streaming.tiles import pad as pad
 
@@ -204,7 +204,7 @@ def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     block the copy engine does not look at the block's number, and would write a tile's second block over its first.
     """
     padded = round_up(columns, LENGTH_MULTIPLE)
-    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == layouts.BLOCK)
+    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == BLOCK)
 
 
 def operands(

@@ -239,7 +239,7 @@ class ProductEpilogue(Epilogue):
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"product_smem": layouts.tile_staging(self.columns, self.dtype)}
+        return {"product_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Whether to add."""

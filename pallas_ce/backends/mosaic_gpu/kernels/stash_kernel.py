@@ -67,7 +67,7 @@ class StashEpilogue(Epilogue):
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"stash_smem": layouts.tile_staging(self.columns, self.dtype)}
+        return {"stash_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """The rows' references."""
