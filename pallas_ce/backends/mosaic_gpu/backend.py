@@ -16,8 +16,8 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     partials,
     product_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, Kernel, device_refusal, rule
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, Kernel, device_refusal, rule
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.gradient_products import Products, TileStep
@@ -90,7 +90,7 @@ class MosaicGpuBackend(Backend):
         """The kernel that makes logits, of plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
-        config = self.config or rule(kernel, vectors, options)
+        config = self.config or rule(kernel, plan.rows, plan.columns, vectors, options)
         return Description(
             (Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns),), operands.weight_copy_bytes(spec)
         )
@@ -106,7 +106,7 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
         # The target's logit is no affair of the kernel's.
-        config = self._config("forward", head, partials.vectors(names - {"target_logit"}))
+        config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names - {"target_logit"}))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
         return entries.with_targets(partial, head, batch, names)
 
@@ -120,7 +120,7 @@ class MosaicGpuBackend(Backend):
     ) -> tuple[Partial, Stash]:
         """See `exponentials`."""
         head = operands.padded_head(head)
-        config = self._config("stash", head, partials.vectors(names))
+        config = self._config("stash", head, batch.hidden.shape[0], partials.vectors(names))
         skipped = in_forward.skipped_from(head.spec, block)
         return in_forward.Kernels(head, batch, skipped, config).make(names)
 
@@ -132,7 +132,7 @@ class MosaicGpuBackend(Backend):
         spec, configs = head.spec, self._configs(head, batch, gradient, plan)
         config = configs.dlogits
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
-            config = self._config("stash", head, partials.vectors(stash.names))
+            config = self._config("stash", head, batch.hidden.shape[0], partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
         return in_forward.Products(head, batch, skipped, config, configs, plan.splits).products(
             gradient, stash, sums, gradient.adds or block.number != 0
@@ -141,11 +141,13 @@ class MosaicGpuBackend(Backend):
     def _configs(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan) -> GradientConfigs:
         spec, vectors = head.spec, sum(c is not None for c in entries.without(gradient.coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, vectors),
+            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
             self.config or product_kernel.hidden_config(batch.hidden.shape[0], spec.hidden_size),
             self.config or product_kernel.weight_config(plan.columns, spec.hidden_size, spec.vocab_axis),
         )
 
-    def _config(self, kernel: Kernel, head: Head, vectors: int) -> Config:
+    def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
+        """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
-        return self.config or rule(kernel, vectors, sum(option is not None for option in given))
+        options = sum(option is not None for option in given)
+        return self.config or rule(kernel, rows, columns or head.spec.vocab_size, vectors, options)

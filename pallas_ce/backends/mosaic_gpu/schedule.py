@@ -11,8 +11,8 @@ Kernel = Literal["forward", "stash", "dlogits"]
 
 WARPGROUPS = 2
 
-# Partial statistics are the forward's only temporary memory: as many rows are worked on at a time as fit in this.
-PARTIALS_BYTES = 12 * 2**20
+# Partial statistics are the forward's only temporary memory: a launch works on as many rows as fit in this.
+PARTIALS_BYTES = 48 * 2**20
 
 # Shared memory of a thread block on sm_90, and what barriers and alignment may take of it.
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -85,7 +85,11 @@ class Config:
 
 # 256 x 192 reads a quarter less than 128 x 256 for each product, and leaves the epilogue fewer registers.
 TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
+SHORT = Config(columns=192, stages=4, piece=64)
 WIDE = Config()
+
+# Time of a short tile's product beside a tall one's, on an H200.
+_SHORT_COST = 1.03
 
 # Of kernels that make logits: with so many vectors by row no register spills, without options of a head and with some.
 _VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
@@ -93,23 +97,25 @@ _PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 6
 _MANY = Config(columns=128, stages=5, piece=64)
 
 
-def rule(kernel: Kernel, vectors: int, options: int) -> Config:
-    """Tiles of a kernel that makes logits. They do not depend on the rows, so neither do a row's bits.
+def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int) -> Config:
+    """Tiles of a kernel that makes logits. Rows decide on their height alone, so a row's bits do not depend on others.
 
     Args:
         kernel: which one.
+        rows: rows of logits.
+        columns: vocabulary entries.
         vectors: how many statistics or coefficients it has by row.
         options: how many of bias, scale, soft cap and given u the head has.
     """
     if vectors <= _VECTORS[kernel][options > 0]:
-        return TALL
+        return min((TALL, 1.0), (SHORT, _SHORT_COST), key=lambda c: c[1] * cost(c[0], rows, columns))[0]
     if options >= 2 or (kernel != "forward" and vectors > 4):
         return _MANY
     return dataclasses.replace(WIDE, piece=_PIECES[kernel])
 
 
 def cost(config: Config, rows: int, columns: int) -> int:
-    """Time of a product of `rows` x `columns` for each number it sums over: the entries of full tiles in full rounds."""
+    """Time of a product of `rows` x `columns` for each number it sums over: entries of full tiles in full rounds."""
     tiles, workers = config.row_blocks(rows) * config.column_blocks(columns), config.workers
     return -(-tiles // workers) * workers * config.tile_rows * config.columns
 

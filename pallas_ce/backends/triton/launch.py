@@ -14,8 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, add, fields_for, merge
-from pallas_ce.statistics.table import FIELDS
+from pallas_ce.statistics.row import Partial, add, fields_for, joined
 from pallas_ce.streaming.tiles import pad
 
 # What numbers take of registers, where options and other numbers take 1, and a mask.
@@ -49,7 +48,8 @@ def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Arra
     if not fields:
         return Partial()
     config = _config(head, batch, "forward", fields)
-    return _joined(_run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled), merge)
+    found = _run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled)
+    return joined(Partial(**found))
 
 
 def exponentials(
@@ -73,7 +73,7 @@ def exponentials(
     inputs = _u(head, names) | {"reference": reference, binding.BEFORE: before}
     found = _run(head, batch, config, inputs, outputs, rows)
     exponentials = found.pop(binding.STORED)
-    return functools.partial(_joined, found, add), exponentials
+    return functools.partial(joined, Partial(**found), add), exponentials
 
 
 def dlogits(
@@ -145,12 +145,6 @@ def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -
     """One number for each row and block of columns."""
     shape = -(-head.spec.vocab_size // config.columns), batch.hidden.shape[0]
     return {field: jax.ShapeDtypeStruct(shape, jnp.int32 if field == "argmax" else jnp.float32) for field in fields}
-
-
-def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]) -> Partial:
-    """One `Partial` `[n]` of those of the column blocks `[blocks, n]`."""
-    neutral = Partial(**{field: jnp.asarray(FIELDS[field].neutral, x.dtype) for field, x in found.items()})
-    return lax.reduce(Partial(**found), neutral, rule, (0,))
 
 
 def padded_rank(rank: int) -> int:

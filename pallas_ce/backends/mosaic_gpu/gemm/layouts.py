@@ -19,7 +19,6 @@ _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
     """`shape` int32: each entry's column within the tile."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
