@@ -90,10 +90,12 @@ def store_piece(
     x = x.astype(staging.dtype)
     corners = itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide))
     earlier = first // wide * (x.shape[0] // BLOCK)
-    for index, (r, c) in enumerate(corners):
-        slot = (earlier + index) % slots
-        # The store before the last `slots - 1` has left its slot.
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    for index, (r, c) in enumerate(corners, earlier):
+        slot = index % slots
+        if index == 0:  # the tile before this one was stored long ago
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        elif index >= slots:  # all stores but the last ones have left their slots
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         staging[warpgroup, slot] = x[r : r + BLOCK, c : c + wide]
         plgpu.commit_smem()
         place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]

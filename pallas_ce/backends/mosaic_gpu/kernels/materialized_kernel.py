@@ -40,7 +40,7 @@ _PIECE = 64
 
 
 def tiles(itemsize: int, piece: int | None = None) -> Config:
-    """Tiles of stored numbers, in as many stages as shared memory holds; with a `piece`, beside dlogits on their way."""
+    """Tiles of stored numbers, in as many stages as shared memory holds, with a `piece` beside dlogits on their way."""
     config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # what runs at one time is in a few rows
     free = SHARED_MEMORY_BYTES - RESERVED_BYTES
     if piece is not None:
