@@ -90,7 +90,7 @@ class MosaicGpuBackend(Backend):
         """The kernel that makes logits, of plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
-        config = self.config or rule(kernel, plan.rows, plan.columns, vectors, options)
+        config = self.config or rule(kernel, spec, vectors, options)
         return Description(
             (Launch(f"pallas_ce_{kernel}", config.tile_rows, config.columns),), operands.weight_copy_bytes(spec)
         )
@@ -106,7 +106,7 @@ class MosaicGpuBackend(Backend):
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
         # The target's logit is no affair of the kernel's.
-        config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names - {"target_logit"}))
+        config = self._config("forward", head, partials.vectors(names - {"target_logit"}))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
         return entries.with_targets(partial, head, batch, names)
 
@@ -120,7 +120,7 @@ class MosaicGpuBackend(Backend):
     ) -> tuple[Partial, Stash]:
         """See `exponentials`."""
         head = operands.padded_head(head)
-        config = self._config("stash", head, batch.hidden.shape[0], partials.vectors(names))
+        config = self._config("stash", head, partials.vectors(names))
         skipped = in_forward.skipped_from(head.spec, block)
         return in_forward.Kernels(head, batch, skipped, config).make(names)
 
@@ -132,7 +132,7 @@ class MosaicGpuBackend(Backend):
         spec, configs = head.spec, self._configs(head, batch, gradient, plan)
         config = configs.dlogits
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
-            config = self._config("stash", head, batch.hidden.shape[0], partials.vectors(stash.names))
+            config = self._config("stash", head, partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
         return in_forward.Products(head, batch, skipped, config, configs, plan.splits).products(
             gradient, stash, sums, gradient.adds or block.number != 0
@@ -141,13 +141,11 @@ class MosaicGpuBackend(Backend):
     def _configs(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan) -> GradientConfigs:
         spec, vectors = head.spec, sum(c is not None for c in entries.without(gradient.coefficients))
         return GradientConfigs(
-            self._config("dlogits", head, batch.hidden.shape[0], vectors, plan.columns),
+            self._config("dlogits", head, vectors),
             self.config or product_kernel.hidden_config(batch.hidden.shape[0], spec.hidden_size),
             self.config or product_kernel.weight_config(plan.columns, spec.hidden_size, spec.vocab_axis),
         )
 
-    def _config(self, kernel: Kernel, head: Head, rows: int, vectors: int, columns: int | None = None) -> Config:
-        """Tiles for `rows` and the whole vocabulary, or `columns` of it."""
+    def _config(self, kernel: Kernel, head: Head, vectors: int) -> Config:
         given = (head.bias, head.logit_scale, head.logit_weights, head.spec.softcap)
-        options = sum(option is not None for option in given)
-        return self.config or rule(kernel, rows, columns or head.spec.vocab_size, vectors, options)
+        return self.config or rule(kernel, head.spec, vectors, sum(option is not None for option in given))

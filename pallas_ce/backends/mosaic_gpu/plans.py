@@ -5,7 +5,7 @@ import functools
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, SHORT, TALL, Config, cost, rule
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, TALL, Config, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
@@ -151,7 +151,7 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     def products(width: int) -> float:
         for_hidden = cost(product_kernel.hidden_config(rows, size), rows, size) * width / size
         for_weight = cost(product_kernel.weight_config(width, size, 0), width, size) * rows / size
-        return cost(rule("dlogits", rows, width, 2, 0), rows, width) + for_hidden + for_weight
+        return cost(rule("dlogits", spec, 2, 0), rows, width) + for_hidden + for_weight
 
     moved = 8 * tokens * tiles
     if blocks > 1:
@@ -185,7 +185,7 @@ def _scratch(
         if splits and product_kernel.serves(spec, rows):
             config = product_kernel.hidden_config(rows, spec.hidden_size)
             parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
-        partial = _PARTIAL_FIELDS * 4 * SHORT.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
+        partial = _PARTIAL_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
         return copied + partial + stored + (2 * narrow + parts * wide) * rows * spec.hidden_size
     tile, block = columns * spec.hidden_size, rows * spec.hidden_size
     if recomputation.in_place(spec, rows, columns):
@@ -201,5 +201,5 @@ def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:
     """What the forward leaves when every statistic is asked for, of as many rows at a time as may be."""
-    by_row = _PARTIAL_FIELDS * 4 * SHORT.column_blocks(spec.vocab_size)
+    by_row = _PARTIAL_FIELDS * 4 * TALL.column_blocks(spec.vocab_size)
     return min(PARTIALS_BYTES, by_row * operands.round_up(rows, TALL.tile_rows))

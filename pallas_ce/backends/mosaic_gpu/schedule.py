@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 
 from pallas_ce.backends import device as targets
+from pallas_ce.head import HeadSpec
 
 Kernel = Literal["forward", "stash", "dlogits"]
 
@@ -85,11 +86,10 @@ class Config:
 
 # 256 x 192 reads a quarter less than 128 x 256 for each product, and leaves the epilogue fewer registers.
 TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
-SHORT = Config(columns=192, stages=4, piece=64)
 WIDE = Config()
 
-# Time of a short tile's product beside a tall one's, on an H200.
-_SHORT_COST = 1.03
+# Where tall tiles pay: with a shorter sum their epilogue shows, and with fewer entries few rows leave processors idle.
+_TALL_HIDDEN_SIZE, _TALL_VOCAB_SIZE = 2048, 2**16
 
 # Of kernels that make logits: with so many vectors by row no register spills, without options of a head and with some.
 _VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
@@ -97,18 +97,18 @@ _PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 6
 _MANY = Config(columns=128, stages=5, piece=64)
 
 
-def rule(kernel: Kernel, rows: int, columns: int, vectors: int, options: int) -> Config:
-    """Tiles of a kernel that makes logits. Rows decide on their height alone, so a row's bits do not depend on others.
+def rule(kernel: Kernel, spec: HeadSpec, vectors: int, options: int) -> Config:
+    """Tiles of a kernel that makes logits. They do not depend on the rows, so neither do the bits of one of them.
 
     Args:
         kernel: which one.
-        rows: rows of logits.
-        columns: vocabulary entries.
+        spec: the head.
         vectors: how many statistics or coefficients it has by row.
         options: how many of bias, scale, soft cap and given u the head has.
     """
-    if vectors <= _VECTORS[kernel][options > 0]:
-        return min((TALL, 1.0), (SHORT, _SHORT_COST), key=lambda c: c[1] * cost(c[0], rows, columns))[0]
+    long = spec.hidden_size >= _TALL_HIDDEN_SIZE and spec.vocab_size >= _TALL_VOCAB_SIZE
+    if long and vectors <= _VECTORS[kernel][options > 0]:
+        return TALL
     if options >= 2 or (kernel != "forward" and vectors > 4):
         return _MANY
     return dataclasses.replace(WIDE, piece=_PIECES[kernel])
