@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_ce.backends.mosaic_gpu import recomputation
-from pallas_ce.backends.mosaic_gpu.schedule import plans
+from pallas_ce.backends.mosaic_gpu import plans, recomputation
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import HeadSpec
 from tests.pallas_ce.problems import Problem, make, narrow_problems
