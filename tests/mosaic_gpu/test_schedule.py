@@ -27,7 +27,7 @@ def walked(product: Product, refs: dict[str, Any]) -> list[list[tuple[int, int, 
     """Of each thread block, the row, column and part of its tiles, in order."""
 
     def tiles(worker: int) -> list[tuple[int, int, int]]:
-        with mock.patch.object(lax, "axis_index", lambda name: jnp.int32(worker)):
+        with mock.patch.object(lax, "axis_index", return_value=jnp.int32(worker)):
             walk = Walk(product, refs)
             if not int(walk.tiles):
                 return []
@@ -40,7 +40,8 @@ def walked(product: Product, refs: dict[str, Any]) -> list[list[tuple[int, int, 
 
 @hypothesis.given(
     row_blocks=st.integers(1, 9), column_blocks=st.integers(1, 9), parts=st.integers(1, 3), sms=st.integers(1, 12),
-    row_group=st.integers(1, 5), valid_rows=st.none() | st.integers(0, 9 * 128), valid_columns=st.none() | st.integers(0, 9 * 64),
+    row_group=st.integers(1, 5), valid_rows=st.none() | st.integers(0, 9 * 128),
+    valid_columns=st.none() | st.integers(0, 9 * 64),
 )  # fmt: skip
 def test_every_tile_is_handed_out_once_and_to_no_thread_block_more_than_its_share(
     row_blocks: int, column_blocks: int, parts: int, sms: int, row_group: int, valid_rows: Any, valid_columns: Any
@@ -118,9 +119,7 @@ def test_tiles_that_no_kernel_could_have_are_an_error(wrong: dict[str, int], mes
 
 
 @pytest.mark.parametrize("kernel", ["forward", "stash"])
-def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(
-    kernel: str, interpreted: Any
-) -> None:
+def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(kernel: str, interpreted: Any) -> None:
     p = make_problem(300, 72, 584, bias=True, scale=1.3, softcap=5.0)
     config, budget = Config(columns=64, stages=3, sms=4), 2**16  # several launches for 300 rows
 
