@@ -43,7 +43,7 @@ def make(seed: int, n: int, h: int, v: int, scale: float = 1.0, vocab_axis: int 
 
 
 def readable(p: Problem) -> Problem:
-    """The same for the Hopper kernels: a `[V, H]` weight that they would not copy is padded to a multiple of 8 entries."""
+    """The same for the Hopper kernels: a `[V, H]` weight that they do not copy is padded to a multiple of 8 entries."""
     v, h = p.arrays["weight"].shape
     padding = -v % 8 if p.vocab_axis == 0 and h % 16 == 0 else 0
     by_entry = {name: p.arrays[name] for name in ("weight", "bias", "up") if name in p.arrays}
