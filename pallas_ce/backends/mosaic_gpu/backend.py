@@ -16,8 +16,8 @@ from pallas_ce.backends.mosaic_gpu.kernels import (
     partials,
     product_kernel,
 )
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, Kernel, device_refusal, rule
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, Kernel, device_refusal, rule
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.gradient_products import Products, TileStep

@@ -100,4 +100,3 @@ class Products(_Exponentials, Multiplying):
             valid_rows=self.valid_rows,
             multiplier=late,
         )
-

@@ -100,7 +100,7 @@ def rule(kernel: Kernel, vectors: int, options: int) -> Config:
 
 
 def cost(config: Config, rows: int, columns: int) -> int:
-    """Time of a product of `rows` x `columns` for each number it sums over: the entries of full tiles in full rounds."""
+    """Time of a product of `rows` x `columns` by each number it sums over: the entries of full tiles in full rounds."""
     tiles, workers = config.row_blocks(rows) * config.column_blocks(columns), config.workers
     return -(-tiles // workers) * workers * config.tile_rows * config.columns
 

@@ -19,8 +19,7 @@ from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for
 from pallas_ce.streaming.loops import fori_loop
 
-
-# A program holds so many launches in place of a loop: the host waits to be told of a choice between branches with loops.
+# A program holds so many launches in place of a loop: of a choice between branches with loops the host would be told.
 _MOST_WITHOUT_LOOP = 16
 
 

@@ -207,9 +207,7 @@ def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == layouts.BLOCK)
 
 
-def operands(
-    head: Head, hidden: jax.Array, config: Config, weighted_mean: bool, width: int | None = None
-) -> Operands:
+def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool, width: int | None = None) -> Operands:
     """Operands for `hidden [N, H]` and the vocabulary.
 
     Args:
