@@ -101,7 +101,7 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
 
 @pytest.fixture
 def local_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is taken to have an H100, for which no table is shipped; nothing can be run with it."""
+    """This process is taken to have an H100; nothing can be run with it."""
     monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
 
 
