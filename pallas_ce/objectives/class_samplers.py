@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce.api import checks
 from pallas_ce.statistics import labels
 
 
@@ -75,7 +76,8 @@ def draw(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> 
     """A checked sample, without gradient; ids that are no classes are `labels.NO_TARGET`."""
     drawn = sampler(key, num_samples, vocab_size)
     try:
-        ids, log_expected = (jnp.asarray(x) for x in drawn)
+        given, log_expected = drawn
+        ids, log_expected = checks.ids("ids", given), jnp.asarray(log_expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
     if ids.shape != (num_samples,) or not jnp.issubdtype(ids.dtype, jnp.integer):
