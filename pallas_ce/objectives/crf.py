@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
+from pallas_ce.head import common_dtype
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
@@ -119,7 +120,7 @@ def _linear_chain_crf(
     normalizer: Any | None,
 ) -> jax.Array:
     *batch, length, k = emissions.shape
-    wide = jnp.promote_types(jnp.promote_types(emissions.dtype, transitions.dtype), jnp.float32)
+    wide = common_dtype(common_dtype(emissions.dtype, transitions.dtype), jnp.float32)
     emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
     if transitions.ndim > 2:
         transitions = transitions.reshape(len(emissions), length - 1, k, k)
