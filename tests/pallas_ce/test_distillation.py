@@ -135,7 +135,7 @@ def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(implementation:
     def ours(z: Any) -> Any:
         return linear_distillation(
             rows, z, rows, teacher, vocab_axis=1, divergence="jsd", beta=beta, reduction="none", precision="highest",
-            implementation=implementation, scratch_bytes=2000 if implementation == "xla" else None,
+            implementation=implementation, scratch_bytes=20_000 if implementation == "xla" else None,
         )  # fmt: skip
 
     found, gradient = with_gradients(ours, student)
