@@ -16,7 +16,8 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, fields_for, merge
+from pallas_ce.statistics.logits import reference_of
+from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
 
 
 def statistics(
@@ -35,7 +36,7 @@ def statistics(
     fields = fields_for(names)
     if not fields:
         return Partial()
-    weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)
+    weighted, bytes_per_row = reads_logit_weights(names), 4 * len(fields)
     given = operands.operands(head, hidden, config, weighted, bytes_per_row, partial_bytes=partial_bytes)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
@@ -70,7 +71,7 @@ class StatisticsEpilogue(Epilogue):
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
-        reference = None if top is None else epilogues.finite_or_zero(top)
+        reference = None if top is None else reference_of(top)
 
         def of_all(fields: tuple[str, ...]) -> Partial:
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
