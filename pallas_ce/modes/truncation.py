@@ -60,7 +60,7 @@ class Cut(NamedTuple):
             threshold, room = self.threshold[:, None], present(self.room)[:, None]
             at = kept & (logits == threshold)
             counted = before[:, None] + jnp.cumsum(at, axis=1, dtype=jnp.int32)
-            kept &= ~(logits <= threshold) | (at & ~(counted - 1 >= room))
+            kept &= ~(logits <= threshold) | (at & ~((counted - 1).astype(room.dtype) >= room))
             before = counted[:, -1]
         if self.floor is not None:
             kept &= ~(tempered(logits, inverse_temperature) < self.floor[:, None])

@@ -90,11 +90,6 @@ def product(weight: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 0.0, weight * value)
 
 
-def product(weight: jax.Array, value: jax.Array) -> jax.Array:
-    """weight·value, and 0 where the weight is 0: 0·(±inf) = 0. A NaN of the weight stays."""
-    return jnp.where(weight == 0, 0.0, weight * value)
-
-
 def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Where in a tile the targets `labels [n, K]` lie, `[n, K]`, and whether they do, in a column that is valid.
 
