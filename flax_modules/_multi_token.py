@@ -9,12 +9,19 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls
 from pallas_ce import Metrics
-from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array, precision_name
+from pallas_ce.integration import (
+    NO_TARGET,
+    Reduction,
+    canonical_labels,
+    counted_labels,
+    label_array,
+    precision_name,
+    read_ids,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +104,8 @@ class MultiTokenCalls:
         heads = self._heads()
         count = heads.count
         inputs = [self._project(x, i) for i, x in enumerate(per_head_hidden(hidden, heads))]
-        head_labels = self.future_labels(labels)
+        # The first as given, since only so their values can be validated.
+        head_labels = (labels, *self.future_labels(labels)[1:])
         head_weights = self.head_weights if head_weights is None else head_weights
         weights = per_head("head_weights", 1.0 / count if head_weights is None else head_weights, count)
         normalizers = None if normalizer is None else per_head("normalizer", normalizer, count)
@@ -165,12 +173,13 @@ class MultiTokenCalls:
         """
         heads = self._heads()
         first = heads.of(0)
-        if not isinstance(labels, jax.Array):
-            labels = label_array(np.asarray(labels))
-        ids = canonical_labels(labels, first.vocab_size)
+        own = label_array(read_ids("labels", labels))
+        ids = canonical_labels(own, first.vocab_size)
         counts = counted_labels(ids, first.ignore_index)
-        ignored = NO_TARGET if first.ignore_index is None else first.ignore_index
-        result = [labels]
+        ignored = first.ignore_index
+        if ignored is None or not -(2**31) <= ignored < 2**31:  # no label of 32 bits
+            ignored = NO_TARGET
+        result = [own]
         shifted = jnp.where(counts, ids, ignored)
         for _ in range(1, heads.count):
             # One step at a time, so that each position's own label stops everything behind it.

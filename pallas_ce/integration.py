@@ -11,8 +11,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `label_array`, `canonical_labels`,
-  `check_label_values`, `counted_labels`, `NO_TARGET`.
+- A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `read_ids`, `label_array`,
+  `canonical_labels`, `check_label_values`, `counted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
@@ -22,6 +22,7 @@ from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
 from pallas_ce.api import log_probs as log_probs_steps
 from pallas_ce.api import row_statistics as row_statistics_steps
 from pallas_ce.api.checks import check_reduction, check_statistics
+from pallas_ce.api.checks import ids as read_ids
 from pallas_ce.api.checks import ignored as read_ignore_index
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
@@ -38,7 +39,7 @@ from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.call import Known
 from pallas_ce.modes.materialized import MaterializedRows, MaterializedSettings
-from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
+from pallas_ce.modes.materialized import row_gradient_from_lse as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
 from pallas_ce.statistics.cross_entropy import Reduction
@@ -78,6 +79,7 @@ __all__ = [
     "materialized_row_statistics",
     "precision_name",
     "read_head",
+    "read_ids",
     "read_ignore_index",
     "read_logits_spec",
     "read_low_rank",

@@ -46,6 +46,16 @@ def array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} is a {type(value).__name__} that JAX cannot read as an array: {error}") from error
 
 
+def ids(name: str, value: Any) -> np.ndarray | jax.Array:
+    """`value` as an array, one of NumPy if JAX does not hold it: JAX would cut 64-bit integers before they are read."""
+    held = any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in jax.tree.leaves(value))
+    try:
+        values = None if held else np.asarray(value)
+    except (TypeError, ValueError):
+        values = None
+    return array(name, value) if values is None or not jnp.issubdtype(values.dtype, jnp.integer) else values
+
+
 def count(name: str, value: Any, most: int, in_words: str) -> int:
     """`value` as an int between 1 and `most`, which is `in_words`."""
     if not is_int(value) or not 1 <= value <= most:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import low_rank, specs
@@ -211,9 +210,7 @@ def read_labels(
     several: bool = False,
 ) -> jax.Array:
     """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
-    # JAX would cut NumPy's 64-bit values to 32 bits before they are looked at.
-    on_host = isinstance(labels, np.ndarray | np.generic)
-    labels = np.asarray(labels) if on_host else arguments.array("labels", labels)
+    labels = arguments.ids("labels", labels)
     arguments.check_labels(labels, leading, of, several)
     if validate:
         label_rule.check(labels, ignore_index, spec.vocab_size)

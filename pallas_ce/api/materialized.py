@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import specs
@@ -229,7 +228,7 @@ def selective_log_softmax(
     """
     logits = arguments.array("logits", logits)
     spec = specs.logits_spec(logits, None, None)
-    index = index if isinstance(index, np.ndarray) else arguments.array("index", index)
+    index = arguments.ids("index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"index has dtype {index.dtype}; it must be an integer one")
     leading = logits.shape[:-1]

@@ -51,7 +51,7 @@ def with_handle(
     `inputs`, agree on which outputs are batched, as JAX requires.
     """
     firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in jax.tree.leaves((found, inputs)))
-    zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
+    zero = sum((jnp.sum(jnp.where(x != x, 0, 0), dtype=jnp.int32) for x in firsts), jnp.zeros((), jnp.int32))
     return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
 
 
@@ -132,9 +132,10 @@ def _statistics_and_sums(
             cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
+        coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
         gradient = Gradient(
             coefficients,
-            statistics["lse"] if coefficients.need_probabilities else None,
+            statistics["max_logit"] if coefficients.need_probabilities else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs_grad,
             factor,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ce.api import checks
 from pallas_ce.statistics import labels
 
 
@@ -43,7 +44,7 @@ def log_uniform(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
     """
     classes = jnp.arange(vocab_size, dtype=jnp.float32)
     log_p = jnp.log(jnp.log1p(1.0 / (classes + 1.0))) - jnp.log(jnp.log1p(jnp.float32(vocab_size)))
-    perturbed = log_p + jax.random.gumbel(key, (vocab_size,), mode="high")
+    perturbed = log_p + jax.random.gumbel(key, (vocab_size,), log_p.dtype, mode="high")
     values, ids = lax.top_k(perturbed, min(num_samples + 1, vocab_size))
     # The others' S-th largest: for a class in the sample the first one outside, for one outside the last one inside.
     following = values[num_samples] if num_samples < vocab_size else jnp.float32(-jnp.inf)
@@ -75,7 +76,8 @@ def draw(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> 
     """A checked sample, without gradient; ids that are no classes are `labels.NO_TARGET`."""
     drawn = sampler(key, num_samples, vocab_size)
     try:
-        ids, log_expected = (jnp.asarray(x) for x in drawn)
+        given, log_expected = drawn
+        ids, log_expected = checks.ids("ids", given), jnp.asarray(log_expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
     if ids.shape != (num_samples,) or not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -8,7 +8,9 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
+from pallas_ce.head import common_dtype
 from pallas_ce.parallel.entry import program
+from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
 from pallas_ce.streaming.loops import vary_like
 
@@ -46,13 +48,14 @@ def linear_chain_crf(
             position to position, the i-th between positions i and i+1. -inf forbids. A closed candidate's may be
             anything finite.
         mask: `[..., T]` bool, True up to the end of the sequence and False behind it; None: all True. Only positions
-            before the first False count, and a sequence without any does not.
+            before the first False count, and a sequence without any does not. Emissions, tags and transitions that
+            only other positions would use may hold anything.
         reduction: "mean" over the sequences that count, "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, in place of the number of sequences.
 
     Returns:
         Array: `[]`, or `[...]` for "none", float32 (float64 for float64). +inf, with gradient 0, for tags that a
-        transition or emission of -inf forbids.
+        transition or emission of -inf forbids; NaN where a score that is read is NaN.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -87,7 +90,7 @@ def linear_chain_crf(
     emissions, transitions = arguments.array("emissions", emissions), arguments.array("transitions", transitions)
     arguments.floating("emissions", emissions)
     arguments.floating("transitions", transitions)
-    tags = arguments.array("tags", tags)
+    tags = arguments.ids("tags", tags)
     if emissions.ndim < 2 or 0 in emissions.shape[-2:]:
         raise ValueError(f"emissions has shape {emissions.shape}; it must be [..., T, K] with T and K at least 1")
     *batch, length, candidates = emissions.shape
@@ -105,7 +108,7 @@ def linear_chain_crf(
     if valid.shape != tags.shape or valid.dtype != jnp.bool:
         raise ValueError(f"mask is {valid.dtype}{list(valid.shape)}; it must be bool{list(tags.shape)}")
     normalizer = arguments.normalizer(normalizer)
-    return _linear_chain_crf(reduction, tags, emissions, transitions, valid, normalizer)
+    return _linear_chain_crf(reduction, label_rule.as_array(tags), emissions, transitions, valid, normalizer)
 
 
 @program(static=1, by_row=lambda reduction, *_: reduction == "none")
@@ -118,48 +121,73 @@ def _linear_chain_crf(
     normalizer: Any | None,
 ) -> jax.Array:
     *batch, length, k = emissions.shape
-    wide = jnp.promote_types(jnp.promote_types(emissions.dtype, transitions.dtype), jnp.float32)
+    wide = common_dtype(common_dtype(emissions.dtype, transitions.dtype), jnp.float32)
     emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
-    shared = transitions.ndim == 2
-    if not shared:
+    if transitions.ndim > 2:
         transitions = transitions.reshape(len(emissions), length - 1, k, k)
     valid = jnp.cumprod(mask.reshape(-1, length).astype(jnp.int32), axis=1).astype(bool)
-    tags = tags.reshape(-1, length)
-    is_tag = (tags >= 0) & (tags < k)
-    known, tags = jnp.all(is_tag | ~valid, axis=1), jnp.where(is_tag, tags, 0).astype(jnp.int32)
+    ids = label_rule.canonical(tags.reshape(-1, length), k)
+    counts = valid[:, 0] & jnp.all((ids != label_rule.NO_TARGET) | ~valid, axis=1)
+    values = _losses(emissions, ids, transitions, valid & counts[:, None])
+    loss = reduce_rows(values, counts, None, reduction, normalizer)
+    return loss.reshape(batch) if reduction == "none" else loss
 
+
+def _losses(emissions: jax.Array, tags: jax.Array, transitions: jax.Array, live: jax.Array) -> jax.Array:
+    """`log Σ_y e^{s(y)} - s(tags)` `[B]`, from scores less the tags' own.
+
+        α_t[j] = E_t[j] - E_t[y_t] + log Σ_i e^{α_{t-1}[i] + A[i, j] - A[y_{t-1}, y_t]}
+
+    with emissions E and transitions A, where the largest entry of α_t, a constant, is taken off at each position and
+    added up beside it. So numbers are small where a tagger is sure, whatever its scores have in common, and the tags'
+    own path stays at 0.
+
+    Args:
+        emissions: `[B, T, K]`.
+        tags: `[B, T]`, in `[0, K)` where live.
+        transitions: `[K, K]` or `[B, T-1, K, K]`.
+        live: `[B, T]` bool, True up to the end of a sequence that counts: nothing else is read.
+    """
+    tags = jnp.where(live, tags, 0)
     own = jnp.take_along_axis(emissions, tags[..., None], axis=2)[..., 0]
-    if shared:
+    between = None
+    if transitions.ndim == 2:
         moves = transitions[tags[:, :-1], tags[:, 1:]]
     else:
         rows = jnp.take_along_axis(transitions, tags[:, :-1, None, None], axis=2)[:, :, 0]
         moves = jnp.take_along_axis(rows, tags[:, 1:, None], axis=2)[..., 0]
-    score = jnp.where(valid, own, 0.0).sum(axis=1) + jnp.where(valid[:, 1:], moves, 0.0).sum(axis=1)
-    partition = _log_partition(emissions, transitions, valid, shared)
+        between = jnp.moveaxis(transitions, 1, 0)
+    (own, may_emit), (moves, may_move) = _possible(own, live), _possible(moves, live[:, 1:])
 
-    possible = ~jnp.isneginf(score)
-    values = jnp.where(possible, partition - jnp.where(possible, score, 0.0), jnp.inf)
-    loss = reduce_rows(values, valid[:, 0] & known, None, reduction, normalizer)
-    return loss.reshape(batch) if reduction == "none" else loss
+    def step(alpha: jax.Array, x: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Any:
+        emission, is_live, move, matrix = x
+        matrix = (transitions[None] if matrix is None else matrix) - move[:, None, None]
+        reached = _log_sum_exp(alpha[:, :, None] + jnp.where(is_live[:, None, None], matrix, 0.0))
+        return _without_largest(jnp.where(is_live[:, None], emission + reached, alpha))
+
+    emissions = jnp.where(live[..., None], emissions - own[..., None], 0.0)
+    first, of_first = _without_largest(emissions[:, 0])
+    by_position = (jnp.moveaxis(emissions, 1, 0)[1:], live.T[1:], moves.T, between)
+    alpha, of_others = lax.scan(step, vary_like(first, (transitions, live)), by_position)
+    loss = of_first + jnp.sum(of_others, axis=0) + _log_sum_exp(alpha)
+    return jnp.where(may_emit & may_move | jnp.isnan(loss), loss, jnp.inf)
 
 
-def _log_partition(emissions: jax.Array, transitions: jax.Array, valid: jax.Array, shared: bool) -> jax.Array:
-    """`log Σ_y e^{s(y)}` `[B]`: `α_t[j] = emissions[t, j] + log Σ_i e^{α_{t-1}[i] + transitions[i, j]}`."""
+def _possible(scores: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scores `[B, T]` of the tags, 0 where they are -inf or not live, and whether all that are live are above -inf."""
+    forbidden = live & jnp.isneginf(scores)
+    return jnp.where(live & ~forbidden, scores, 0.0), ~jnp.any(forbidden, axis=1)
 
-    def step(alpha: jax.Array, x: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, None]:
-        emission, is_live, between = x
-        matrix = transitions[None] if between is None else between
-        following = emission + _log_sum_exp(alpha[:, :, None] + matrix)
-        return jnp.where(is_live[:, None], following, alpha), None
 
-    between = None if shared else jnp.moveaxis(transitions, 1, 0)
-    first = vary_like(emissions[:, 0], (transitions, valid))
-    alpha, _ = lax.scan(step, first, (jnp.moveaxis(emissions, 1, 0)[1:], valid.T[1:], between))
-    return _log_sum_exp(alpha)
+def _without_largest(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`alpha [B, K]` less each row's largest entry, a constant, and that entry; where it is not finite, 0 for it."""
+    largest = lax.stop_gradient(jnp.max(alpha, axis=1))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    return alpha - largest[:, None], largest
 
 
 def _log_sum_exp(x: jax.Array) -> jax.Array:
     """Over axis 1. Where all are -inf, -inf with gradient 0 instead of nan."""
-    some = jnp.any(x > -jnp.inf, axis=1)
-    safe = jax.nn.logsumexp(jnp.where(jnp.expand_dims(some, 1), x, 0.0), axis=1)
-    return jnp.where(some, safe, -jnp.inf)
+    none = jnp.all(jnp.isneginf(x), axis=1)
+    safe = jax.nn.logsumexp(jnp.where(jnp.expand_dims(none, 1), 0.0, x), axis=1)
+    return jnp.where(none, -jnp.inf, safe)

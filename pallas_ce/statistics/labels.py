@@ -16,19 +16,19 @@ def as_array(labels: np.ndarray | jax.Array) -> jax.Array:
     return jnp.asarray(labels)
 
 
-def canonical(labels: jax.Array, vocab_size: int) -> jax.Array:
+def canonical(labels: np.ndarray | jax.Array, vocab_size: int) -> jax.Array:
     """int32 labels; whatever lies outside `[0, vocab_size)` becomes `NO_TARGET`.
 
-    Compared in a dtype that holds both sides: int8 labels meet vocabularies beyond 127, uint32 labels values beyond
-    2³¹, which must not wrap around into the vocabulary.
+    They are compared as uint32, which holds every vocabulary: there negative labels are 2³¹ and more. Of 64 bits the
+    upper half must be 0. It is read as a word, since without its 64-bit mode JAX cuts off what it converts or compares.
     """
-    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
-        wide = labels.astype(jnp.uint64 if labels.dtype.itemsize > 4 else jnp.uint32)
-        inside = wide < np.array(vocab_size, wide.dtype)
+    labels = as_array(labels)
+    if labels.dtype.itemsize > 4:
+        words = jax.lax.bitcast_convert_type(labels, jnp.uint32)
+        unsigned = jnp.where(words[..., 1] == 0, words[..., 0], np.uint32(2**32 - 1))
     else:
-        wide = labels.astype(jnp.int64 if labels.dtype.itemsize > 4 else jnp.int32)
-        inside = (wide >= 0) & (wide < np.array(vocab_size, wide.dtype))
-    return jnp.where(inside, wide, 0).astype(jnp.int32) + jnp.where(inside, 0, NO_TARGET)
+        unsigned = labels.astype(jnp.uint32)
+    return jnp.where(unsigned < np.uint32(vocab_size), unsigned.astype(jnp.int32), NO_TARGET)
 
 
 def counted(ids: jax.Array, ignore_index: int | None) -> jax.Array:
@@ -66,6 +66,8 @@ def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: 
             "where labels outside the vocabulary count as ignored"
         )
     values = np.asarray(labels)
+    if values.dtype.itemsize < 8:  # 4 bits cannot be compared with what they do not hold
+        values = values.astype(np.int64)
     bad = (values < 0) | (values >= vocab_size)
     if ignore_index is not None:
         bad &= values != ignore_index

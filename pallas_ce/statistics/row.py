@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.statistics.logits import LogitsTile
-from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values
+from pallas_ce.statistics.logits import LogitsTile, reference_of
+from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values, larger
 from pallas_ce.statistics.table import Partial as Partial
 from pallas_ce.statistics.table import RowStatistics as RowStatistics
 from pallas_ce.statistics.table import spread as spread
@@ -57,8 +57,13 @@ def fields_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field in needed)
 
 
+def reads_logit_weights(names: Iterable[str]) -> bool:
+    """Whether some primitive statistic is one of `logit_weights`."""
+    return "sum_weights" in fields_of(names)
+
+
 def fields_for(names: frozenset[str]) -> tuple[str, ...]:
-    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`."""
+    """The fields of `Partial` that the statistics in `names` need beside the targets' logits, in order."""
     return tuple(field for field in fields_of(names) if field != "target_logit")
 
 
@@ -76,12 +81,12 @@ def partial_of_tile(
         logits: `[n, c]`, float32 or float64.
         columns: `[c]` int32, ascending vocabulary ids of the tile's columns.
         valid: `[c]` bool, False for columns that another tile covers; None where all are valid.
-        labels: `[n]` or `[n, K]` int32, -1 for no target; needed for `target_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; None: the targets' logits are added elsewhere.
         logit_weights: `[c]`, the u of `mean_logit`.
         names: primitive statistics to prepare.
     """
     tile, found = LogitsTile(logits, columns, valid, labels, logit_weights), Partial()
-    for field in fields_of(names):
+    for field in fields_for(names) if labels is None else fields_of(names):
         found = found._replace(**{field: FIELDS[field].tile(tile, found)})
     return found
 
@@ -91,10 +96,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Both sides are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
-    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral.
+    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN on either side
+    is one of the whole, and so is +inf.
     """
     if a.max is not None and b.max is not None:
-        top = jnp.maximum(a.max, b.max)
+        top = larger(a.max, b.max)
         a, b = moved(a, gap(a.max, top)), moved(b, gap(b.max, top))
     return add(a, b)
 
@@ -153,21 +159,21 @@ def add(a: Partial, b: Partial) -> Partial:
 def from_reference(partial: Partial, reference: jax.Array) -> Partial:
     """A `Partial` as statistics are made of it, from one whose sums are measured from `reference [rows]`.
 
-    They are moved to the maximum, as `merge` would.
+    They are moved to the maximum, as `merge` would. An infinite one is measured from whatever number.
     """
     assert partial.max is not None
-    return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))
+    return moved(partial, jnp.where(jnp.isinf(partial.max), 0.0, reference - partial.max))
 
 
 def gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:
-    """m - M; -inf, and not nan, where both are."""
-    return part_max - jnp.where(jnp.isneginf(joint_max), 0.0, joint_max)
+    """m - M; ±inf, and not nan, where both are."""
+    return part_max - reference_of(joint_max)
 
 
 def finalise(partial: Partial, names: frozenset[str]) -> Values:
     """The primitive statistics in `names` whose fields a `Partial` over the whole vocabulary holds.
 
-    A row of -inf only has lse -inf, and 0 for whatever comes from its probabilities.
+    A row of -inf only has lse -inf, and 0 for whatever comes from its probabilities. A row with a NaN has NaN in all.
     """
     return {
         name: statistic.finalise(partial)

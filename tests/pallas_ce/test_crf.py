@@ -158,6 +158,119 @@ def test_which_sequences_count() -> None:
     assert unknown == 0
 
 
+def _sure(apart: float, offset: float, right: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Emissions, tags and transitions of 200 positions, one tag's emission `apart` from the others': the tags' own."""
+    rng = np.random.default_rng(3)
+    length, k = 200, 4
+    tags = rng.integers(0, k, length)
+    emissions, transitions = rng.normal(size=(length, k)), rng.normal(size=(k, k))
+    emissions[np.arange(length), tags if right else (tags + 1) % k] += apart
+    return np.float32(emissions + offset), tags, np.float32(transitions + offset / 10)
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, 1e5])
+@pytest.mark.parametrize(("apart", "right"), [(50.0, True), (50.0, False), (10.0, True), (1.0, True)])
+def test_what_scores_have_in_common_costs_no_accuracy(apart: float, right: bool, offset: float) -> None:
+    emissions, tags, transitions = _sure(apart, offset, right)
+    run: Any = jax.jit(jax.value_and_grad(lambda e, t: linear_chain_crf(e, tags, t), (0, 1)))
+    loss, gradients = run(emissions, transitions)
+    with jax.enable_x64(True):
+        want, exact = jax.tree.map(np.asarray, run(np.float64(emissions), np.float64(transitions)))
+    assert loss.dtype == np.float32
+    assert loss >= 0
+    # Each of 200 positions rounds a number of order 1, or of the loss so far.
+    np.testing.assert_allclose(loss, want, rtol=1e-6, atol=1e-6)
+    for got, x in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-5)  # a dozen marginals near 1, less as many
+
+
+def _plain(emissions: Any, tags: Any, transitions: Any, lengths: Any) -> Any:
+    """The recursion as it is written, of each sequence up to its length, summed."""
+    total = jnp.zeros(())
+    for e, y, matrices, length in zip(emissions, tags, transitions, lengths, strict=True):
+        if not length:
+            continue
+        alpha, score = e[0], e[0, y[0]]
+        for t in range(1, length):
+            alpha = e[t] + jax.nn.logsumexp(alpha[:, None] + matrices[t - 1], axis=0)
+            score = score + e[t, y[t]] + matrices[t - 1, y[t - 1], y[t]]
+        total = total + jax.nn.logsumexp(alpha) - score
+    return total
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(data=st.data())
+def test_what_is_not_finite_shows_where_it_does_in_plain_jax(data: Any) -> None:
+    """At a drawn place of emissions or transitions, which may lie behind the mask."""
+    batch, length, k = 2, 4, 3
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tags, lengths = rng.integers(0, k, (batch, length)), data.draw(st.tuples(*[st.integers(0, length)] * batch))
+    shape = data.draw(st.sampled_from([(batch, length - 1, k, k), (k, k)]))
+    given = [rng.normal(size=(batch, length, k)).astype(np.float32), rng.normal(size=shape).astype(np.float32)]
+    spoilt = given[data.draw(st.integers(0, 1))]
+    spoilt[tuple(data.draw(st.integers(0, size - 1)) for size in spoilt.shape)] = data.draw(
+        st.sampled_from([np.nan, np.inf, -np.inf])
+    )
+    mask = np.arange(length) < np.array(lengths)[:, None]
+    tags = np.where(mask, tags, data.draw(st.sampled_from([-100, 0, k])))
+
+    def ours(emissions: Any, transitions: Any) -> Any:
+        return linear_chain_crf(emissions, tags, transitions, mask=mask, reduction="sum")
+
+    def plain(emissions: Any, transitions: Any) -> Any:
+        return _plain(emissions, tags, jnp.broadcast_to(transitions, (batch, length - 1, k, k)), lengths)
+
+    got, want = (jax.value_and_grad(f, (0, 1))(*map(jnp.asarray, given)) for f in (ours, plain))
+    if (
+        want[0] == np.inf and np.isneginf(spoilt).any()
+    ):  # forbidden tags have gradients of 0, plain JAX those of its lse
+        hypothesis.assume(batch - lengths.count(0) == 1)
+        want = want[0], jax.tree.map(jnp.zeros_like, want[1])
+    # Differences to the tags' score carry a NaN to all gradients of a position.
+    shown = jax.tree.map(lambda x: jnp.isfinite(x).all(axis=-1) if x.ndim == 3 else jnp.isfinite(x).all(), (got, want))
+    jax.tree.map(np.testing.assert_array_equal, *shown)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        finite = np.isfinite(x) & np.isfinite(y)
+        np.testing.assert_allclose(x[finite], y[finite], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["emission", "transition"])
+def test_a_nan_wins_over_tags_that_are_forbidden(name: str) -> None:
+    emissions, transitions = jnp.zeros((3, 2)).at[0, 0].set(-jnp.inf), jnp.zeros((2, 2))
+    if name == "emission":
+        emissions = emissions.at[2, 1].set(jnp.nan)
+    else:
+        transitions = transitions.at[:, 1].set(jnp.nan)
+    run: Any = jax.value_and_grad(linear_chain_crf, (0, 2))
+    loss, gradients = run(emissions, jnp.array([0, 0, 0]), transitions)
+    assert np.isnan(loss)
+    assert all(np.isnan(x).any() for x in gradients)
+
+
+@pytest.mark.parametrize("unused", ["one position", "no position", "an unknown tag"])
+def test_transitions_that_no_sequence_uses_are_not_read(unused: str) -> None:
+    emissions, mask, tags = jnp.ones((1, 3, 2)), jnp.array([[True, False, False]]), jnp.array([[1, 0, 0]])
+    if unused == "no position":
+        mask = jnp.zeros_like(mask)
+    elif unused == "an unknown tag":
+        mask, tags = jnp.ones_like(mask), tags.at[0, 1].set(2)
+    for shape in ((2, 2), (1, 2, 2, 2)):
+        run: Any = jax.value_and_grad(functools.partial(linear_chain_crf, mask=mask), (0, 2))
+        loss, gradients = run(emissions, tags, jnp.full(shape, jnp.nan))
+        np.testing.assert_allclose(loss, np.log(2) if unused == "one position" else 0.0, rtol=1e-6)
+        assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_tags_of_any_integer_dtype_are_compared_with_k_as_they_are() -> None:
+    emissions, transitions = jnp.zeros((1, 2, 200)), jnp.zeros((200, 200))
+    for dtype in (np.int8, np.uint8, np.int32, np.uint64):
+        np.testing.assert_allclose(
+            linear_chain_crf(emissions, np.array([[0, 1]], dtype), transitions), 2 * np.log(200), rtol=1e-6
+        )
+    for beyond in (np.array([[0, 2**32 + 1]]), [[0, 2**32 + 1]], np.array([[0, 255]], np.uint8)):
+        assert linear_chain_crf(emissions, beyond, transitions) == 0
+
+
 def test_transitions_alone_may_vary_over_a_mesh() -> None:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
     emissions, tags, transitions = jnp.zeros((2, 4, 3)), jnp.zeros((2, 4), int), jnp.ones((2, 3, 3, 3))

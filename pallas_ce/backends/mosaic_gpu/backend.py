@@ -105,8 +105,7 @@ class MosaicGpuBackend(Backend):
         """One kernel; the targets by XLA."""
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
-        # The target's logit is no affair of the kernel's.
-        config = self._config("forward", head, partials.vectors(names - {"target_logit"}))
+        config = self._config("forward", head, partials.vectors(names))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
         return entries.with_targets(partial, head, batch, names)
 
@@ -120,7 +119,7 @@ class MosaicGpuBackend(Backend):
     ) -> tuple[Partial, Stash]:
         """See `exponentials`."""
         head = operands.padded_head(head)
-        config = self._config("stash", head, partials.vectors(names))
+        config = self._config("stash", head, 1 + partials.vectors(names))
         skipped = in_forward.skipped_from(head.spec, block)
         return in_forward.Kernels(head, batch, skipped, config).make(names)
 
@@ -132,7 +131,7 @@ class MosaicGpuBackend(Backend):
         spec, configs = head.spec, self._configs(head, batch, gradient, plan)
         config = configs.dlogits
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
-            config = self._config("stash", head, partials.vectors(stash.names))
+            config = self._config("stash", head, 1 + partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
         return in_forward.Products(head, batch, skipped, config, configs, plan.splits).products(
             gradient, stash, sums, gradient.adds or block.number != 0

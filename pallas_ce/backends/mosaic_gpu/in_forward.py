@@ -62,11 +62,11 @@ class Products(_Exponentials, Multiplying):
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """A kernel that writes where the stash lies."""
-        head, hidden, (coefficients, lse, *_) = self.head, self.batch.hidden, gradient
+        head, hidden, (coefficients, reference, *_) = self.head, self.batch.hidden, gradient
 
         def write(stored: Any) -> None:
             config, rows = self.config, self.valid_rows
-            dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=rows)
+            dlogits_kernel.dlogits(head, hidden, reference, coefficients, config, into=stored, valid_rows=rows)
 
         return pl.run_state(write)(operand)
 

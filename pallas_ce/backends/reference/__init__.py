@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.divergences import Divergence
-from pallas_ce.statistics.logits import LogitsTile, Row, present
+from pallas_ce.statistics.divergences import Divergence, not_negative, over_mixture
+from pallas_ce.statistics.logits import LogitsTile, Row, present, reference_of
 from pallas_ce.statistics.row import fields_of, only, spread
 from pallas_ce.statistics.table import PRIMITIVES
 
 
 def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
-    """Logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
+    """Logits `[N, V]`; 0 in rows that `mask [N]` turns off."""
     spec = head.spec
     hidden, inverse_temperature = batch.hidden, batch.inverse_temperature
     if mask is not None:
@@ -22,7 +22,8 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     z = _product(hidden, weight, 1 - spec.vocab_axis, spec)
     if head.up is not None:
         z = z + _product(_product(hidden, present(head.down), 1, spec), head.up[: spec.vocab_size], 1, spec)
-    return head.cap(z, bias, inverse_temperature)
+    z = head.cap(z, bias, inverse_temperature)
+    return z if mask is None else jnp.where(mask[:, None], z, 0)  # 0·inf of the weight's
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
@@ -36,15 +37,19 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     z = logits(batch, head, mask)
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
-    any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
+    some = jnp.any(z != -jnp.inf, axis=1, keepdims=True)
     if "sum_exp" in fields_of(names):
-        z = jnp.where(any_finite, z, jax.lax.stop_gradient(z))
-    lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
-    log_p = z - lse[:, None]
-    p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
-    lse, log_p = jnp.where(any_finite[:, 0], lse, -jnp.inf), jnp.where(p > 0, log_p, 0.0)
+        z = jnp.where(some, z, jax.lax.stop_gradient(z))
+    reference = reference_of(jax.lax.stop_gradient(z.max(axis=1)))
+    distance = jnp.where(some, z - reference[:, None], 0.0)
+    log_sum = jax.nn.logsumexp(distance, axis=1)
+    log_p = jnp.where(some, distance - log_sum[:, None], -jnp.inf)
+    p = jnp.exp(log_p)
+    log_p = jnp.where(p == 0, 0.0, log_p)
+    lse, log_sum = jnp.where(some[:, 0], reference + log_sum, -jnp.inf), jnp.where(some[:, 0], log_sum, 0.0)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
-    row = Row(LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size)), log_p, p, lse)
+    tile = LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size))
+    row = Row(tile, log_p, p, lse, reference, log_sum)
     values = {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()}
     if mask is not None:
         values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}
@@ -61,9 +66,10 @@ def divergences(
     inverse_temperature: jax.Array | None,
 ) -> jax.Array:
     """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
+    beta = divergence.beta
     student = logits(Batch(hidden, None, inverse_temperature), head, mask)
     teacher = logits(Batch(teacher_hidden, None, inverse_temperature), teacher_head, mask).astype(student.dtype)
-    usable = jnp.any(student > -jnp.inf, axis=1) & jnp.any(teacher > -jnp.inf, axis=1)
+    usable = ~jnp.all(jnp.isneginf(student), axis=1) & ~jnp.all(jnp.isneginf(teacher), axis=1)
     usable = usable if mask is None else usable & mask
     log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))
     if divergence.name == "forward_kl":
@@ -73,15 +79,15 @@ def divergences(
     else:
         neither = jnp.isneginf(log_p) & jnp.isneginf(log_q)  # where log m cannot be differentiated, and is not needed
         p_side, q_side = jnp.where(neither, 0.0, log_p), jnp.where(neither, 0.0, log_q)
-        log_m = jnp.logaddexp(jnp.log(divergence.beta) + q_side, jnp.log1p(-divergence.beta) + p_side)
-        values = divergence.beta * _kl(log_q, log_m) + (1 - divergence.beta) * _kl(log_p, log_m)
-    return jnp.where(usable, values, 0.0)
+        of_student, of_teacher = over_mixture(beta, p_side, q_side)
+        values = (beta * jnp.exp(log_q) * of_teacher + (1 - beta) * jnp.exp(log_p) * of_student).sum(axis=1)
+    return jnp.where(usable, not_negative(values), 0.0)
 
 
 def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
     """KL(x‖y) of rows `[N, V]`; +inf with derivative 0 where y lacks a column that x has."""
     infinite = jnp.any((log_x > -jnp.inf) & jnp.isneginf(log_y), axis=1)
-    some = (log_x > -jnp.inf) & ~infinite[:, None]
+    some = ~jnp.isneginf(log_x) & ~infinite[:, None]
     log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
     terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
     return jnp.where(infinite, jnp.inf, terms.sum(axis=1))

@@ -16,7 +16,8 @@ from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, fields_for
+from pallas_ce.statistics.logits import reference_of
+from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 from pallas_ce.streaming.loops import fori_loop
 
 # A program holds so many launches in place of a loop: of a choice between branches with loops the host is told.
@@ -48,7 +49,7 @@ def statistics(
     if not fields:
         return Partial()
     rows, columns = hidden.shape[0], head.spec.vocab_size
-    given = operands.operands(head, hidden, config, "mean_logit" in names)
+    given = operands.operands(head, hidden, config, reads_logit_weights(names))
     at_once = rows_at_once(config, rows, columns, len(fields), partial_bytes)
     outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
@@ -93,7 +94,7 @@ class StatisticsEpilogue(Epilogue):
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
-        reference = None if top is None else epilogues.finite_or_zero(top)
+        reference = None if top is None else reference_of(top)
 
         def of_all(fields: tuple[str, ...]) -> Partial:
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)

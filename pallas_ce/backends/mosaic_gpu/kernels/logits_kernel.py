@@ -18,6 +18,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config
 from pallas_ce.head import Head
+from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial
 
 # Columns of a group: 128 bytes, which is what memory hands out at a time. A tile's width is a multiple.
@@ -102,9 +103,7 @@ class LogitsEpilogue(Epilogue):
         top = functools.reduce(jnp.maximum, maxima)
         if carry is not None:
             z, top = z * layouts.along_columns(carry, z.shape), top * carry
-        part, _ = epilogues.piece_partial(
-            self.logits, ("sum_exp",), refs, place.column, z, epilogues.finite_or_zero(top)
-        )
+        part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))
         self._store_maxima(refs, place, maxima)
         partials.write(refs, place, part._replace(max=top))
 

@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Place
-from pallas_ce.statistics.row import Partial, fields_of, joined, merge
+from pallas_ce.statistics.row import Partial, fields_for, joined, merge
 
 _OUTPUT = "partial_"
 
@@ -16,9 +16,11 @@ _OUTPUT = "partial_"
 def vectors(names: frozenset[str]) -> int:
     """How many vectors by row a kernel keeps for these statistics, as the rule counts them; no targets' logits.
 
-    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
+    A maximum is there anyway, and sums of u take no registers to speak of. Deviations count as three: a piece's mean
+    must be known first, and its distances are held until then.
     """
-    return len(names) + 2 * ("sum_exp_deviation_sq" in fields_of(names))
+    fields = set(fields_for(names)) - {"max", "sum_weights"}
+    return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
 
 
 def outputs(fields: tuple[str, ...], column_blocks: int, padded_rows: int) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+"""Ids of every integer dtype, of NumPy and of JAX, with 64-bit mode and without: the results are those of int32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_modules.linen
+import flax_modules.nnx
+from pallas_ce import (
+    ClassSample,
+    Task,
+    build_loss_fn,
+    chunked_cross_entropy,
+    cross_entropy,
+    dpo_loss,
+    linear_chain_crf,
+    linear_cross_entropy_and_gradients,
+    linear_log_probs,
+    mean_squared_lse,
+    multi_task_cross_entropy,
+    policy_loss,
+    register_loss,
+    sampled_softmax_cross_entropy,
+    selective_log_softmax,
+    sequence_log_probs,
+    top_k_distillation_loss,
+)
+from tests.pallas_ce.functions import FUNCTIONS, KEY
+
+N, H = 6, 4
+HIDDEN = jax.random.normal(jax.random.key(0), (N, H))
+DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def _weight(v: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (v, H), jnp.float32)  # in 64-bit mode too
+
+
+def _of_logits(function: Any) -> Callable[[Any, int], Any]:
+    return lambda ids, v: function(HIDDEN @ _weight(v).T, ids)
+
+
+def _crf(ids: Any, v: int, **options: Any) -> Any:
+    emissions, transitions = (
+        HIDDEN @ _weight(v).T,
+        jnp.outer(jnp.sin(jnp.arange(1.0 * v)), jnp.cos(jnp.arange(1.0 * v))),
+    )
+    return linear_chain_crf(emissions.reshape(2, 3, v), ids.reshape(2, 3), transitions, reduction="none", **options)
+
+
+def _crf_mask(ids: Any, v: int) -> Any:
+    return _crf(ids, v, mask=jnp.array([[True, True, False], [True, False, False]]))
+
+
+def _post_training(ids: Any, v: int) -> Any:
+    several = jnp.stack if isinstance(ids, jax.Array) else np.stack
+    log_probs = linear_log_probs(HIDDEN, _weight(v), several([ids, ids[::-1]], axis=-1))
+    own = log_probs[:, 0].reshape(2, 3)
+    return (
+        top_k_distillation_loss(log_probs, jnp.full((N, 2), -3.0), aggregation="none"),
+        policy_loss(own, jnp.ones(2), aggregation="none"),
+        dpo_loss(*sequence_log_probs(own), jnp.float32(-3), jnp.float32(-4)),
+    )
+
+
+def _running(ids: Any, v: int) -> Any:
+    weight = _weight(v)
+    return linear_cross_entropy_and_gradients(HIDDEN, weight, ids, jnp.zeros_like(weight))
+
+
+def _sampled(ids: Any, v: int) -> Any:
+    """The ids are those that a sampler of the user's own has drawn, too."""
+
+    def sampler(key: Any, count: int, vocab_size: int) -> ClassSample:
+        del key
+        return ClassSample(ids[:count], jnp.full(vocab_size, -1.0))
+
+    return sampled_softmax_cross_entropy(
+        HIDDEN, _weight(v), ids, key=KEY, num_samples=1, sampler=sampler, reduction="none"
+    )
+
+
+register_loss("lse of these tests", lambda logits, labels: jnp.mean(logits[:, 0]))
+
+
+def _linen(module: Any, *arguments: Any) -> Any:
+    return module.apply(module.init(jax.random.key(2), *arguments), *arguments)
+
+
+def _heads(framework: Any, v: int) -> Any:
+    return framework.LossHead(H, v, rngs=nnx.Rngs(0)) if framework is flax_modules.nnx else framework.LossHead(H, v)
+
+
+def _multi_token(framework: Any, ids: Any, v: int) -> Any:
+    hidden, labels = HIDDEN.reshape(2, 3, H), ids.reshape(2, 3)
+    if framework is flax_modules.nnx:
+        module = framework.MultiTokenLossHead(_heads(framework, v), 2, rngs=nnx.Rngs(0))
+        return module(hidden, labels), [jnp.where(x < 0, -1, x) for x in module.future_labels(labels)[1:]]
+    return _linen(framework.MultiTokenLossHead(_heads(framework, v), 2), hidden, labels)
+
+
+CALLS: dict[str, Callable[[Any, int], Any]] = {
+    **{
+        name: functools.partial(lambda function, ids, v: function(HIDDEN, _weight(v), ids), function)
+        for name, function in FUNCTIONS.items()
+        if name not in ("linear_top_k", "linear_row_statistics") and not name.startswith("linear_sample")
+    },
+    "linear_log_probs of several": lambda ids, v: linear_log_probs(
+        HIDDEN.reshape(2, 3, H)[:, 0], _weight(v), ids.reshape(2, 3)
+    ),
+    "linear_cross_entropy_and_gradients": _running,
+    "cross_entropy": _of_logits(functools.partial(cross_entropy, return_metrics=True)),
+    "chunked_cross_entropy": _of_logits(chunked_cross_entropy),
+    "mean_squared_lse": _of_logits(mean_squared_lse),
+    "selective_log_softmax": _of_logits(selective_log_softmax),
+    "selective_log_softmax of several": lambda ids, v: selective_log_softmax(_weight(v).T[:2], ids.reshape(2, 3)),
+    "linear_chain_crf": _crf,
+    "linear_chain_crf with a mask": _crf_mask,
+    "a sampler's ids": _sampled,
+    "a registered loss": _of_logits(lambda z, ids: build_loss_fn({"loss_fn": "cross_entropy"})(z, ids)),
+    "a loss with z_loss added": _of_logits(
+        lambda z, ids: build_loss_fn({"loss_fn": "lse of these tests", "z_loss_weight": 0.1})(z, ids)
+    ),
+    "multi_task_cross_entropy": lambda ids, v: multi_task_cross_entropy(HIDDEN, {"a": Task(_weight(v), ids)}),
+    "post-training": _post_training,
+    "nnx.LossHead": lambda ids, v: _heads(flax_modules.nnx, v)(HIDDEN, ids),
+    "linen.LossHead": lambda ids, v: _linen(_heads(flax_modules.linen, v), HIDDEN, ids),
+    "nnx.MultiTokenLossHead": functools.partial(_multi_token, flax_modules.nnx),
+    "linen.MultiTokenLossHead": functools.partial(_multi_token, flax_modules.linen),
+}
+
+
+def _near(vocab_size: int) -> list[int]:
+    """Ids at every border, among them those that would be in the vocabulary if they were cut to fewer bits."""
+    within = [0, 1, vocab_size // 2, vocab_size - 1]
+    return [*within, -1, -100, vocab_size, 2**7, 255, 2**8 + 1, 2**16 + 1, 2**31 + 1, 2**32, 2**32 + 1, 2**63 + 1]
+
+
+@pytest.mark.nightly(keep=10)
+@pytest.mark.parametrize("name", CALLS)
+@hypothesis.settings(max_examples=2)
+@hypothesis.given(data=st.data())
+def test_ids_of_every_dtype_mean_what_they_are(name: str, data: Any) -> None:
+    dtype, v = np.dtype(data.draw(st.sampled_from(DTYPES))), data.draw(st.sampled_from([2, 100, 200, 300]))
+    limits = np.iinfo(dtype)
+    representable = [i for i in _near(v) if limits.min <= i <= limits.max]
+    values = data.draw(st.lists(st.sampled_from(representable), min_size=N, max_size=N))
+    # The rule: ids outside the vocabulary do not count, however far.
+    plain = jnp.array([i if 0 <= i < v else -100 for i in values], jnp.int32)
+    given: Any = np.array(values, dtype)
+    x64, where = data.draw(st.booleans()), data.draw(st.sampled_from(["NumPy", "JAX", "JAX, made in 64-bit mode"]))
+    if where != "NumPy":
+        # Without 64-bit mode JAX cuts NumPy's arrays itself: one of 64 bits is from elsewhere.
+        with jax.enable_x64(x64 or "made" in where or dtype.itemsize > 4):
+            given = jnp.asarray(given)
+    assert given.dtype == dtype
+    want = CALLS[name](plain, v)
+    with jax.enable_x64(x64):
+        got = CALLS[name](given, v)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
