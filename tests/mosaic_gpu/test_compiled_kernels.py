@@ -80,7 +80,7 @@ def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], 
     vectors = partials.vectors(names) + (kernel == "stash")  # with the reference
     if kernel == "dlogits":
         vectors = sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
-    config = rule(kernel, vectors, len(options))
+    config = rule(kernel, HeadSpec(4096, v, v, axis, np.dtype(jnp.bfloat16), None), vectors, len(options))
     memory = compiled_kernel(kernel, n, v, 4096, axis, config, names, options).memory
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
     assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB

@@ -1,6 +1,7 @@
 """Which tiles there are, who makes them, and in which order their statistics are joined; nothing of it by the rows."""
 
 import inspect
+import itertools
 import re
 from typing import Any, get_args
 from unittest import mock
@@ -16,6 +17,7 @@ from jax import lax
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Walk
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config, Kernel, Product, cost, rule
+from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import FIELDS, Partial, add, joined
 from pallas_ce.statistics.table import PRIMITIVES
 from tests.mosaic_gpu.conftest import make_problem
@@ -91,10 +93,11 @@ def test_statistics_of_tiles_are_joined_in_one_order_whatever_the_rows(sets: int
 
 def test_tiles_of_what_makes_logits_do_not_depend_on_the_rows() -> None:
     """Else a row's statistics would be joined from others than in a batch of another size."""
-    assert list(inspect.signature(rule).parameters) == ["kernel", "vectors", "options"]
+    assert list(inspect.signature(rule).parameters) == ["kernel", "spec", "vectors", "options"]
     for kernel in get_args(Kernel):
-        for vectors, options in ((1, 0), (9, 0), (1, 4)):
-            assert rule(kernel, vectors, options).columns % 64 == 0
+        for vocab_size, (vectors, options) in itertools.product((50304, 131072), ((1, 0), (9, 0), (1, 4))):
+            spec = HeadSpec(4096, vocab_size, vocab_size, 0, np.dtype(jnp.bfloat16), None)
+            assert rule(kernel, spec, vectors, options).columns % 64 == 0
 
 
 def test_work_is_counted_in_full_tiles_and_full_rounds() -> None:
