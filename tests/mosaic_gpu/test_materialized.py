@@ -12,7 +12,7 @@ import pytest
 
 from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
 from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import Config
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from tests import compile_for_h200 as h200
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error
@@ -224,7 +224,7 @@ def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, option
     assert report.spilled_bytes == 0
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= N * V * jnp.dtype(dtype).itemsize
-    assert memory.temp_size_in_bytes <= 16 * 2**20
+    assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * 2**20
     made = re.findall(rf"= \(?\w+\[{N},{V}\]\S* ([\w-]+)\(", text[text.index("ENTRY") :])
     wide = 0 if plain or options.get("reduction") == "none" else 1  # the upstream scalar, where it is not 1
     assert sum(name in ("fusion", "copy", "copy-start", "while") for name in made) <= wide

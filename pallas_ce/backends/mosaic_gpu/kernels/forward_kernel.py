@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
@@ -18,18 +17,6 @@ from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
-from pallas_ce.streaming.loops import fori_loop
-
-# A program holds so many launches in place of a loop: of a choice between branches with loops the host is told.
-_MOST_WITHOUT_LOOP = 16
-
-
-def rows_at_once(config: Config, rows: int, columns: int, fields: int, partial_bytes: int) -> int:
-    """Of how many of the rows the partial statistics fit; whole tiles, at least one."""
-    fit = partial_bytes // (4 * fields * config.column_blocks(columns)) // config.tile_rows
-    blocks = config.row_blocks(rows)
-    launches = -(-blocks // max(1, fit))
-    return -(-blocks // launches) * config.tile_rows  # nearly equal launches
 
 
 def statistics(
@@ -50,32 +37,16 @@ def statistics(
         return Partial()
     rows, columns = hidden.shape[0], head.spec.vocab_size
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
-    at_once = rows_at_once(config, rows, columns, len(fields), partial_bytes)
-    outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
-    launches = -(-rows // at_once)
 
-    def launch(first: Any) -> Partial:
+    def launch(first: Any, at_once: int) -> Partial:
         numbers = {} if valid_rows is None else {"valid_rows": jnp.clip(valid_rows - first, 0, at_once)}
-        if launches > 1:
+        if at_once < rows:
             numbers["first_row"] = first
-        found = given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers)
-        return partials.read(found, fields, min(rows, at_once))
+        outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
+        return partials.read(given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields)
 
-    if launches <= _MOST_WITHOUT_LOOP:
-        each = [launch(0)]
-        for index in range(1, launches):  # one after the other, in the same memory
-            first, each[-1] = lax.optimization_barrier((jnp.int32(index * at_once), each[-1]))
-            each.append(launch(first))
-        return each[0] if launches == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts)[:rows], *each)
-
-    def one(index: jax.Array, whole: Partial) -> Partial:
-        first = index * at_once
-        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, (first,)), whole, launch(first))
-
-    some = jax.eval_shape(lambda: launch(0))
-    empty = jax.tree.map(lambda x: lax.empty((launches * at_once,), x.dtype), some)
-    return jax.tree.map(lambda x: x[:rows], fori_loop(0, launches, one, empty))
+    return partials.in_launches(rows, columns, len(fields), config, launch, partial_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,8 @@ def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None,
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
     epilogue = LogitsEpilogue(given.logits, groups * GROUP, config.rows)
     found = given.run("pallas_ce_logits", epilogue, outputs, inputs)
-    return Stored(found["logits"], found["maxima"], partials.read(found, _FIELDS, given.rows))
+    partial = jax.tree.map(lambda x: x[: given.rows], partials.read(found, _FIELDS))
+    return Stored(found["logits"], found["maxima"], partial)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch
+from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
@@ -64,10 +64,16 @@ def statistics(
     config = config or tiles(spec.dtype.itemsize)
     u = logit_weights if reads_logit_weights(names) else None
     product, of_logits, inputs = _prepare(spec, logits, config, u)
-    outputs = partials.outputs(fields, product.column_blocks, product.row_blocks * config.tile_rows)
-    epilogue, name = StatisticsEpilogue(of_logits, fields, config.width), "pallas_ce_materialized_statistics"
-    found = launch.run(name, product, (_aligned(logits),), epilogue, inputs, outputs)
-    return partials.read(found, fields, logits.shape[0])
+    epilogue, rows, aligned = StatisticsEpilogue(of_logits, fields, config.width), logits.shape[0], _aligned(logits)
+
+    def launch(first: Any, count: int) -> Partial:
+        numbers = {} if count >= rows else {"first_row": first}
+        some = dataclasses.replace(product, row_blocks=count // config.tile_rows)
+        outputs = partials.outputs(fields, product.column_blocks, count)
+        name = "pallas_ce_materialized_statistics"
+        return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
+
+    return partials.in_launches(rows, spec.columns, len(fields), config, launch)
 
 
 def dlogits(
@@ -100,7 +106,7 @@ def dlogits(
     epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
 
     def write(stored: Any) -> None:
-        launch.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
+        launching.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
 
     return pl.run_state(write)(_aligned(logits))
 

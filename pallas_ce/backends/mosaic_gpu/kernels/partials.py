@@ -6,11 +6,17 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Place
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.statistics.row import Partial, fields_for, joined, merge
+from pallas_ce.streaming.loops import fori_loop
 
 _OUTPUT = "partial_"
+
+# A program holds so many launches in place of a loop: of a choice between branches with loops the host is told.
+_MOST_WITHOUT_LOOP = 16
 
 
 def vectors(names: frozenset[str]) -> int:
@@ -37,12 +43,47 @@ def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
 
 
 def read(
-    found: dict[str, jax.Array],
-    fields: tuple[str, ...],
-    rows: int,
-    join: Callable[[Partial, Partial], Partial] = merge,
+    found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[[Partial, Partial], Partial] = merge
 ) -> Partial:
-    """Joins the column blocks of a kernel's outputs into one `Partial` of `[rows]`."""
+    """Joins the column blocks of a kernel's outputs into one `Partial`."""
     whole = joined(Partial(**{field: found[_OUTPUT + field] for field in fields}), join)
-    whole = jax.tree.map(lambda x: x[:rows], whole)
     return whole if whole.argmax is None else whole._replace(argmax=whole.argmax.astype(jnp.int32))
+
+
+def in_launches(
+    rows: int,
+    columns: int,
+    fields: int,
+    config: Config,
+    launch: Callable[[Any, int], Partial],
+    partial_bytes: int = PARTIALS_BYTES,
+) -> Partial:
+    """The `Partial` `[rows]` of launches of nearly equal size, of whose tiles the partial statistics fit.
+
+    Args:
+        rows: how many in all.
+        columns: how many each has.
+        fields: how many each tile leaves of a row.
+        config: the tiles.
+        launch: `(first, count)` to the `Partial` `[count]` of so many rows, whole tiles, from the first one on.
+        partial_bytes: what partial statistics may take; those of one row of tiles are made whatever they take.
+    """
+    blocks = config.row_blocks(rows)
+    fit = partial_bytes // (4 * fields * config.column_blocks(columns)) // config.tile_rows
+    launches = -(-blocks // max(1, fit))
+    count = -(-blocks // launches) * config.tile_rows
+    launches = -(-rows // count)
+    if launches <= _MOST_WITHOUT_LOOP:
+        each = [launch(0, count)]
+        for index in range(1, launches):  # one after the other, in the same memory
+            first, each[-1] = lax.optimization_barrier((jnp.int32(index * count), each[-1]))
+            each.append(launch(first, count))
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:rows], *each)
+
+    def one(index: jax.Array, whole: Partial) -> Partial:
+        first = index * count
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, (first,)), whole, launch(first, count))
+
+    some = jax.eval_shape(lambda: launch(0, count))
+    empty = jax.tree.map(lambda x: lax.empty((launches * count,), x.dtype), some)
+    return jax.tree.map(lambda x: x[:rows], fori_loop(0, launches, one, empty))

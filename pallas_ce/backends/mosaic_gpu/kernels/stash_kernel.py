@@ -6,7 +6,6 @@ again where the reference was a bad one. The statistics come from the unrounded 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +50,12 @@ def stash(
     outputs = partials.outputs(fields, given.product.column_blocks, given.padded_rows)
     outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
-    return functools.partial(partials.read, found, fields, given.rows, add), found["stash"]
+    stored = found.pop("stash")
+
+    def partial() -> Partial:
+        return jax.tree.map(lambda x: x[: given.rows], partials.read(found, fields, add))
+
+    return partial, stored
 
 
 @dataclasses.dataclass(frozen=True)
