@@ -1,5 +1,6 @@
 """The parts of a causal language model of transformers: its backbone, its head, and what it makes of their logits."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -44,6 +45,21 @@ def in_place_of_logits(model: Any, loss: Callable[[Tensor], Tensor], hidden: Ten
         return cast(Tensor, called(hidden))
     finally:
         del called.forward
+
+
+def has_forward_of_its_class(model: Any) -> bool:
+    """Whether nobody gave the model another forward than its class has, or whoever did took it away again."""
+    return getattr(model.forward, "__func__", None) is type(model).forward
+
+
+def reaches_forward_of_its_class(model: Any) -> bool:
+    """Whether the model's forward is that of its class, or says that it wraps that."""
+
+    def function(method: Any) -> Any:
+        return getattr(method, "__func__", method)
+
+    theirs = type(model).forward
+    return function(inspect.unwrap(model.forward, stop=lambda x: function(x) is theirs)) is theirs
 
 
 def passed_over(model: Any, head: Any) -> str | None:

@@ -70,8 +70,7 @@ class FusedHead:
                 `patch_causal_lm` refuses, or any where FSDP2 splits the head.
         """
         for model, lost in self.models.items():
-            # Whoever wraps the patched forward copies its attribute; TRL puts its own in the place.
-            if lost and not hasattr(model.forward, "patched"):
+            if lost and not causal_lm.reaches_forward_of_its_class(model):  # TRL puts its own in the place
                 raise ValueError(
                     f"this {type(model).__name__} was patched with {lost}, but TRL's trainers compute their losses "
                     "themselves, from log-probabilities: patch it without"
@@ -163,5 +162,5 @@ def _utils() -> Any:
     served = theirs == ours
     if not served or version not in TESTED:
         result = "was not tested with" if served else "has trainers that will not use"
-        warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=4)
+        warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=6)
     return utils if served else None
