@@ -1,4 +1,4 @@
-"""A patch goes with whatever is made of its model: pickles, copies, replicas, wrapped forwards; what loses it says so."""
+"""A patch goes with a model's pickles, copies, replicas and wrapped forwards; what loses it says so."""
 
 import copy
 import functools
@@ -59,9 +59,10 @@ def test_an_unpatched_model_is_of_its_own_class_again_and_leaves_nothing():
 @pytest.fixture
 def mixed_precision():
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    yield accelerator
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    reset = accelerate.state.AcceleratorState._reset_state  # one is made of another test's Trainer
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reset(reset_partial_state=True)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""Ids of every integer dtype, in the vocabulary and far outside it: they pick the same tokens, or none, or are refused."""
+"""Ids of every integer dtype, in the vocabulary and far outside it: they mean the same, or are named in an error."""
 
 import hypothesis
 import hypothesis.strategies as st

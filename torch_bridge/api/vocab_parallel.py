@@ -6,8 +6,8 @@ and sums. With l_k the log-sum-exp of part k, and L the largest of them,
     lse - L = log Σ_k exp(l_k - L),      d lse / d l_k = exp(l_k - lse),
 
 and the target's logit and the mean of all logits, both less L, are sums over the parts. Every process computes the same
-loss from these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each process
-has a share, is summed in the backward.
+loss from these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each
+process has a share, is summed in the backward.
 """
 
 import dataclasses
@@ -113,8 +113,8 @@ def vocab_parallel_cross_entropy(
     integration.check_normalizer(normalizer)
     if rows == vocab_size and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(
-            f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which would "
-            "count them several times: pass each process its own rows, or call linear_cross_entropy"
+            f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
+            "would count them several times: pass each process its own rows, or call linear_cross_entropy"
         )
     if validate_parts:
         _check_parts(weight.weight, vocab_start, vocab_size, group)
@@ -211,7 +211,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Merged(torch.autograd.Function):
-    """The largest log-sum-exp of all processes, and how far that of the whole lies above it; of -inf only, 0 and -inf."""
+    """The largest log-sum-exp of the processes, and how far that of the whole lies above; of -inf only, 0 and -inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """The parts of a causal language model of transformers: its backbone, its head, and what it makes of their logits."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -52,14 +51,14 @@ def has_forward_of_its_class(model: Any) -> bool:
     return getattr(model.forward, "__func__", None) is type(model).forward
 
 
-def reaches_forward_of_its_class(model: Any) -> bool:
-    """Whether the model's forward is that of its class, or says that it wraps that."""
-
-    def function(method: Any) -> Any:
-        return getattr(method, "__func__", method)
-
-    theirs = type(model).forward
-    return function(inspect.unwrap(model.forward, stop=lambda x: function(x) is theirs)) is theirs
+def forwards(model: Any) -> list[Any]:
+    """The model's forward and those that it says it wraps, as functions; up to that of its class."""
+    found, method = [], model.forward
+    while True:
+        found.append(getattr(method, "__func__", method))
+        if found[-1] is type(model).forward or not hasattr(found[-1], "__wrapped__"):
+            return found
+        method = found[-1].__wrapped__
 
 
 def passed_over(model: Any, head: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""The class that `patch_causal_lm` gives a model: a subclass of the model's own, which computes its loss without logits.
+"""The class that `patch_causal_lm` gives a model: a subclass of its own, which computes the loss without logits.
 
-It is a class, and not a forward among the model's attributes, so that the patch goes with whatever is made of the model:
-a copy, a pickle, a replica of `torch.nn.DataParallel`, a forward that is wrapped and unwrapped again. Classes of one
-kind of model are one; what a model was patched with is an attribute of its own.
+A class and not a forward among the model's attributes, so that the patch goes with whatever is made of the model: a
+copy, a pickle, a replica of `torch.nn.DataParallel`, a forward that is wrapped and unwrapped again. All models of a
+kind share the class, and each has what it was patched with for an attribute.
 """
 
 import dataclasses
@@ -67,7 +67,8 @@ def put(model: Any, patch: Patch) -> None:
     """Patches a model whose forward is that of its class, and serves TRL's trainers."""
     model.__dict__.pop("forward", None)  # as a wrapper that was taken off again leaves it
     if not isinstance(model, _Patched):
-        model.__class__ = _class(type(model))
+        kind: Any = type(model)
+        model.__class__ = _class(kind)
     model.__dict__[_ATTRIBUTE] = patch
     _serve(model, patch)
 
@@ -84,9 +85,9 @@ class _Patched:
     """What a patched class adds to the model's own but for the forward, which has its signature."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        reduced: Any = super().__reduce_ex__(protocol)
         own = _own_class(self)
-        return (_new, (own,), *state) if own else (function, arguments, *state)
+        return (_new, (own,), *reduced[2:]) if own else reduced
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -95,15 +96,14 @@ class _Patched:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "forward" and (patch := of(self)) and not causal_lm.reaches_forward_of_its_class(self):
-            function = getattr(value, "__func__", value)
-            module = getattr(function, "__module__", None) or ""
-            if not module.startswith("trl."):  # which is served
+        if name == "forward" and (patch := of(self)):
+            first, *_ = functions = causal_lm.forwards(self)
+            if functions[-1] is not type(self).forward:
+                name = f"{first.__module__}.{getattr(first, '__qualname__', type(first).__qualname__)}"
                 warnings.warn(
-                    f"the forward of this patched {type(self).__name__} was replaced by "
-                    f"{module}.{getattr(function, '__qualname__', function)}: what patch_causal_lm was given "
-                    f"({patch.options}) no longer counts, unless that calls the forward that was there. Leave it away "
-                    "(for Trainer, use_liger_kernel=False), or use unpatch_causal_lm first",
+                    f"the forward of this patched {type(self).__name__} was replaced by {name}: what patch_causal_lm "
+                    f"was given ({patch.options}) no longer counts, unless that calls the forward that was there. "
+                    "Leave it away (for Trainer, use_liger_kernel=False), or use unpatch_causal_lm first",
                     stacklevel=2,
                 )
 
@@ -115,22 +115,23 @@ def _own_class(model: Any) -> type | None:
 
 def _new(own: type) -> Any:
     """A patched model without attributes, for pickle to fill."""
-    kind = _class(own)
+    kind: Any = _class(own)
     return kind.__new__(kind)
 
 
 @functools.cache
-def _class(own: type) -> type:
+def _class(own: Any) -> type:
     """The patched class of a class of transformers, under the same name: transformers writes it into configurations."""
-    theirs: Any = own
-    of_own = _Own(theirs.forward, inspect.signature(theirs.forward))
+    of_own = _Own(own.forward, inspect.signature(own.forward))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = of(self)
-        return of_own.forward(self, *args, **kwargs) if patch is None else _forward(of_own, patch, self, *args, **kwargs)
+        return (
+            of_own.forward(self, *args, **kwargs) if patch is None else _forward(of_own, patch, self, *args, **kwargs)
+        )
 
     functools.update_wrapper(forward, of_own.forward)
-    del forward.__wrapped__  # whoever unwraps a forward is to stop here
+    del forward.__wrapped__  # type: ignore[attr-defined]  # whoever unwraps a forward is to stop here
     forward.__signature__ = of_own.signature  # type: ignore[attr-defined]
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
@@ -180,7 +181,7 @@ def _forward(
     labels, shift = (given["labels"], 1) if shifted is None else (shifted, 0)
     options = {name: x for name, x in patch.options.items() if model.training or name not in _IN_TRAINING}
 
-    items = given.get("num_items_in_batch")
+    items: Any = given.get("num_items_in_batch")
     # A replica of DataParallel gets its part of a vector; the model's own loss has the shape of what it is divided by.
     of_a_vector = isinstance(items, Tensor) and items.ndim > 0 and items.numel() == 1
 

@@ -141,7 +141,7 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
         >>> model[1]
         Linear(in_features=8, out_features=100, bias=True)
     """
-    head = model.get_submodule(name)
+    head: Any = model.get_submodule(name)
     if type(head) is not nn.Linear:
         raise TypeError(f"{name} is a {type(head).__name__}; take_head moves an nn.Linear")
     head.__class__ = HeadInLoss
@@ -150,7 +150,7 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
 
 def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
     """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now."""
-    head = model.get_submodule(name)
+    head: Any = model.get_submodule(name)
     if type(head) is not HeadInLoss:
         raise TypeError(f"{name} is a {type(head).__name__}, not a head that take_head took")
     head.__dict__.pop("returns", None)

@@ -70,7 +70,7 @@ class FusedHead:
                 `patch_causal_lm` refuses, or any where FSDP2 splits the head.
         """
         for model, lost in self.models.items():
-            if lost and not causal_lm.reaches_forward_of_its_class(model):  # TRL puts its own in the place
+            if lost and any(map(_is_of_trl, causal_lm.forwards(model))):
                 raise ValueError(
                     f"this {type(model).__name__} was patched with {lost}, but TRL's trainers compute their losses "
                     "themselves, from log-probabilities: patch it without"
@@ -143,6 +143,11 @@ def release(model: Any) -> None:
         head.models.pop(model, None)
         if not head.models:
             utils._ChunkedLogProbFunction = head.original
+
+
+def _is_of_trl(function: Any) -> bool:
+    """Whether TRL's modules define it; its own `__module__` is that of what it wraps."""
+    return bool(getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."))
 
 
 @functools.cache

@@ -57,8 +57,8 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """Statistics by name, in the dtype of sums; differentiable in the logits, once.
 
-    A row with NaN or +inf has NaN, and NaN for its gradient. One of -inf throughout has an `lse` and `log_prob` of -inf,
-    and gradient 0.
+    A row with NaN or +inf has NaN for all, and for its gradient. One of -inf throughout has an `lse` and `log_prob` of
+    -inf, and gradient 0.
 
     Args:
         logits: `[..., V']`, N rows.
