@@ -98,7 +98,7 @@ class _Patched:
         super().__setattr__(name, value)
         if name == "forward" and (patch := of(self)):
             first, *_ = functions = causal_lm.forwards(self)
-            if functions[-1] is not type(self).forward:
+            if functions[-1] is not type(self).forward:  # type: ignore[attr-defined]
                 name = f"{first.__module__}.{getattr(first, '__qualname__', type(first).__qualname__)}"
                 warnings.warn(
                     f"the forward of this patched {type(self).__name__} was replaced by {name}: what patch_causal_lm "

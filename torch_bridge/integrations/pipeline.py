@@ -154,7 +154,7 @@ def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
     if type(head) is not HeadInLoss:
         raise TypeError(f"{name} is a {type(head).__name__}, not a head that take_head took")
     head.__dict__.pop("returns", None)
-    head.__class__ = nn.Linear
+    head.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
