@@ -22,6 +22,11 @@ from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
 
+# What `pallas_ce.RowStatistics` calls the statistics, of which it has the mean of the logits and not that of their
+# distances from the lse.
+_MEAN = "mean_log_prob"
+_THEIRS = {"lse": "lse", "log_prob": "log_prob", _MEAN: "mean_logit"}
+
 
 class Loss(NamedTuple):
     """Static options of `pallas_ce.cross_entropy`.
@@ -58,10 +63,10 @@ class Kernels(NamedTuple):
         return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
 
     def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
-        """Those of each row, by `pallas_ce.RowStatistics`' names.
+        """Those of each row, in the order of the names.
 
         Args:
-            names: which.
+            names: "lse", "log_prob" and "mean_log_prob", which is `Σ_v u_v·log p_v`.
             rows: `[n, V']`, contiguous.
             ids: `[n]` int32, the targets; -1 for none.
             u: `[V']` float32, 0 for padding, if the mean is among the names.
@@ -127,12 +132,16 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
 
 def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
     rows = MaterializedRows(arrays["rows"], arrays["ids"], None, arrays.get("u"))
-    found = materialized_row_statistics(chosen, frozenset(names), rows)
+    found = materialized_row_statistics(chosen, frozenset(_THEIRS[name] for name in names), rows)
+    if _MEAN in names:
+        found = {**found, _MEAN: found[_THEIRS[_MEAN]] - arrays["u"].sum() * found["lse"]}
     return tuple(found[name] for name in names)
 
 
 def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
-    cotangents = {name: arrays[name] for name in names}
+    cotangents = {_THEIRS[name]: arrays[name] for name in names}
+    if _MEAN in names:
+        cotangents["lse"] = cotangents.get("lse", 0.0) - arrays["u"].sum() * arrays[_MEAN]
     rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
     return (materialized_row_gradient(chosen, rows, {"lse": arrays["kept lse"]}, cotangents),)
 

@@ -4,7 +4,10 @@ Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk o
 rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
 p = softmax(z), and cotangents g by statistic, the gradient is, rounded once,
 
-    dz_v = p_v·(g_lse - Σ_k g_log_prob[k]) + Σ_k [v = i_k]·(g_target_logit[k] + g_log_prob[k]) + u_v·g_mean_logit.
+    dz_v = p_v·(g_lse - Σ_k g_log_prob[k] - g_mean·Σ_w u_w) + Σ_k [v = i_k]·g_log_prob[k] + u_v·g_mean.
+
+Of the logits only `lse` holds the size: all else is made of their distances from the row's maximum, which a common
+offset does not round.
 """
 
 from collections.abc import Sequence
@@ -20,13 +23,14 @@ from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
 from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
 from torch_bridge.materialized.kernels import Kernels
+from torch_bridge.materialized.losses import times
 
 
 class Options(NamedTuple):
     """Static options; the operator's arguments behind the tensors.
 
     Attributes:
-        statistics: names joined by commas, "lse" first: `target_logit`, `log_prob`, `mean_logit`.
+        statistics: names joined by commas, "lse" first: `log_prob`, `mean_log_prob`.
         vocab_size: V; columns from there on are padding.
         softcap: c of `c·tanh(x/c)`, or None.
         temperature: what divides the logits.
@@ -53,13 +57,14 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """Statistics by name, in the dtype of sums; differentiable in the logits, once.
 
-    A row of -inf throughout has an `lse` and `log_prob` of -inf, and gradient 0.
+    A row with NaN or +inf has NaN for all, and for its gradient. One of -inf throughout has an `lse` and `log_prob` of
+    -inf, and gradient 0.
 
     Args:
         logits: `[..., V']`, N rows.
-        index: `[N, K]` int64 in `[0, V)`: whose `target_logit` and `log_prob`, which are `[N, K]`.
+        index: `[N, K]` int64 in `[0, V)`: whose `log_prob`, which is `[N, K]`.
         valid: `[N]` bool; the statistics and gradients of other rows are 0, whatever these hold. None: all are.
-        mean_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; None: 1/V each.
+        mean_weights: `[V]`, the u of `mean_log_prob = Σ_v u_v·log p_v`; None: 1/V each.
         options: static ones.
     """
     first_order.reverse_mode({"logits": logits, "index": index})
@@ -84,7 +89,7 @@ def _forward(
     cut = powers if served else chunks
     for part, rows in cut(logits):
         if served and served.serve(rows):
-            if "log_prob" in found:
+            if valid is None:
                 rows.gather(1, index[part])  # for its complaint about entries that there are not
             values = served.statistics(tuple(found), rows, index[part, 0].int(), columns)
         else:
@@ -92,8 +97,7 @@ def _forward(
         for kept, value in zip(found.values(), values, strict=True):
             kept[part] = value.view(kept[part].shape)
     without_gradient = found["lse"].isneginf()
-    if "log_prob" in found:
-        found["log_prob"].masked_fill_(without_gradient[:, None], -torch.inf)
+    found["log_prob"].masked_fill_(without_gradient[:, None], -torch.inf)
     if valid is not None:
         without_gradient |= ~valid
         for x in found.values():
@@ -133,20 +137,16 @@ def _backward(
 def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> list[Tensor]:
     """Those of a chunk, by PyTorch."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
-    found: dict[str, Tensor] = {}
-    if "log_prob" in options.names:
-        # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
-        log_p = torch.log_softmax(z, 1, dtype=dtype)
-        largest = rows[:, : options.vocab_size].amax(1).to(dtype) / options.temperature
-        found["log_prob"] = log_p.gather(1, index)
-        found["lse"] = torch.where(largest.isneginf(), largest, largest - log_p.amax(1))
-    else:
-        z = z.to(dtype)
-        found["lse"] = z.logsumexp(1)
-        found["target_logit"] = z.gather(1, index)
-    if "mean_logit" in options.names:
-        u = mean_weights
-        found["mean_logit"] = z.mean(1) if u is None else torch.where(u == 0, 0.0, z).mv(u)
+    largest = (z if options.temperature == 1.0 else rows[:, : options.vocab_size]).amax(1).to(dtype)
+    largest = largest / options.temperature
+    # PyTorch's own, which converts as it reads.
+    log_p = torch.log_softmax(z, 1, dtype=dtype)
+    found = {
+        "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
+        "log_prob": log_p.gather(1, index),
+    }
+    if "mean_log_prob" in options.names:
+        found["mean_log_prob"] = log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1)
     return [found[name] for name in options.names]
 
 
@@ -156,13 +156,15 @@ def _gradient(
     """That of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     cotangents = {name: x / options.temperature for name, x in cotangents.items()}
-    zeros = torch.zeros(index.shape, dtype=dtype, device=index.device)
-    for_log_prob = cotangents.get("log_prob", zeros)
-    for_lse = cotangents.get("lse", zeros.new_zeros(index.shape[0])) - for_log_prob.sum(1)
-    found = torch.softmax(z, 1, dtype=dtype).mul_(for_lse[:, None])
-    found.scatter_add_(1, index, cotangents.get("target_logit", zeros) + for_log_prob)
-    if (for_mean := cotangents.get("mean_logit")) is not None:
-        found.add_(for_mean[:, None] * (1.0 / options.vocab_size if mean_weights is None else mean_weights))
+    for_log_prob = cotangents.get("log_prob", torch.zeros(index.shape, dtype=dtype, device=index.device))
+    of_softmax = cotangents.get("lse", 0.0) - for_log_prob.sum(1)
+    if (for_mean := cotangents.get("mean_log_prob")) is not None:
+        u = z.new_full(z.shape[1:], 1.0 / options.vocab_size, dtype=dtype) if mean_weights is None else mean_weights
+        of_softmax = of_softmax - for_mean * u.sum()
+    found = torch.softmax(z, 1, dtype=dtype).mul_(of_softmax[:, None])
+    found.scatter_add_(1, index, for_log_prob)
+    if for_mean is not None:
+        found.addr_(for_mean, u)
     if options.softcap is not None:
         found.mul_(1 - (z / options.softcap) ** 2)
     return found
@@ -192,7 +194,7 @@ def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> LogitsSpec:
 
 def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
     """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
-    if "mean_logit" not in options.names:
+    if "mean_log_prob" not in options.names:
         return None
     padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
     padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
@@ -200,7 +202,7 @@ def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) ->
 
 
 def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[str, Tensor]:
-    shapes = {name: index.shape if name in ("target_logit", "log_prob") else index.shape[:1] for name in options.names}
+    shapes = {name: index.shape if name == "log_prob" else index.shape[:1] for name in options.names}
     return {name: logits.new_empty(shape, dtype=wide(logits.dtype)) for name, shape in shapes.items()}
 
 
