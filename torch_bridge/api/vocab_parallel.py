@@ -5,7 +5,8 @@ and sums. With l_k the log-sum-exp of part k, and L the largest of them,
 
     lse - L = log Σ_k exp(l_k - L),      d lse / d l_k = exp(l_k - lse),
 
-and the target's logit and the mean of all logits, both less L, are sums over the parts. Every process computes the same
+and the target's logit and the mean of all logits, both less L, are sums over the parts. A log-sum-exp is rounded to the
+size of the logits; so `l_k - L` is made of a logit z of part k, as `(z - L) - log p_z`. Every process computes the same
 loss from these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each
 process has a share, is summed in the backward.
 """
@@ -120,13 +121,14 @@ def vocab_parallel_cross_entropy(
         _check_parts(weight.weight, vocab_start, vocab_size, group)
     target = target.long()  # narrower integers could not be compared with V
     counted = losses.counted(target, vocab_size, ignored)
-    names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
+    names = ("lse", "target_logit", "log_prob", *(("mean_log_prob",) if label_smoothing else ()))
     if weight.down is not None:
         weight = dataclasses.replace(weight, down=_apply(_Shared, weight.down, group))
+    within = target - vocab_start
     here = linear_row_statistics(
         _apply(_Shared, input, group),
         weight.weight if weight.down is None else weight,
-        torch.where(counted, within := target - vocab_start, -1),
+        torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part
         statistics=names,
         row_mask=counted,
         linear_bias=linear_bias,
@@ -136,10 +138,13 @@ def vocab_parallel_cross_entropy(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
-    largest, log_sum = _apply(_Merged, here.lse, group)
-    parts: list[Any] = [torch.where((within >= 0) & (within < rows), here.target_logit - largest, 0.0)]
-    if here.mean_logit is not None:
-        parts.append((here.mean_logit - largest) * (rows / vocab_size))
+    largest = _largest(here.lse, group)
+    distance = here.target_logit - largest
+    above = torch.where(here.target_logit.isinf(), here.lse - largest, distance - here.log_prob)
+    parts: list[Any] = [torch.where((within >= 0) & (within < rows), distance, 0.0)]
+    if here.mean_log_prob is not None:
+        parts.append((here.mean_log_prob + above) * (rows / vocab_size))
+    log_sum = _apply(_LogSum, above, group)
     log_prob, *mean_log_prob = _apply(_Sum, torch.stack(parts), group) - log_sum
     return losses.cross_entropy(
         largest + log_sum,
@@ -210,22 +215,25 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Merged(torch.autograd.Function):
-    """The largest log-sum-exp of the processes, and how far that of the whole lies above; of -inf only, 0 and -inf."""
+def _largest(lse: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest log-sum-exp of the processes, a constant; 0 where that is infinite."""
+    top = lse.detach().clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(top.isinf(), 0.0, top)
+
+
+class _LogSum(torch.autograd.Function):
+    """The logarithm of the sum of the processes' exponentials."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        top = x.clone()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        top = torch.where(top == -torch.inf, 0.0, top)
-        mine = torch.exp(x - top)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        mine = torch.exp(x)
         total = mine.clone()
         dist.all_reduce(total, group=group)
         ctx.save_for_backward(mine / torch.where(total == 0, 1.0, total))
-        ctx.mark_non_differentiable(top)
-        return top, torch.log(total)
+        return torch.log(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (share,) = ctx.saved_tensors
-        return gradients[1] * share, None
+        return gradients[0] * share, None

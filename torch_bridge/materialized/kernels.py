@@ -1,7 +1,7 @@
 """Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,8 @@ from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
 
-# What `pallas_ce.RowStatistics` calls the statistics, of which it has the mean of the logits and not that of their
-# distances from the lse.
-_MEAN = "mean_log_prob"
-_THEIRS = {"lse": "lse", "log_prob": "log_prob", _MEAN: "mean_logit"}
+# What the gradient is made of, beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
+KEPT = ("max_logit", "log_sum")
 
 
 class Loss(NamedTuple):
@@ -66,7 +64,7 @@ class Kernels(NamedTuple):
         """Those of each row, in the order of the names.
 
         Args:
-            names: "lse", "log_prob" and "mean_log_prob", which is `Σ_v u_v·log p_v`.
+            names: "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and those of `KEPT`.
             rows: `[n, V']`, contiguous.
             ids: `[n]` int32, the targets; -1 for none.
             u: `[V']` float32, 0 for padding, if the mean is among the names.
@@ -77,13 +75,16 @@ class Kernels(NamedTuple):
         self,
         rows: Tensor,
         ids: Tensor,
-        lse: Tensor,
+        kept: Sequence[Tensor],
         cotangents: dict[str, Tensor],
         u: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> None:
-        """Writes the gradient over the rows, 0 where they are not `valid [n]`; cotangents by statistics' names."""
-        named = {"rows": rows, "ids": ids, "kept lse": lse, "valid": valid, "u": u}
+        """Writes the gradient over the rows, 0 where they are not `valid [n]`.
+
+        `kept` are the statistics of `KEPT`; cotangents are by statistics' names.
+        """
+        named = {"rows": rows, "ids": ids, "valid": valid, "u": u} | dict(zip(KEPT, kept, strict=True))
         (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
         exchange.written(rows, gradient)
 
@@ -132,18 +133,14 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
 
 def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
     rows = MaterializedRows(arrays["rows"], arrays["ids"], None, arrays.get("u"))
-    found = materialized_row_statistics(chosen, frozenset(_THEIRS[name] for name in names), rows)
-    if _MEAN in names:
-        found = {**found, _MEAN: found[_THEIRS[_MEAN]] - arrays["u"].sum() * found["lse"]}
+    found = materialized_row_statistics(chosen, frozenset(names), rows)
     return tuple(found[name] for name in names)
 
 
 def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
-    cotangents = {_THEIRS[name]: arrays[name] for name in names}
-    if _MEAN in names:
-        cotangents["lse"] = cotangents.get("lse", 0.0) - arrays["u"].sum() * arrays[_MEAN]
+    kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
     rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
-    return (materialized_row_gradient(chosen, rows, {"lse": arrays["kept lse"]}, cotangents),)
+    return (materialized_row_gradient(chosen, rows, kept, cotangents),)
 
 
 def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -82,16 +82,20 @@ def row_statistics(
 def _forward(
     logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, *static: Any
 ) -> list[Tensor]:
-    """The statistics, and behind them which rows have no gradient."""
+    """The statistics; behind them what the kernels' gradient is made of `[2, N]`, and which rows have none."""
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
+    normaliser = found["lse"].new_zeros(len(kernels.KEPT), *found["lse"].shape)
     cut = powers if served else chunks
     for part, rows in cut(logits):
         if served and served.serve(rows):
             if valid is None:
                 rows.gather(1, index[part])  # for its complaint about entries that there are not
-            values = served.statistics(tuple(found), rows, index[part, 0].int(), columns)
+            names = (*found, *kernels.KEPT)
+            *values, normaliser[0, part], normaliser[1, part] = served.statistics(
+                names, rows, index[part, 0].int(), columns
+            )
         else:
             values = _statistics(rows, index[part], mean_weights, options)
         for kept, value in zip(found.values(), values, strict=True):
@@ -102,14 +106,14 @@ def _forward(
         without_gradient |= ~valid
         for x in found.values():
             x.masked_fill_(~valid.view(-1, *[1] * (x.ndim - 1)), 0.0)
-    return [*found.values(), without_gradient]
+    return [*found.values(), normaliser, without_gradient]
 
 
 def _backward(
     logits: Tensor,
     index: Tensor,
     mean_weights: Tensor | None,
-    lse: Tensor,
+    normaliser: Tensor,
     without_gradient: Tensor,
     cotangents: Sequence[Tensor | None],
     *static: Any,
@@ -126,7 +130,8 @@ def _backward(
                 of_rows.copy_(rows)
             by_name = {name: x.view(-1) for name, x in by_name.items()}
             with_gradient = ~without_gradient[part]
-            served.replace_by_gradient(of_rows, index[part, 0].int(), lse[part], by_name, columns, with_gradient)
+            kept = [x[part] for x in normaliser]
+            served.replace_by_gradient(of_rows, index[part, 0].int(), kept, by_name, columns, with_gradient)
             continue
         found = _gradient(rows, index[part], mean_weights, by_name, options)
         of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)
@@ -208,19 +213,20 @@ def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[s
 
 def _forward_shapes(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:
     statistics = _empty_statistics(logits, index, Options(*static))
-    return [*statistics.values(), logits.new_empty(index.shape[:1], dtype=torch.bool)]
+    normaliser = statistics["lse"].new_empty(len(kernels.KEPT), *index.shape[:1])
+    return [*statistics.values(), normaliser, logits.new_empty(index.shape[:1], dtype=torch.bool)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     logits, index, _, mean_weights, *ctx.static = inputs
-    ctx.save_for_backward(logits, index, mean_weights, output[0], output[-1])
-    ctx.mark_non_differentiable(output[-1])
+    ctx.save_for_backward(logits, index, mean_weights, *output[-2:])
+    ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any = None) -> tuple[Tensor | None, ...]:
     """The gradients of all arguments; by the operator, unless `compute` is given."""
-    gradient, given = None, list(cotangents[:-1])
+    gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
         compute = compute or torch.ops.pallas_ce.materialized_row_statistics_backward
         gradient = compute(*ctx.saved_tensors, given, *ctx.static)
@@ -228,7 +234,7 @@ def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any =
 
 
 class _RowStatistics(torch.autograd.Function):
-    """`(logits, index, valid, mean_weights, *options) -> (*statistics, rows without gradient)`, past the dispatcher."""
+    """`(logits, index, valid, mean_weights, *options)` to what `_forward` returns, past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -265,7 +271,7 @@ _backward_operator = torch.library.custom_op(
     "pallas_ce::materialized_row_statistics_backward",
     _backward_in_own_memory,
     mutates_args=(),
-    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor lse, Tensor without_gradient, "
+    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "
     f"Tensor?[] cotangents, {_SCHEMA}) -> Tensor",
 )
 _backward_operator.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
