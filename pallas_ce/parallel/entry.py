@@ -24,7 +24,7 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Batch, Head
-from pallas_ce.parallel.partitioning import Names, row_names, spec_of, split, weight_names
+from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
@@ -127,7 +127,9 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
             del shards, head
             return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
 
-        return _flat_and_split(None, headless, whole_head=True)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
+        return _flat_and_split(None, headless, whole_head=True)(
+            RowArrays(Batch(first), None, more=others), None, *shared
+        )[0]
 
     return entered
 
@@ -202,7 +204,7 @@ def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> t
 
 
 def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
-    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; with a whole head by the rows only."""
+    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; a whole head's by the rows only."""
 
     def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((rows, head, *shared))
@@ -229,7 +231,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
             del result
             specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
-            axes, shards = split(mesh, jax.tree.unflatten(structure, specs), rows, parted)
+            given_specs = jax.tree.unflatten(structure, specs)
+            axes, shards = split(mesh, given_specs, rows, parted)
             taken = axes
             if parted is not None and parted.weight.dtype.itemsize <= parted.spec.dtype.itemsize:
                 # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
@@ -239,14 +242,28 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
 
+            apart = apart_over_width(mesh, given_specs, rows, parted, axes)
+
             def local(*operands: jax.Array) -> list[jax.Array]:
                 # A device knows the axes by their names only, and itself.
                 alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
                 with jax.sharding.use_abstract_mesh(alone):
-                    return jax.tree.leaves(flat(shards, operands[:count]))
+                    rows, head, *shared = jax.tree.unflatten(structure, operands[:count])
+                    rows, head = apart.joined(rows, head)
+                    return jax.tree.leaves(operation(shards, rows, head, *shared))
 
-            places = tuple(place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True))
-            return mesh, local, [place(d, axes) for d in out_names], places
+            def placed(array: Any, dims: Names, running: bool) -> NamedSharding:
+                here = axes if running else taken
+                if array is rows.batch.hidden and apart.hidden:
+                    here = {name: without(here[name], apart.hidden) for name in row_names(rows)} | {
+                        dims[-1]: apart.hidden
+                    }
+                elif parted is not None and array is parted.weight and apart.weight:
+                    here = here | {"width": here["width"] + apart.weight}
+                return place(dims, here)
+
+            places = map(placed, (*leaves, *consts), names, is_running)
+            return mesh, local, [place(d, axes) for d in out_names], tuple(places)
 
         rule = SdyShardingRule(
             tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)

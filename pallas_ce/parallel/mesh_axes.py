@@ -153,14 +153,14 @@ def check_split(mesh_axes: MeshAxes | None, weight: Any, hidden: Any, others: An
     rows = _of_several_devices(set(unsaid) & varying(hidden))
     name = _named(unsaid or absent)
     parts = f"vocabulary={name!r}" + (f", rows={_named(rows)!r}" if rows else "")
+    taken = f"a part along {list(absent)}" if absent else "the whole vocabulary"
     message = (
         f"weight varies over the mesh axes {list(_of_several_devices(varies))} of the surrounding shard_map, and "
-        f"mesh_axes={mesh_axes} takes a device's own for "
-        f"{f'a part along {list(absent)}' if absent else 'the whole vocabulary'}: the results would be wrong unless "
-        f"that is so. For a part of the vocabulary, by in_specs {name!r}, pass mesh_axes=MeshAxes({parts}); for a whole "
-        "weight, gathered or made for each device, mesh_axes=MeshAxes(). To a function without mesh_axes pass "
-        f"jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, to='invarying'), or, with a weight for each "
-        f"device, jax.lax.pcast(hidden, {name!r}, to='varying')"
+        f"mesh_axes={mesh_axes} takes a device's own for {taken}: if it is not that, results are wrong. Where it is a "
+        f"part, by in_specs with {name!r}, pass mesh_axes=MeshAxes({parts}); where each device has a whole weight, "
+        "gathered or its own, mesh_axes=MeshAxes(). To a function without mesh_axes pass "
+        f"jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, to='invarying'), or, with a weight for "
+        f"each device, jax.lax.pcast(hidden, {name!r}, to='varying')"
     )
     if absent or _of_several_devices(varies - varying((hidden, others))):
         raise ValueError(message)

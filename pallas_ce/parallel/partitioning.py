@@ -1,8 +1,7 @@
 """What the shardings of a call's arrays amount to, under `jit` and for `explain`.
 
 The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes; `split` decides what
-that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations. Hidden states whose width is split
-are gathered, as those of sequence parallelism are.
+that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations, whatever the layout.
 """
 
 import dataclasses
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out
+from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out, without
 
 # An array's dimensions by name. `row0`, `row1`, …, `vocabulary` and `width` may be split, others are left whole.
 Names = tuple[str, ...]
@@ -81,6 +81,45 @@ def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | N
             divided(name, axis)
     of_hidden, of_head = _hidden_bytes(mesh, rows, over_rows()), _weight_bytes(mesh, head, axes)
     return axes, lay_out(over_rows(), axes["vocabulary"], axes["width"], of_hidden, of_head)
+
+
+class Apart(NamedTuple):
+    """Axes over which arrays come in parts of their width that are worked on otherwise.
+
+    Attributes:
+        hidden: the hidden states', which split the rows; parts are exchanged for parts of the rows. XLA itself would
+            gather the hidden states first, and warn of it.
+        dimension: the rows' dimension that these split.
+        weight: the weight's, which split nothing; it is gathered, once in each pass. XLA itself would keep it between.
+    """
+
+    hidden: Axes = ()
+    dimension: int = 0
+    weight: Axes = ()
+
+    def joined(self, rows: RowArrays, head: Head | None) -> tuple[RowArrays, Head | None]:
+        """Rows and head as they are worked on, from what comes in."""
+        if self.hidden:
+            hidden = rows.batch.hidden
+            hidden = lax.all_to_all(hidden, self.hidden, self.dimension, hidden.ndim - 1, tiled=True)
+            rows = rows._replace(batch=rows.batch._replace(hidden=hidden))
+        if head is not None:
+            head = Shards(gathered_width=self.weight).gather(head)
+        return rows, head
+
+
+def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None, axes: dict[str, Axes]) -> Apart:
+    """Which arrays come in parts of their width, where `given` and `axes` are those of `split`."""
+    hidden, weight = _axes(mesh, given[0].batch.hidden[-1:]), ()
+    ends = [axes[name][-len(hidden) :] == hidden for name in row_names(rows)]
+    if not hidden or True not in ends or rows.batch.hidden.shape[-1] % _devices(mesh, hidden):
+        hidden = ()
+    if head is not None:
+        width = (axis for name, axis in _splits(mesh, weight_names(head), given[1].weight) if name == "width")
+        weight = without(tuple(width), axes["width"] + axes["vocabulary"])
+        if head.spec.hidden_size % _devices(mesh, axes["width"] + weight):
+            weight = ()
+    return Apart(hidden, ends.index(True) if hidden else 0, weight)
 
 
 def _hidden_bytes(mesh: Mesh | AbstractMesh, rows: RowArrays, over_rows: Axes) -> int:
@@ -165,7 +204,7 @@ def spec_of(mesh: Mesh, place: Sharding, dimensions: int) -> PartitionSpec:
     starts = starts.reshape(*mesh.devices.shape, dimensions)
     others = (0,) * (mesh.devices.ndim - 1)
     # How far parts lie along each dimension from that of the mesh's first device: the further, the more major the axis.
-    reach = {axis: np.moveaxis(starts, i, 0)[:, *others].max(axis=0) for i, axis in enumerate(mesh.axis_names)}
+    reach = {axis: np.moveaxis(starts, i, -1)[others].max(axis=-1) for i, axis in enumerate(mesh.axis_names)}
     by_reach = (sorted(reach, key=lambda axis: -reach[axis][i]) for i in range(dimensions))
     return PartitionSpec(*(tuple(axis for axis in order if reach[axis][i]) for i, order in enumerate(by_reach)))
 

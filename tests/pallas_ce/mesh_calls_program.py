@@ -138,7 +138,9 @@ def others() -> Iterator[str]:
     with pytest.raises(ValueError, match=r"hidden varies over \['tensor'\]"):
         mapped(True, P("tensor"), MeshAxes("tensor"))
     for said in (MeshAxes("tensor"), MeshAxes(ALL), MeshAxes("tensor", "data")):  # of a weight that is whole
-        with pytest.raises(ValueError, match=r"varies over the mesh axes \[\] .*a part along \[.*'tensor'\].*MeshAxes\(\)"):
+        with pytest.raises(
+            ValueError, match=r"varies over the mesh axes \[\] .*a part along \[.*'tensor'\].*MeshAxes\(\)"
+        ):
             mapped(True, P(), said, P())
     with pytest.raises(ValueError, match=r"varies over the mesh axes \['tensor'\] .* a part along \['data'\]"):
         mapped(True, P(), MeshAxes(ALL))
