@@ -239,10 +239,10 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                 shards = dataclasses.replace(shards, handed_whole=True)
                 taken = axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
 
+            apart = apart_over_width(mesh, given_specs, rows, parted, axes)
+
             def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
-
-            apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
             def local(*operands: jax.Array) -> list[jax.Array]:
                 # A device knows the axes by their names only, and itself.
@@ -252,17 +252,13 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                     rows, head = apart.joined(rows, head)
                     return jax.tree.leaves(operation(shards, rows, head, *shared))
 
-            def placed(array: Any, dims: Names, running: bool) -> NamedSharding:
-                here = axes if running else taken
-                if array is rows.batch.hidden and apart.hidden:
-                    here = {name: without(here[name], apart.hidden) for name in row_names(rows)} | {
-                        dims[-1]: apart.hidden
-                    }
-                elif parted is not None and array is parted.weight and apart.weight:
-                    here = here | {"width": here["width"] + apart.weight}
-                return place(dims, here)
-
-            places = map(placed, (*leaves, *consts), names, is_running)
+            places = [place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True)]
+            if apart.hidden:
+                by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}
+                places[0] = place(names[0], by_row | {names[0][-1]: apart.hidden})
+            if apart.weight:
+                first = len(jax.tree.leaves(rows))  # of the head's arrays
+                places[first] = place(names[first], taken | {"width": taken["width"] + apart.weight})
             return mesh, local, [place(d, axes) for d in out_names], tuple(places)
 
         rule = SdyShardingRule(

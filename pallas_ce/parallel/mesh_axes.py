@@ -40,7 +40,8 @@ class MeshAxes:
             differentiated (or nothing is). Only for `check_vma=False`.
 
     Raises:
-        ValueError: axes that are not those of the surrounding `shard_map`, or that do not go together.
+        ValueError: axes that are not those of the surrounding `shard_map`, that do not go together, or over which JAX
+            knows that the arrays do not vary.
         NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
 
     Example:

@@ -110,7 +110,8 @@ class Apart(NamedTuple):
 
 def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None, axes: dict[str, Axes]) -> Apart:
     """Which arrays come in parts of their width, where `given` and `axes` are those of `split`."""
-    hidden, weight = _axes(mesh, given[0].batch.hidden[-1:]), ()
+    weight: Axes = ()
+    hidden = _axes(mesh, given[0].batch.hidden[-1:])
     ends = [axes[name][-len(hidden) :] == hidden for name in row_names(rows)]
     if not hidden or True not in ends or rows.batch.hidden.shape[-1] % _devices(mesh, hidden):
         hidden = ()

@@ -45,7 +45,8 @@ def test_any_options_split_over_a_mesh(p: Problem, layout: Any, backward: str) -
 
 
 WHOLE = P()
-# A gradient's terms, up to 20 times as large as what they add up to, are rounded to float32 in another order.
+# A gradient's terms, up to 20 times as large as what they add up to, are rounded to float32 in another order; of one
+# token's weight they cancel.
 TOLERANCE = 20 * 32 * 2.0**-24
 Call = Callable[..., Any]
 
@@ -166,7 +167,7 @@ class Laid:
         explicit = AxisType.Explicit in on.axis_types
         with jax.set_mesh(on) if explicit else contextlib.nullcontext():
             got = jax.jit(functools.partial(_results, name, function))(*given)
-        same(got, _results(name, _alone(name), *arrays), TOLERANCE)
+        same(got, _results(name, _alone(name), *arrays), TOLERANCE, floor=0.1)
 
 
 FSDP_AND_TP = P("b", "a")
