@@ -217,15 +217,17 @@ def of_pytorch(logits, target, options):
     return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 @hypothesis.given(offset=st.sampled_from([0.0, 1e2, -1e4, 1e5, 1e6]), seed=st.integers(0, 99))
-def test_at_any_common_offset_the_error_is_no_larger_than_pytorchs_own_on_the_same_logits(name, offset, seed):
+def test_at_any_common_offset_the_error_is_no_larger_than_pytorchs_own_on_the_same_logits(name, kernels, offset, seed):
     logits, target = problem(torch.float32, (40,), scale=2.0, seed=seed)
     logits = (logits.detach() + offset).requires_grad_()
     exact, exact_gradient = of_pytorch(logits.double(), target, EXACT[name])
     plain, plain_gradient = of_pytorch(logits, target, EXACT[name])
-    loss = cross_entropy(logits, target, reduction="none", **EXACT[name])
-    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    with mock.patch.object(chunks, "LEAST_ROWS", 4), as_on_a_gpu(kernels):
+        loss = cross_entropy(logits, target, reduction="none", **EXACT[name])
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
     assert ((loss - exact).abs() <= (plain - exact).abs() + 1e-6).all()
     allowed = (plain_gradient - exact_gradient).abs() + 1e-6
     assert ((gradient - exact_gradient).abs() <= allowed).all()

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from torch import Tensor
 
 import pallas_ce
@@ -139,6 +140,8 @@ def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Ar
 
 def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
     kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
+    if "u" in arrays:
+        kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
     rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
     return (materialized_row_gradient(chosen, rows, kept, cotangents),)
 
