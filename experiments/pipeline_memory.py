@@ -16,6 +16,7 @@ from the stage before, and their gradients are made, but nothing is sent. Peaks 
 frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from experiments.bench.processes import apart
 from experiments.bench.results import describe
 from experiments.bench.used import allocated_peak_bytes, used_bytes
 from experiments.command_line import command, parser_of, positive, save_figure, write_record
-from torch_bridge.integrations.pipeline import HeadInLoss, PipelineFusedLoss
+from torch_bridge import take_head
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_memory.json"
 REST_OF_STAGE = 2 * 10**9
@@ -57,6 +58,12 @@ def chunked(logits: Tensor, target: Tensor) -> Tensor:
     return torch.stack(parts).sum() / target.numel()
 
 
+def fused(implementation: str | None, head: nn.Linear) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """The head's loss, which has taken it."""
+    model = nn.Sequential(head)
+    return model, take_head(model, "0", implementation=implementation)
+
+
 def contenders(
     implementation: str | None = None,
 ) -> dict[str, Callable[[nn.Linear], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]]:
@@ -64,7 +71,7 @@ def contenders(
     return {
         "logits": lambda head: (head, stored_logits),
         "chunked": lambda head: (head, chunked),
-        "fused": lambda head: (HeadInLoss(head), PipelineFusedLoss(head, implementation=implementation)),
+        "fused": functools.partial(fused, implementation),
     }
 
 

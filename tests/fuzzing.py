@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Makes this a process for what other tests run in one of its own, before JAX starts and Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
     for file in ("in_interpreter.py", "on_a_mesh.py"):
         config.addinivalue_line("python_files", file)
 

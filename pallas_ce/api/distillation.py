@@ -19,7 +19,6 @@ from pallas_ce.modes.call import Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
-from pallas_ce.parallel.shards import Shards
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 
@@ -160,7 +159,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    shards = shards_of(MeshAxes(), student, (teacher, options)) or Shards()
+    shards = shards_of(MeshAxes(), student, (teacher, options))
     pair = two_heads.Pair(_divergence(divergence, beta), streams, shards)
     return _linear_distillation(pair, _streamed(implementation), student, teacher, options)
 

@@ -203,7 +203,7 @@ def _explain(
     spec = specs.head_spec(
         hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, up=up, down=down
     )
-    leading = hidden.shape[:-1]
+    leading, of_labels = hidden.shape[:-1], labels
     if labels is not None:
         labels = _described("labels", labels)
         arguments.check_labels(labels, leading, several=True)
@@ -216,7 +216,7 @@ def _explain(
     exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
     exists |= {"up": up is not None, "down": down is not None}
     needs_grad = NeedsGrad(**{name: there and name in differentiate for name, there in exists.items()})
-    part = share(*arrays, spec)
+    part = share(*arrays, of_labels, spec)
     how = decide(
         spec,
         math.prod(leading),

@@ -13,7 +13,7 @@ from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.select import warn_once
 from pallas_ce.dispatch.settings import Settings, decide
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
-from pallas_ce.parallel.mesh_axes import MeshAxes, doubt_of_split, refuse_shift, refuse_unsaid_split, shards_of
+from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.rows import flat_rows
 
@@ -58,7 +58,7 @@ class CheckedCall:
 
     def settings(self, others: Any = (), *, scalar_loss: bool = False, backward: Backward = "auto") -> Settings:
         """How the call is carried out; `others` are its further arrays."""
-        if self.mesh_axes is None and (doubt := doubt_of_split(self.weight, self.hidden)):
+        if doubt := check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask)):
             warn_once(doubt)
         return decide(
             self.spec,
@@ -162,9 +162,8 @@ def read_head(
         labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
     row_mask = arguments.row_mask(row_mask, leading)
     if shift := arguments.shift(shift, labels, leading):
-        refuse_shift(shift, (hidden, labels), weight)
-    if mesh_axes is None:
-        refuse_unsaid_split(weight, (hidden, labels, row_mask))
+        refuse_shift(shift, (hidden, labels))
+    check_split(mesh_axes, weight, hidden, (labels, row_mask))
     return CheckedCall(
         hidden,
         weight,

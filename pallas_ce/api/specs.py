@@ -49,6 +49,7 @@ def head_spec(
     rows = held * parts[0]
     if hidden.shape[-1] != width:
         other = " (is vocab_axis the right one?)" if hidden.shape[-1] == rows else ""
+        other += f", of which mesh_axes.width makes weight one of {parts[1]} parts" if parts[1] > 1 else ""
         raise ValueError(
             f"hidden has shape {hidden.shape} and weight {weight.shape} with vocab_axis={vocab_axis}: "
             f"the hidden size is {hidden.shape[-1]} in the one and {width} in the other{other}"
@@ -61,6 +62,11 @@ def head_spec(
     if jax.sharding.get_abstract_mesh().manual_axes and parts == (1, 1):
         entries += "; of a weight that is split, mesh_axes must tell"
     vocab_size = rows if vocab_size is None else checks.count("vocab_size", vocab_size, rows, entries)
+    if parts[0] > 1 and vocab_size <= held:
+        raise ValueError(
+            f"vocab_size={vocab_size} with a weight of {held} entries, which mesh_axes.vocabulary takes for one of "
+            f"{parts[0]} parts: it holds the vocabulary alone. Pass each device its part, or name no vocabulary axes"
+        )
     chosen = _compute_dtype(hidden, weight, dtype)
     how, rank = resolve(precision, chosen), 0 if up is None else _rank(up, down, held, width, vocab_axis)
     return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how, rank=rank)

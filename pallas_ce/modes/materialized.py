@@ -110,14 +110,6 @@ def _backward(
     return (gradient,)
 
 
-def row_gradient_from_lse(
-    settings: MaterializedSettings, rows: MaterializedRows, kept: Statistics, cotangents: Statistics
-) -> jax.Array:
-    """`row_gradient` for callers that keep the "lse" alone, which is rounded to the size of the logits."""
-    lse = kept["lse"]
-    return row_gradient(settings, rows, {"max_logit": lse, "log_sum": jnp.zeros_like(lse)}, cotangents)
-
-
 def row_gradient(
     settings: MaterializedSettings, rows: MaterializedRows, kept: Statistics, cotangents: Statistics
 ) -> jax.Array:

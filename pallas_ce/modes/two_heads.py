@@ -41,11 +41,11 @@ class Teacher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Static facts of one call; `shards` says how the rows are split inside a `shard_map` that tracks it."""
+    """Static facts of one call; `shards` says how the rows are split inside a `shard_map`, None elsewhere."""
 
     divergence: Divergence
     streams: Streams
-    shards: Shards
+    shards: Shards | None
 
     def variants(self, head: Head) -> tuple["Pair"]:
         """The one way for every platform."""
@@ -63,7 +63,7 @@ def _backward(
 ) -> Gradients:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
-        operation = streamed(pair, functools.partial(_gradients, needs_grad))
+        operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
         more = (teacher.hidden, found, cotangent)
         return sweep.finished(
             operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)

@@ -24,7 +24,7 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ce.head import Batch, Head
-from pallas_ce.parallel.partitioning import Names, row_names, split, weight_names
+from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
@@ -97,10 +97,11 @@ class How(Protocol):
         ...
 
 
-def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]]) -> Operation:
+def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
     """`operation(how, shards, rows, head, *shared)` as an `Operation` on rows of any leading shape.
 
-    It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head.
+    It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
+    that is the `whole_head` for operations that know no part of one.
     """
 
     def on_device(shards: Shards, rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
@@ -110,7 +111,7 @@ def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]]) -> Opera
             how.variants(head), lambda how, *arrays: operation(how, shards, *arrays), rows, head, *shared
         )
 
-    return _flat_and_split(how.shards, on_device)
+    return _flat_and_split(how.shards, on_device, whole_head)
 
 
 def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +127,9 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
             del shards, head
             return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
 
-        return _flat_and_split(None, headless)(RowArrays(Batch(first), None, more=others), None, *shared)[0]
+        return _flat_and_split(None, headless, whole_head=True)(
+            RowArrays(Batch(first), None, more=others), None, *shared
+        )[0]
 
     return entered
 
@@ -143,7 +146,7 @@ def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[.
     return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
-def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, Any]]) -> Operation:
+def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
     """`operation(shards, rows, head, *shared)`, which sees flat rows, mapped by `vmap`."""
 
     def flat(shards: Shards, rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
@@ -151,7 +154,7 @@ def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, A
         by_row, of_head = operation(shards, flat_rows(leading, rows), head, *shared)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
 
-    return over_rows(_partitioned(flat) if shards is None else functools.partial(flat, shards))
+    return over_rows(_partitioned(flat, whole_head) if shards is None else functools.partial(flat, shards))
 
 
 def over_rows(operation: Operation) -> Operation:
@@ -200,8 +203,8 @@ def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> t
     return lax.map(one, [x for x, b in zip(leaves, flags, strict=True) if b])
 
 
-def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
-    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; without a head, by the rows only."""
+def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
+    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; a whole head's by the rows only."""
 
     def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((rows, head, *shared))
@@ -215,8 +218,9 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
         if whole.effects:  # printing, say, which custom_partitioning cannot lower
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too.
-        names, out_names = _names(rows, head, (shared, consts)), _out_names(results, rows, head)
-        running = None if head is None else head.running
+        parted = None if whole_head else head
+        names = _names(rows, parted, (head if whole_head else None, shared, consts))
+        out_names, running = _out_names(results, rows, parted), None if parted is None else parted.running
         is_running = [x is running for x in (*leaves, *consts)]
 
         @custom_partitioning
@@ -226,15 +230,16 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
 
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
             del result
-            specs = [operand.sharding.spec for operand in given[:count]]
-            given_rows, given_head, *_ = jax.tree.unflatten(structure, specs)
-            weight = None if given_head is None else given_head.weight
-            axes, shards = split(mesh, given_rows.batch.hidden, weight, rows, head)
+            specs = [spec_of(mesh, operand.sharding, operand.ndim) for operand in given[:count]]
+            given_specs = jax.tree.unflatten(structure, specs)
+            axes, shards = split(mesh, given_specs, rows, parted)
             taken = axes
-            if head is not None and head.weight.dtype.itemsize <= head.spec.dtype.itemsize:
+            if parted is not None and parted.weight.dtype.itemsize <= parted.spec.dtype.itemsize:
                 # The partitioner gathers it, once for the forward and the backward; a wider weight is narrowed first.
                 shards = dataclasses.replace(shards, handed_whole=True)
-                taken = axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(head)}
+                taken = axes | {dim: without(axes[dim], shards.gathered) for dim in weight_names(parted)}
+
+            apart = apart_over_width(mesh, given_specs, rows, parted, axes)
 
             def place(dims: Names, axes: dict[str, Axes]) -> NamedSharding:
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(dim, ()) for dim in dims)))
@@ -243,15 +248,24 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]]) -> Operation:
                 # A device knows the axes by their names only, and itself.
                 alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
                 with jax.sharding.use_abstract_mesh(alone):
-                    return jax.tree.leaves(flat(shards, operands[:count]))
+                    rows, head, *shared = jax.tree.unflatten(structure, operands[:count])
+                    rows, head = apart.joined(rows, head)
+                    return jax.tree.leaves(operation(shards, rows, head, *shared))
 
-            places = tuple(place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True))
-            return mesh, local, [place(d, axes) for d in out_names], places
+            places = [place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True)]
+            if apart.hidden:
+                by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}
+                places[0] = place(names[0], by_row | {names[0][-1]: apart.hidden})
+            if apart.weight:
+                first = len(jax.tree.leaves(rows))  # of the head's arrays
+                places[first] = place(names[first], taken | {"width": taken["width"] + apart.weight})
+            return mesh, local, [place(d, axes) for d in out_names], tuple(places)
 
         rule = SdyShardingRule(
             tuple(ArrayMapping(*dims) for dims in names), tuple(ArrayMapping(*dims) for dims in out_names)
         )
-        call.def_partition(partition=partition, sharding_rule=rule)
+        # JAX itself fails to name the mesh axes of a layout that splits several dimensions over parts of one.
+        call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
         return jax.tree.unflatten(out_structure, call(*leaves, *consts))
 
     return entered
@@ -272,8 +286,8 @@ def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> 
 
 def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
     """Those of the dimensions of the leaves of `arrays`, which are named as the head's, that may be split."""
-    weight = weight_names(head)
-    given = {"weight": weight, "bias": ("vocabulary",), "up": ("vocabulary",), "running": weight}
+    weight, entries = weight_names(head), () if head is None else ("vocabulary",)
+    given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries, "running": weight}
     return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]
 
 
@@ -299,7 +313,8 @@ def _replicated(x: jax.Array) -> jax.Array:
         return mesh, lambda x: x, place, (place,)
 
     here, there = (ArrayMapping(*(f"{side}{axis}" for axis in range(x.ndim))) for side in ("in", "out"))
-    call.def_partition(partition=partition, sharding_rule=SdyShardingRule((here,), (there,)))
+    rule = SdyShardingRule((here,), (there,))
+    call.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
     found: jax.Array = call(x)
     return found
 

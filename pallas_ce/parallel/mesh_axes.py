@@ -40,7 +40,8 @@ class MeshAxes:
             differentiated (or nothing is). Only for `check_vma=False`.
 
     Raises:
-        ValueError: axes that are not those of the surrounding `shard_map`, or that do not go together.
+        ValueError: axes that are not those of the surrounding `shard_map`, that do not go together, or over which JAX
+            knows that the arrays do not vary.
         NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
 
     Example:
@@ -103,7 +104,8 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
     if not (axes or vocabulary or rows or width):
         return None
-    if axes:
+    tracked = _is_tracked()
+    if tracked:
         rows = _typed_rows(said, arrays)
     elif said.grad is None:
         raise ValueError(
@@ -118,7 +120,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
         )
     weight_bytes = arrays.weight.size * arrays.weight.dtype.itemsize * _devices(width)
     shards = lay_out(rows, vocabulary, width, arrays.hidden.size * arrays.hidden.dtype.itemsize, weight_bytes)
-    if axes:
+    if tracked:
         names = [field.name for field in dataclasses.fields(Sums)]
         sums = {name: tuple(sorted(axes - varying(getattr(arrays, name)))) for name in names}
         return dataclasses.replace(shards, sums=Sums(**sums), typed=True)
@@ -135,50 +137,54 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     )
 
 
-def refuse_unsaid_split(weight: Any, rows: Any) -> None:
-    """Raises ValueError where `weight` surely is a part of one: it varies over axes over which nothing of `rows` does.
+def check_split(mesh_axes: MeshAxes | None, weight: Any, hidden: Any, others: Any) -> str | None:
+    """Holds what a call says of `weight` against the axes over which JAX knows it to vary; what to warn of, or None.
 
-    For calls without mesh_axes, which take a device's weight for the whole vocabulary.
+    A gathered weight, or a copy for each device, has the type of a part. So without `mesh_axes` a weight that varies as
+    the rows do may be whole; one that varies where no array of the rows does, neither `hidden` nor `others`, is a part.
+
+    Raises:
+        ValueError: the weight surely is a part and nobody says so, or it is said to be one and is not.
     """
-    if axes := _of_several_devices(varying(weight) - varying(rows)):
-        name = _named(axes)
-        raise ValueError(
-            f"weight varies over the mesh axes {list(axes)} of the surrounding shard_map, and the rows do not: each "
-            "device would take its own for the whole vocabulary. If it is a part of that, pass "
-            f"mesh_axes=MeshAxes(vocabulary={name!r}); if each device has a whole weight, mesh_axes=MeshAxes(). To a "
-            f"function without mesh_axes pass jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, "
-            f"to='invarying'), or, with a weight for each device, jax.lax.pcast(hidden, {name!r}, to='varying')"
-        )
-
-
-def doubt_of_split(weight: Any, hidden: Any) -> str | None:
-    """What to warn of where `weight` may be a part of one: it varies as the rows do. None where it does not.
-
-    For calls without mesh_axes. JAX types a gathered weight, and a copy for each device, as it types parts.
-    """
-    if not (axes := _of_several_devices(varying(weight))):
+    varies, split = varying(weight), () if mesh_axes is None else (*mesh_axes.vocabulary, *mesh_axes.width)
+    absent = _of_several_devices(set(split) - varies) if _is_tracked() else ()
+    unsaid = _of_several_devices(varies) if mesh_axes is None else ()
+    if not absent and not unsaid:
         return None
-    rows = _of_several_devices(varying(weight) & varying(hidden))
-    parts = f"vocabulary={_named(axes)!r}" + (f", rows={_named(rows)!r}" if rows else "")
-    return (
-        f"weight varies over the mesh axes {list(axes)} of the surrounding shard_map, as the tokens do, and mesh_axes "
-        "is None: each device takes its own for the whole vocabulary. If it is that, gathered or made for each device, "
-        f"pass mesh_axes=MeshAxes(); if it is a part, the results are wrong: pass mesh_axes=MeshAxes({parts})"
+    rows = _of_several_devices(set(unsaid) & varying(hidden))
+    name = _named(unsaid or absent)
+    parts = f"vocabulary={name!r}" + (f", rows={_named(rows)!r}" if rows else "")
+    taken = f"a part along {list(absent)}" if absent else "the whole vocabulary"
+    message = (
+        f"weight varies over the mesh axes {list(_of_several_devices(varies))} of the surrounding shard_map, and "
+        f"mesh_axes={mesh_axes} takes a device's own for {taken}: if it is not that, results are wrong. Where it is a "
+        f"part, by in_specs with {name!r}, pass mesh_axes=MeshAxes({parts}); where each device has a whole weight, "
+        "gathered or its own, mesh_axes=MeshAxes(). To a function without mesh_axes pass "
+        f"jax.lax.all_gather(weight, {name!r}, axis=vocab_axis, tiled=True, to='invarying'), or, with a weight for "
+        f"each device, jax.lax.pcast(hidden, {name!r}, to='varying')"
     )
+    if absent or _of_several_devices(varies - varying((hidden, others))):
+        raise ValueError(message)
+    return message
 
 
-def refuse_shift(shift: int, rows: Any, others: Any) -> None:
+def refuse_shift(shift: int, rows: Any) -> None:
     """Raises ValueError inside a `shard_map` that may split the positions, so that a device lacks its last one's label.
 
-    Where JAX knows of none of the call's arrays that it varies, it may not track that (`check_vma=False`).
+    Without `check_vma` any axis may.
     """
-    known = varying((rows, others))
-    if axes := _of_several_devices(varying(rows) if known else jax.sharding.get_abstract_mesh().manual_axes):
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if axes := _of_several_devices(varying(rows) if _is_tracked() else manual):
         raise ValueError(
             f"shift={shift} inside a shard_map whose axes {list(axes)} may split the positions, where the label of a "
             f"device's last one lies on another: shift before the shard_map, as by jnp.pad(labels[:, {shift}:], "
             f"((0, 0), (0, {shift})), constant_values=ignore_index), and leave shift out"
         )
+
+
+def _is_tracked() -> bool:
+    """Whether JAX tracks over which axes of a surrounding `shard_map` values vary (`check_vma=True`)."""
+    return any(varying(lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _of_several_devices(axes: Iterable[str]) -> Axes:
@@ -192,8 +198,6 @@ def _named(axes: Axes) -> str | Axes:
 def _typed_rows(said: MeshAxes, arrays: Any) -> Axes:
     """The axes that split the rows, where JAX knows over which axes values vary."""
     split, rows = set(said.vocabulary) | set(said.width), varying(arrays.hidden)
-    if absent := sorted(split - varying(arrays.weight)):
-        raise ValueError(f"mesh_axes says that the weight is split over {absent}, but it is the same along them")
     if absent := sorted(set(said.rows) - rows):
         raise ValueError(f"mesh_axes says that the tokens are split over {absent}, but hidden is the same along them")
     if unsaid := sorted((rows & split) - set(said.rows)):

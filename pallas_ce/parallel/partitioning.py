@@ -1,62 +1,137 @@
 """What the shardings of a call's arrays amount to, under `jit` and for `explain`.
 
 The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes; `split` decides what
-that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations. Hidden states whose width is split
-are gathered, as those of sequence parallelism are.
+that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations, whatever the layout.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out
+from pallas_ce.parallel.shards import Axes, RowArrays, Shards, lay_out, without
 
 # An array's dimensions by name. `row0`, `row1`, …, `vocabulary` and `width` may be split, others are left whole.
 Names = tuple[str, ...]
 
 
-def split(
-    mesh: Mesh | AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec | None, rows: RowArrays, head: Head | None
-) -> tuple[dict[str, Axes], Shards]:
-    """The mesh axes of every dimension that is split, and what they amount to.
+def split(mesh: Mesh | AbstractMesh, given: Any, rows: RowArrays, head: Head | None) -> tuple[dict[str, Axes], Shards]:
+    """The mesh axes of every dimension that is split, and what they amount to. Whatever the layout, there is an answer.
+
+    Rows lie as the hidden states do, and where these are whole as labels, masks and other arrays of the rows. Along any
+    other axis that splits an array devices would repeat each other's work. So rows or vocabulary are split over it,
+    whichever has to be moved less for it; XLA lays the arrays so. An axis that divides neither splits nothing.
 
     Args:
         mesh: the mesh.
-        hidden: how the hidden states lie.
-        weight: how the weight lies; None without a head.
+        given: how all arrays lie, a tree of `PartitionSpec`s: `(rows, head, ...)`.
         rows: the rows, for their shapes.
-        head: the head, for its shapes; or None.
-
-    Raises:
-        ValueError: the weight does not divide evenly, or its width is split where the tokens are not.
+        head: the head, for its shapes; or None where it is whole or there is none.
     """
-    names = row_names(rows)
-    axes = {name: _axes(mesh, part) for name, part in zip(names, hidden, strict=False)}
-    for name, size in zip(names, rows.batch.hidden.shape, strict=False):
-        if size % _devices(mesh, axes[name]):
-            axes[name] = ()  # an intermediate value may lie unevenly; the partitioner evens it out
-    over_rows = tuple(axis for name in names for axis in axes[name])
-    if head is None or weight is None:
-        return axes, Shards(over_rows)
-    for name, part, size in zip(weight_names(head), weight, head.weight.shape, strict=True):
-        axes[name] = _axes(mesh, part)
-        if size % _devices(mesh, axes[name]):
-            raise ValueError(
-                f"weight has {size} entries along its {name}, which do not divide evenly over the mesh axes "
-                f"{axes[name]}: pad the weight, and pass vocab_size where it is the vocabulary that is padded"
-            )
-    vocabulary = axes["vocabulary"]
-    if alone := [axis for axis in axes["width"] if axis not in over_rows]:
-        raise ValueError(
-            f"the weight's width H is split over the mesh axes {alone} and the tokens are not: every device would "
-            "gather the weight and do all of the work; split the vocabulary over them instead, or the tokens too"
-        )
-    hidden_bytes = rows.batch.hidden.size * rows.batch.hidden.dtype.itemsize // _devices(mesh, over_rows)
-    weight_bytes = head.weight.size * head.spec.dtype.itemsize // _devices(mesh, vocabulary)
-    return axes, lay_out(over_rows, vocabulary, axes["width"], hidden_bytes, weight_bytes)
+    by_row, names, hidden = jax.tree.leaves(given[0]), row_names(rows), rows.batch.hidden
+    sizes = dict(zip(names, hidden.shape, strict=False))
+    axes: dict[str, Axes] = dict.fromkeys(names, ())
+
+    def over_rows() -> Axes:
+        return tuple(axis for name in names for axis in axes[name])
+
+    def taken() -> Axes:
+        return over_rows() + axes.get("vocabulary", ())
+
+    def divided(name: str, axis: str) -> bool:
+        """Whether the axis can split a dimension further, which it then does."""
+        fits = sizes[name] % _devices(mesh, (*axes[name], axis)) == 0
+        axes[name] += (axis,) * fits
+        return fits
+
+    for name, axis in _splits(mesh, names, by_row[0]):
+        if axis not in over_rows():
+            divided(name, axis)
+    of_weight = []
+    if head is not None:
+        of_weight = _splits(mesh, weight_names(head), given[1].weight)
+        sizes |= dict(zip(weight_names(head), head.weight.shape, strict=True))
+        axes |= dict.fromkeys(weight_names(head), ())
+        for name, axis in of_weight:
+            if name == "vocabulary":
+                divided(name, axis)
+    for spec in by_row[1:]:
+        for name, axis in _splits(mesh, names, spec):
+            if axis not in taken():
+                divided(name, axis)
+    for axis in dict.fromkeys(axis for spec in jax.tree.leaves(given) for axis in _axes(mesh, spec)):
+        if axis in taken():
+            continue
+        choices = names
+        if head is not None:
+            moves_weight = _weight_bytes(mesh, head, axes) < _hidden_bytes(mesh, rows, over_rows())
+            choices = (*names, "vocabulary") if moves_weight else ("vocabulary", *names)
+        any(divided(name, axis) for name in choices)
+    if head is None:
+        return axes, lay_out(over_rows(), (), (), 0, 0)
+    for name, axis in of_weight:
+        if name == "width" and axis in over_rows():
+            divided(name, axis)
+    of_hidden, of_head = _hidden_bytes(mesh, rows, over_rows()), _weight_bytes(mesh, head, axes)
+    return axes, lay_out(over_rows(), axes["vocabulary"], axes["width"], of_hidden, of_head)
+
+
+class Apart(NamedTuple):
+    """Axes over which arrays come in parts of their width that are worked on otherwise.
+
+    Attributes:
+        hidden: the hidden states', which split the rows; parts are exchanged for parts of the rows. XLA itself would
+            gather the hidden states first, and warn of it.
+        dimension: the rows' dimension that these split.
+        weight: the weight's, which split nothing; it is gathered, once in each pass. XLA itself would keep it between.
+    """
+
+    hidden: Axes = ()
+    dimension: int = 0
+    weight: Axes = ()
+
+    def joined(self, rows: RowArrays, head: Head | None) -> tuple[RowArrays, Head | None]:
+        """Rows and head as they are worked on, from what comes in."""
+        if self.hidden:
+            hidden = rows.batch.hidden
+            hidden = lax.all_to_all(hidden, self.hidden, self.dimension, hidden.ndim - 1, tiled=True)
+            rows = rows._replace(batch=rows.batch._replace(hidden=hidden))
+        if head is not None:
+            head = Shards(gathered_width=self.weight).gather(head)
+        return rows, head
+
+
+def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None, axes: dict[str, Axes]) -> Apart:
+    """Which arrays come in parts of their width, where `given` and `axes` are those of `split`."""
+    weight: Axes = ()
+    hidden = _axes(mesh, given[0].batch.hidden[-1:])
+    ends = [axes[name][-len(hidden) :] == hidden for name in row_names(rows)]
+    if not hidden or True not in ends or rows.batch.hidden.shape[-1] % _devices(mesh, hidden):
+        hidden = ()
+    if head is not None:
+        width = (axis for name, axis in _splits(mesh, weight_names(head), given[1].weight) if name == "width")
+        weight = without(tuple(width), axes["width"] + axes["vocabulary"])
+        if head.spec.hidden_size % _devices(mesh, axes["width"] + weight):
+            weight = ()
+    return Apart(hidden, ends.index(True) if hidden else 0, weight)
+
+
+def _hidden_bytes(mesh: Mesh | AbstractMesh, rows: RowArrays, over_rows: Axes) -> int:
+    """What a device holds of the hidden states."""
+    hidden = rows.batch.hidden
+    return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows)
+
+
+def _weight_bytes(mesh: Mesh | AbstractMesh, head: Head, axes: dict[str, Axes]) -> int:
+    """What a device holds of the weight once its width is gathered."""
+    return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
 
 
 class Share(NamedTuple):
@@ -67,7 +142,7 @@ class Share(NamedTuple):
         spec: the head it works on.
         hidden: into how many parts the hidden states are split.
         weight: into how many the weight is.
-        gathered_bytes: a gathered weight.
+        gathered_bytes: a gathered or exchanged weight.
         padded: whether the vocabulary is split and padded, so that parts may hold padding.
         words: which parallelism it is; "" where neither is split.
     """
@@ -81,41 +156,58 @@ class Share(NamedTuple):
     words: str = ""
 
 
-def share(hidden: Any, weight: Any, spec: HeadSpec) -> Share:
-    """Reads off the shardings of arrays, or of `jax.ShapeDtypeStruct`s.
-
-    Raises:
-        ValueError: as the call itself would.
-    """
-    meshes = [x.sharding.mesh for x in (hidden, weight) if isinstance(getattr(x, "sharding", None), NamedSharding)]
+def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share:
+    """Reads off the shardings of arrays, or of `jax.ShapeDtypeStruct`s."""
+    arrays = [x for x in (hidden, weight, labels) if x is not None]
+    meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
     tokens = math.prod(hidden.shape[:-1])
     if not meshes or meshes[0].size == 1:
         return Share(tokens, spec)
-    rows, head = RowArrays(Batch(hidden), None), Head(weight, None, None, None, spec)
-    axes, shards = split(meshes[0], _spec_of(hidden), _spec_of(weight), rows, head)
+    mesh, rows, head = meshes[0], RowArrays(Batch(hidden, labels), None), Head(weight, None, None, None, spec)
+    given = jax.tree.map(_spec_of, (rows, head))
+    axes, shards = split(mesh, given, rows, head)
 
     def devices(axes: Axes) -> int:
-        return _devices(meshes[0], axes)
+        return _devices(mesh, axes)
 
-    over_vocabulary, gathered = devices(shards.vocabulary), shards.gathered
+    over_vocabulary, of_weight = devices(shards.vocabulary), _splits(mesh, weight_names(head), given[1].weight)
     columns = spec.weight_rows // over_vocabulary
     alone = tuple(axis for axis in shards.rows if axis not in shards.common)
     tensor = tuple(axis for axis in shards.vocabulary if axis not in shards.sequence)
+    exchanged = tuple(axis for name, axis in of_weight if name == "width" and axis in axes["vocabulary"])
+    whole = tuple(axis for _, axis in of_weight if axis not in axes["vocabulary"] + axes["width"])
     words = [
         (alone, "rows over {}"),
         (tensor, "vocabulary over {}, statistics merged"),
+        (exchanged, "weight exchanged over {}: parts of its width for parts of the vocabulary"),
         (shards.sequence, "rows and vocabulary over {}: hidden gathered (sequence parallelism)"),
-        (gathered, "rows and weight over {}: weight gathered (FSDP)"),
+        (shards.gathered, "rows and weight over {}: weight gathered (FSDP)"),
+        (whole, "weight gathered over {}, which do not divide it evenly, or divide neither rows nor vocabulary"),
     ]
     return Share(
         tokens // devices(tuple(axis for axis in shards.rows if axis not in shards.sequence)),
         dataclasses.replace(spec, weight_rows=columns, vocab_size=min(spec.vocab_size, columns)),
         devices(shards.rows),
         devices(axes["vocabulary"] + axes["width"]),
-        columns * spec.hidden_size * spec.dtype.itemsize if gathered else 0,
+        columns * spec.hidden_size * spec.dtype.itemsize if shards.gathered or exchanged or whole else 0,
         bool(shards.vocabulary) and spec.vocab_size < spec.weight_rows,
         "; ".join(text.format(", ".join(names)) for names, text in words if names),
     )
+
+
+def spec_of(mesh: Mesh, place: Sharding, dimensions: int) -> PartitionSpec:
+    """The mesh axes that split an array's dimensions, an entry for each, from where its parts lie.
+
+    An axis of which one half splits one dimension and the other half another one is named for both.
+    """
+    parts = place.devices_indices_map((mesh.size,) * dimensions)  # of an array that every layout divides
+    starts = np.array([[part.start or 0 for part in parts[device]] for device in mesh.devices.flat], np.int64)
+    starts = starts.reshape(*mesh.devices.shape, dimensions)
+    others = (0,) * (mesh.devices.ndim - 1)
+    # How far parts lie along each dimension from that of the mesh's first device: the further, the more major the axis.
+    reach = {axis: np.moveaxis(starts, i, -1)[others].max(axis=-1) for i, axis in enumerate(mesh.axis_names)}
+    by_reach = (sorted(reach, key=lambda axis: -reach[axis][i]) for i in range(dimensions))
+    return PartitionSpec(*(tuple(axis for axis in order if reach[axis][i]) for i, order in enumerate(by_reach)))
 
 
 def _spec_of(x: Any) -> PartitionSpec:
@@ -125,10 +217,15 @@ def _spec_of(x: Any) -> PartitionSpec:
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
 
 
-def _axes(mesh: Mesh | AbstractMesh, part: Any) -> Axes:
-    """The mesh axes of one entry of a PartitionSpec, without those of one device."""
-    names = () if part is None else part if isinstance(part, tuple) else (part,)
-    return tuple(name for name in names if mesh.shape[name] > 1)
+def _splits(mesh: Mesh | AbstractMesh, names: Names, spec: PartitionSpec) -> list[tuple[str, str]]:
+    """Which of an array's first dimensions, by name, are split over which axes of several devices, major to minor."""
+    return [(name, axis) for name, part in zip(names, spec, strict=False) for axis in _axes(mesh, (part,))]
+
+
+def _axes(mesh: Mesh | AbstractMesh, spec: Iterable[Any]) -> Axes:
+    """The mesh axes of the entries of a PartitionSpec, without those of one device."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+    return tuple(axis for axis in itertools.chain.from_iterable(parts) if axis is not None and mesh.shape[axis] > 1)
 
 
 def _devices(mesh: Mesh | AbstractMesh, axes: Axes) -> int:

@@ -116,12 +116,12 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(function, argnums=DIFFERENTIATED)
 
 
-def same(got: Any, want: Any) -> None:
-    """This process's parts of every result: equal to float32 rounding, relative to the largest entry."""
+def same(got: Any, want: Any, tolerance: float = 1e-5, floor: float = 0.0) -> None:
+    """This process's parts of every result: equal to float32 rounding, relative to the largest entry or `floor`."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        atol = 1e-5 * float(np.max(np.abs(y), initial=0.0))
+        atol = tolerance * float(np.max(np.abs(y), initial=floor))
         for part in x.addressable_shards:
-            np.testing.assert_allclose(part.data, np.asarray(y)[part.index], rtol=1e-5, atol=atol)
+            np.testing.assert_allclose(part.data, np.asarray(y)[part.index], rtol=tolerance, atol=atol)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
@@ -125,9 +125,9 @@ def others() -> Iterator[str]:
     same(jax.grad(lambda w: jax.pmap(mean, in_axes=(0, None, 0))(rows, w, ids).sum())(weight_alone), whole)
     yield "pmap, inside and outside"
 
-    def mapped(check_vma: bool, hidden: P, axes: MeshAxes, weight: Any = "tensor") -> Any:
+    def mapped(check_vma: bool, hidden: P, axes: MeshAxes, weight: Any = "tensor", **options: Any) -> Any:
         def part(h: Any, w: Any, t: Any) -> Any:
-            return jax.lax.pmean(linear_cross_entropy(h, w, t, mesh_axes=axes), ALL)
+            return jax.lax.pmean(linear_cross_entropy(h, w, t, mesh_axes=axes, **options), ALL)
 
         specs = (hidden, P(weight) if isinstance(weight, str) else weight, hidden)
         function = jax.shard_map(part, mesh=on, in_specs=specs, out_specs=P(), check_vma=check_vma)
@@ -137,8 +137,15 @@ def others() -> Iterator[str]:
         mapped(False, P(), MeshAxes("tensor"))
     with pytest.raises(ValueError, match=r"hidden varies over \['tensor'\]"):
         mapped(True, P("tensor"), MeshAxes("tensor"))
-    with pytest.raises(ValueError, match=r"split over \['data'\], but it is the same"):
+    for said in (MeshAxes("tensor"), MeshAxes(ALL), MeshAxes("tensor", "data")):  # of a weight that is whole
+        with pytest.raises(
+            ValueError, match=r"varies over the mesh axes \[\] .*a part along \[.*'tensor'\].*MeshAxes\(\)"
+        ):
+            mapped(True, P(), said, P())
+    with pytest.raises(ValueError, match=r"varies over the mesh axes \['tensor'\] .* a part along \['data'\]"):
         mapped(True, P(), MeshAxes(ALL))
+    with pytest.raises(ValueError, match=r"vocab_size=24 with a weight of 24 entries, .* one of 4 parts"):
+        mapped(False, P(), MeshAxes("tensor", grad="inside"), P(), vocab_size=24)
     with pytest.raises(ValueError, match="mesh_axes names 'model'"):
         mapped(True, P(), MeshAxes("model"))
     with pytest.raises(ValueError, match=r"width names \['data'\]"):
@@ -156,9 +163,6 @@ def others() -> Iterator[str]:
             lambda h, w: linear_top_k(h, w, 3, vocab_size=24).ids,
             mesh=on, in_specs=(P(), P("tensor")), out_specs=P(), check_vma=False,
         )(rows, weight_alone)  # fmt: skip
-    width = jax.device_put(weight_alone, NamedSharding(on, P(None, "tensor")))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="width H is split over the mesh axes"):
-        jax.jit(linear_cross_entropy)(rows, width, ids)
     yield "refusals"
 
 

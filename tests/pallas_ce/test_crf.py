@@ -229,7 +229,7 @@ def test_what_is_not_finite_shows_where_it_does_in_plain_jax(data: Any) -> None:
     # Differences to the tags' score carry a NaN to all gradients of a position.
     shown = jax.tree.map(lambda x: jnp.isfinite(x).all(axis=-1) if x.ndim == 3 else jnp.isfinite(x).all(), (got, want))
     jax.tree.map(np.testing.assert_array_equal, *shown)
-    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, jax.tree.map(np.asarray, (got, want))), strict=True):
         finite = np.isfinite(x) & np.isfinite(y)
         np.testing.assert_allclose(x[finite], y[finite], rtol=1e-4, atol=1e-5)
 

@@ -111,7 +111,7 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     **{
         name: functools.partial(lambda function, ids, v: function(HIDDEN, _weight(v), ids), function)
         for name, function in FUNCTIONS.items()
-        if name not in ("linear_top_k", "linear_row_statistics") and not name.startswith("linear_sample")
+        if name not in ("linear_top_k", "linear_row_statistics", "sampled_softmax") and "linear_sample" not in name
     },
     "linear_log_probs of several": lambda ids, v: linear_log_probs(
         HIDDEN.reshape(2, 3, H)[:, 0], _weight(v), ids.reshape(2, 3)

@@ -51,11 +51,11 @@ def test_eight_devices_give_the_result_of_one(program: str, section: str, checks
     assert_passed([started(8, f"tests.pallas_ce.{program}", section)], checks)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_any_options_split_over_four_devices() -> None:
+@pytest.mark.parametrize("chosen", ["not any", pytest.param("any", marks=[pytest.mark.slow, pytest.mark.nightly])])
+def test_any_options_and_any_layout_on_eight_devices(chosen: str) -> None:
+    """The layouts that were refused once, and what is drawn."""
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    assert_passed([started(4, "pytest", *plugins, "tests/pallas_ce/on_a_mesh.py")], 1)
+    assert_passed([started(8, "pytest", *plugins, "tests/pallas_ce/on_a_mesh.py", "-k", chosen)], 1)
 
 
 @pytest.mark.slow

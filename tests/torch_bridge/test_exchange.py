@@ -11,10 +11,55 @@ import torch
 
 from torch_bridge import to_jax, to_torch
 from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.dlpack import exchange
 from torch_bridge.dlpack.exchange import check_one_device, share, words_to_int32
 from torch_bridge.programs import program as programs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8]
+
+
+def every(module, kind):
+    """Names of all dtypes of a framework."""
+    return sorted({name for name in dir(module) if isinstance(getattr(module, name), kind)})
+
+
+@pytest.mark.parametrize("name", every(jnp, type(jnp.float32)))
+def test_an_array_of_every_dtype_that_jax_has_arrives_bit_by_bit_or_is_refused_by_name(name):
+    with jax.enable_x64(True):
+        array = jax.device_put((np.arange(64) % 2).astype(np.dtype(getattr(jnp, name))))
+        if array.dtype not in exchange.TO_TORCH:
+            with pytest.raises(TypeError, match=f"array has dtype {array.dtype}, which PyTorch does not have; conv"):
+                to_torch(array)
+            return
+        tensor = to_torch(array)
+        assert str(tensor.dtype) == f"torch.{array.dtype}"
+        assert tensor.view(torch.uint8).numpy().tobytes() == np.asarray(array).tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", every(torch, torch.dtype))
+def test_a_tensor_of_every_dtype_that_pytorch_has_arrives_bit_by_bit_or_is_refused_by_name(name):
+    dtype = getattr(torch, name)
+    try:
+        tensor = torch.empty(64, dtype=dtype)
+    except RuntimeError:
+        pytest.skip("PyTorch makes no such tensors this way")
+    with jax.enable_x64(True):
+        if dtype not in exchange.TO_JAX:
+            with pytest.raises(TypeError, match=rf"tensor has (dtype {dtype}, which JAX does|layout)"):
+                to_jax(tensor)
+            return
+        tensor.view(torch.uint8).copy_(torch.arange(tensor.nbytes) % 2)
+        array = to_jax(tensor)
+        assert f"torch.{array.dtype}" == str(tensor.dtype)
+        assert np.asarray(array).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+
+
+def test_keys_of_random_numbers_are_refused_with_what_to_pass_for_them():
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match=r"seed has dtype key<fry>.*pass jax\.random\.key_data\(seed\)"):
+        to_torch(key, "seed")
+    assert to_torch(jax.random.key_data(key)).dtype == torch.uint32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

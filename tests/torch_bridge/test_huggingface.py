@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from tests.torch_bridge.models import MODELS, SIZES, VOCABULARY, batch, make
 from tests.torch_bridge.products import Products
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
-from torch_bridge.integrations import huggingface
+from torch_bridge.integrations import patched
 
 pytestmark = [
     # transformers says that GPT-2 names no loss; its default is the one meant.
@@ -173,8 +173,8 @@ def test_another_ignore_index_is_heeded():
 
 
 def test_hidden_states_are_not_copied_for_the_shift(monkeypatch):
-    head = mock.Mock(wraps=huggingface.linear_cross_entropy)
-    monkeypatch.setattr(huggingface, "linear_cross_entropy", head)
+    head = mock.Mock(wraps=patched.linear_cross_entropy)
+    monkeypatch.setattr(patched, "linear_cross_entropy", head)
     model = patch_causal_lm(make())
     pointers = []
     model.model.register_forward_hook(lambda m, a, out: pointers.append(out.last_hidden_state.data_ptr()))

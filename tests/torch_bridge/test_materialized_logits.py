@@ -198,3 +198,83 @@ def test_no_tokens_have_loss_0():
     loss.backward()
     assert loss == 0
     assert logits.grad.shape == (0, 5)
+
+
+EXACT = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"class_weights": torch.linspace(0.25, 2, 19)},
+    "both": {"label_smoothing": 0.3, "class_weights": torch.linspace(0.25, 2, 19)},
+}
+
+
+def of_pytorch(logits, target, options):
+    """`F.cross_entropy` in the logits' dtype with those options, row by row, and its gradient."""
+    leaf = logits.detach().requires_grad_()
+    given = {k: x.to(logits.dtype) if torch.is_tensor(x) else x for k, x in options.items()}
+    given |= {"weight": given.pop("class_weights")} if "class_weights" in given else {}
+    loss = torch.nn.functional.cross_entropy(leaf, target, reduction="none", **given)
+    return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+@hypothesis.given(offset=st.sampled_from([0.0, 1e2, -1e4, 1e5, 1e6]), seed=st.integers(0, 99))
+def test_at_any_common_offset_the_error_is_no_larger_than_pytorchs_own_on_the_same_logits(name, kernels, offset, seed):
+    logits, target = problem(torch.float32, (40,), scale=2.0, seed=seed)
+    logits = (logits.detach() + offset).requires_grad_()
+    exact, exact_gradient = of_pytorch(logits.double(), target, EXACT[name])
+    plain, plain_gradient = of_pytorch(logits, target, EXACT[name])
+    with mock.patch.object(chunks, "LEAST_ROWS", 4), as_on_a_gpu(kernels):
+        loss = cross_entropy(logits, target, reduction="none", **EXACT[name])
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert ((loss - exact).abs() <= (plain - exact).abs() + 1e-6).all()
+    allowed = (plain_gradient - exact_gradient).abs() + 1e-6
+    assert ((gradient - exact_gradient).abs() <= allowed).all()
+    of_tokens = selective_log_softmax(logits, target.clamp(0))
+    want = logits.double().log_softmax(-1).gather(-1, target.clamp(0)[:, None])[:, 0]
+    assert ((of_tokens - want).abs() <= 1e-6 + 1e-6 * want.abs()).all()
+
+
+@pytest.mark.parametrize("name", EXACT)
+@hypothesis.given(value=st.sampled_from([torch.nan, torch.inf, -torch.inf]), row=st.integers(0, 6), data=st.data())
+def test_what_is_not_finite_shows_in_its_row_as_in_pytorchs_own_loss_and_in_no_other(name, value, row, data):
+    logits, target = problem(torch.float32, (7,), scale=2.0)
+    column = data.draw(st.integers(0, 18))
+    logits = logits.detach()
+    logits[row, column] = value
+    want, want_gradient = of_pytorch(logits, target, EXACT[name])
+    want_gradient[0] = 0.0  # its target is ignored, but PyTorch's own row has NaN
+    logits.requires_grad_()
+    loss = cross_entropy(logits, target, reduction="none", **EXACT[name])
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    torch.testing.assert_close(loss, want, equal_nan=True)
+    torch.testing.assert_close(gradient, want_gradient, equal_nan=True)
+    found = cross_entropy(logits, target, z_loss=0.1, **EXACT[name])
+    assert found.isnan() == (row != 0 and value != -torch.inf)
+    picked = selective_log_softmax(logits, target.clamp(0))
+    (of_picked,) = torch.autograd.grad(picked.sum(), logits)
+    plain = logits.log_softmax(-1).gather(-1, target.clamp(0)[:, None])[:, 0]
+    torch.testing.assert_close(picked, plain, equal_nan=True)
+    torch.testing.assert_close(of_picked, torch.autograd.grad(plain.sum(), logits)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_weights": torch.zeros(4)},
+        {"token_weights": torch.zeros(2)},
+        {"label_smoothing": 1.0, "class_weights": torch.tensor([1.0, 0.0, 1.0, 1.0])},
+        {"label_smoothing": torch.tensor(0.0), "z_loss": torch.tensor(0.0)},
+    ],
+)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_no_factor_of_0_hides_a_nan(options, reduction):
+    logits = torch.tensor([[0.0, torch.nan, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]], requires_grad=True)
+    loss = cross_entropy(logits, torch.tensor([0, 3]), reduction=reduction, **options)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert loss.flatten()[0].isnan()
+    assert gradient[0].isnan().all()
+    assert loss.flatten()[1:].isfinite().all()
+    if reduction != "mean":
+        assert gradient[1].isfinite().all()

@@ -91,3 +91,57 @@ def test_taking_the_head_moves_its_use_and_not_its_parameters():
     assert loss_fn.weight is model.lm_head.weight
     with pytest.raises(TypeError, match="0 is a ReLU"):
         take_head(nn.Sequential(nn.ReLU()), "0")
+
+
+def test_heads_that_began_on_the_meta_device_are_initialised_by_each_modules_reset_parameters():
+    """FSDP2's usual start. Each weight is drawn as that of an `nn.Linear`."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 50))
+        parts = [nn.Linear(16, 50), LinearCrossEntropyLoss(16, 50, bias=True)]
+    take_head(model, "1")
+    drawn = []
+    for part in (*parts, model):
+        part.to_empty(device="cpu")
+        for parameter in part.parameters():
+            nn.init.constant_(parameter, 1e30)
+        torch.manual_seed(0)
+        for module in reversed(list(part.modules())):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        drawn.append(list(part.parameters())[-2:])
+    for weight, bias in drawn[1:]:
+        assert torch.equal(weight, drawn[0][0])
+        assert torch.equal(bias, drawn[0][1])
+
+
+class Cut(nn.Module):
+    """A model with its head at the end, for the tracing front end to cut."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.middle, self.lm_head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 30)
+
+    def forward(self, x):
+        return self.lm_head(self.middle(torch.relu(self.trunk(x))))
+
+
+@pytest.mark.filterwarnings("ignore")  # the front end's own
+def test_the_tracing_front_end_of_pipelining_gives_the_last_stage_the_head_that_a_loss_took():
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    x, target = problem()
+    model = Cut()
+    nn.functional.cross_entropy(model(x).flatten(0, 1), target.flatten()).backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss_fn = take_head(model)
+    pipe = pipeline(model, mb_args=(x,), split_spec={"middle": SplitPoint.BEGINNING})
+    first, last = pipe.get_stage_module(0), pipe.get_stage_module(1)
+    assert {"lm_head.weight", "lm_head.bias"} <= set(last.state_dict())
+    assert last.get_parameter("lm_head.weight") is model.lm_head.weight
+    loss_fn(last(first(x)), target).backward()
+    found = dict(first.named_parameters()) | dict(last.named_parameters())
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name].grad, gradient)

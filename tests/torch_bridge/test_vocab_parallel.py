@@ -8,6 +8,7 @@ import torch
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
 from torch_bridge import linear_cross_entropy, vocab_parallel_cross_entropy
+from torch_bridge.api import vocab_parallel
 
 TOKENS, WIDTH, VOCABULARY = (3, 4), 8, 30
 STARTS = (0, 7, VOCABULARY)
@@ -78,3 +79,41 @@ def compare_with_the_whole(rank, _):
 @pytest.mark.slow
 def test_two_parts_have_the_loss_and_gradients_of_the_whole():
     processes.run(compare_with_the_whole)
+
+
+def refuse_parts_that_are_not(rank, _):
+    """What a process passes that holds the whole weight, or another's rows, where the group says a part."""
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(4, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.arange(4)
+
+    def loss(weight, start, size=VOCABULARY, **options):
+        return vocab_parallel_cross_entropy(hidden, weight, target, vocab_start=start, vocab_size=size, **options)
+
+    half = VOCABULARY // 2
+    with pytest.raises(ValueError, match=r"has all 30 rows of vocab_size=30 on one of 2 processes.*linear_cross_entr"):
+        loss(weight, 0)
+    with pytest.raises(ValueError, match=r"equal on processes 0 and 1 of the group \(vocab_start=0 and 30\)"):
+        loss(weight, VOCABULARY * rank, 2 * VOCABULARY, validate_parts=True)
+    for start, rows, size in ((0, half, VOCABULARY), (half * rank, half - rank, VOCABULARY), (0, 9, half + 15 * rank)):
+        with pytest.raises(ValueError, match=r"must be disjoint and together be one \[0, vocab_size\)"):
+            loss(weight[start : start + rows], start, size, validate_parts=True)
+    mine = weight[half * rank : half * rank + half]
+    assert torch.equal(loss(mine, half * rank, validate_parts=True), loss(mine, half * rank))
+    assert loss(torch.zeros_like(mine), half * rank, validate_parts=True).isfinite()  # an initial value of many
+
+
+def spread_nan(rank, _):
+    of_one = torch.tensor([0.0, torch.nan, 1.0]) if rank else torch.tensor([1.0, 2.0, -torch.inf])
+    _, log_sum = vocab_parallel._Merged.apply(of_one, None)
+    assert log_sum.isnan().tolist() == [False, True, False]
+    assert log_sum[2] == 0
+
+
+@pytest.mark.slow
+def test_parts_that_overlap_or_are_one_weight_are_refused_where_it_is_known_or_asked_for():
+    processes.run(refuse_parts_that_are_not)
+
+
+@pytest.mark.nightly
+def test_a_nan_of_one_part_is_one_of_the_whole():
+    processes.run(spread_nan)

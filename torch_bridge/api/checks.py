@@ -146,8 +146,8 @@ def labels(
     ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    target = target if target.dtype in _LABELS else target.long()
     target = target if valid is None else _with_valid_values(target, *valid)
+    target = target if target.dtype in _LABELS else target.long()
     return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
 
 

@@ -109,19 +109,19 @@ def cross_entropy(
         first_order.differentiable_once(given[name])
         for name in ("label_smoothing", "z_loss", "token_weights", "normalizer")
     )
-    names = "lse,target_logit" if smoothing is None else "lse,target_logit,mean_logit"
+    names = "lse,log_prob" if smoothing is None else "lse,log_prob,mean_log_prob"
     mean_weights = None if classes is None or smoothing is None else classes / size
     options = rows.Options(names, size, logit_softcap, inplace=inplace_backward)
     found = rows.row_statistics(logits, ids[:, None], valid, mean_weights, options)
     return losses.cross_entropy(
         found["lse"],
-        found["target_logit"][:, 0],
-        found.get("mean_logit"),
+        found["log_prob"][:, 0],
+        found.get("mean_log_prob"),
         valid,
         label_smoothing=0.0 if smoothing is None else smoothing,
         z_loss=0.0 if z_factor is None else z_factor,
         token_weights=weights,
         reduction=reduction,
         normalizer=divisor,
-        class_weights=None if classes is None or not size else (classes[ids], classes.mean()),
+        class_weights=None if classes is None or not size else classes[ids],
     ).reshape(leading if reduction == "none" else ())

@@ -59,6 +59,10 @@ class LinearCrossEntropyLoss(nn.Module):
         initial = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self._take(cast(nn.Parameter, initial.weight), initial.bias, class_weights, options)
 
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew as `torch.nn.Linear` does, in place: for models that began on the meta device."""
+        nn.Linear.reset_parameters(cast(nn.Linear, self))
+
     @classmethod
     def shared_with(cls, layer: nn.Module, *, class_weights: Tensor | None = None, **options: Any) -> Self:
         """A loss on the very parameters of `layer`: anything with a `weight [V', H]` and maybe a `bias [V']`."""

@@ -1,17 +1,19 @@
 """A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`.
 
 Each process streams its own part of the vocabulary, of any size, and only numbers by row cross the group, as a maximum
-and two sums. With l_k the log-sum-exp of part k,
+and sums. With l_k the log-sum-exp of part k, and L the largest of them,
 
-    lse = log Σ_k exp l_k,      d lse / d l_k = exp(l_k - lse),
+    lse - L = log Σ_k exp(l_k - L),      d lse / d l_k = exp(l_k - lse),
 
-and the target's logit and the sum of all logits are sums over the parts. Every process computes the same loss from
-these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each process has a
-share, is summed in the backward.
+and the target's logit and the mean of all logits, both less L, are sums over the parts. A log-sum-exp is rounded to the
+size of the logits; so `l_k - L` is made of a logit z of part k, as `(z - L) - log p_z`. Every process computes the same
+loss from these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each
+process has a share, is summed in the backward.
 """
 
 import dataclasses
-from typing import Any, cast
+import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +48,14 @@ def vocab_parallel_cross_entropy(
     implementation: str | None = None,
     scratch_bytes: int | None = None,
     validate_labels: bool = False,
+    validate_parts: bool = False,
 ) -> Tensor:
     r"""`linear_cross_entropy` of a head of which each process of `group` has some rows of the weight.
 
     Every process calls it with the same tokens, and gets the same loss. The parts need not be equally large, must be
-    disjoint and together be `[0, vocab_size)`. The backward recomputes tiles of logits.
+    disjoint and together be `[0, vocab_size)`: of parts that are not, such as the same rows on two processes, the loss
+    is another, without an error unless `validate_parts` asks for one or a part is the whole vocabulary. The backward
+    recomputes tiles of logits.
 
     Args:
         input: `[..., H]`, the same on every process; its gradient is summed over them, in its dtype.
@@ -73,13 +78,16 @@ def vocab_parallel_cross_entropy(
         implementation: as in `linear_cross_entropy`.
         scratch_bytes: as in `linear_cross_entropy`.
         validate_labels: as in `linear_cross_entropy`.
+        validate_parts: raise a ValueError, on every process, where the parts are not disjoint and the whole vocabulary,
+            or where two hold equal weights, by their sums, smallest and largest entries. Reads the weight, exchanges
+            six numbers, and the host waits for them: for a first step.
 
     Returns:
         Tensor: `[]`, or `[...]` for "none"; float32 (float64 for float64); 0 where nothing counts.
 
     Raises:
-        ValueError: a part that does not lie in the vocabulary, `torch.distributed` that is not initialised, and as
-            `linear_cross_entropy`.
+        ValueError: a part that does not lie in the vocabulary, or is all of it with several processes in the group;
+            `torch.distributed` that is not initialised; and as `linear_cross_entropy`.
         TypeError: as `linear_cross_entropy`.
         NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
 
@@ -104,15 +112,23 @@ def vocab_parallel_cross_entropy(
     integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
     integration.check_scalar("z_loss", z_loss, 0.0)
     integration.check_normalizer(normalizer)
+    if rows == vocab_size and (processes := dist.get_world_size(group)) > 1:
+        raise ValueError(
+            f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
+            "would count them several times: pass each process its own rows, or call linear_cross_entropy"
+        )
+    if validate_parts:
+        _check_parts(weight.weight, vocab_start, vocab_size, group)
     target = target.long()  # narrower integers could not be compared with V
     counted = losses.counted(target, vocab_size, ignored)
-    names = ("lse", "target_logit", *(("mean_logit",) if label_smoothing else ()))
+    names = ("lse", "target_logit", "log_prob", *(("mean_log_prob",) if label_smoothing else ()))
     if weight.down is not None:
         weight = dataclasses.replace(weight, down=_apply(_Shared, weight.down, group))
-    here = linear_row_statistics(
+    within = target - vocab_start
+    here: Any = linear_row_statistics(
         _apply(_Shared, input, group),
         weight.weight if weight.down is None else weight,
-        torch.where(counted, target - vocab_start, -1),
+        torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part
         statistics=names,
         row_mask=counted,
         linear_bias=linear_bias,
@@ -122,15 +138,18 @@ def vocab_parallel_cross_entropy(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
-    lse = torch.where(counted, _apply(_MergedLse, here.lse, group), 0)
-    parts: list[Any] = [here.target_logit]
-    if here.mean_logit is not None:
-        parts.append(here.mean_logit * (rows / vocab_size))
-    target_logit, *mean_logit = _apply(_Sum, torch.stack(parts), group)
+    largest = _largest(here.lse, group)
+    distance = here.target_logit - largest
+    above = torch.where(here.target_logit.isinf(), here.lse - largest, distance - here.log_prob)
+    parts: list[Any] = [torch.where((within >= 0) & (within < rows), distance, 0.0)]
+    if here.mean_log_prob is not None:
+        parts.append((here.mean_log_prob + above) * (rows / vocab_size))
+    log_sum = _apply(_LogSum, above, group)
+    log_prob, *mean_log_prob = _apply(_Sum, torch.stack(parts), group) - log_sum
     return losses.cross_entropy(
-        lse,
-        target_logit,
-        mean_logit[0] if mean_logit else None,
+        largest + log_sum,
+        log_prob,
+        mean_log_prob[0] if mean_log_prob else None,
         counted,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -140,8 +159,31 @@ def vocab_parallel_cross_entropy(
     )
 
 
-def _apply(function: type[torch.autograd.Function], x: Any, group: dist.ProcessGroup | None) -> Tensor:
-    return cast(Tensor, function.apply(x, group))
+def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.ProcessGroup | None) -> None:
+    """Compares the parts of all processes."""
+    of_weight = [weight.sum(dtype=torch.float64), *(x.double() for x in weight.aminmax())]
+    mine = torch.stack([*torch.tensor([start, weight.shape[0], vocab_size]).to(of_weight[0]), *of_weight]).detach()
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    parts = [x.tolist() for x in found]
+    ranges = [(int(first), int(first + rows)) for first, rows, *_ in parts]
+    bounds = [0, *(end for _, end in sorted(ranges))]
+    if bounds != [*(first for first, _ in sorted(ranges)), vocab_size] or len({size for _, _, size, *_ in parts}) > 1:
+        raise ValueError(
+            f"vocab_start and the rows of linear_weight are {ranges} by process, with vocab_size="
+            f"{[int(size) for _, _, size, *_ in parts]}: they must be disjoint and together be one [0, vocab_size)"
+        )
+    for (i, one), (j, other) in itertools.combinations(enumerate(parts), 2):
+        smallest, largest = one[-2:]
+        if smallest != largest and (one[1], *one[3:]) == (other[1], *other[3:]):
+            raise ValueError(
+                f"linear_weight is equal on processes {i} and {j} of the group (vocab_start={ranges[i][0]} and "
+                f"{ranges[j][0]}): pass each its own rows"
+            )
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 class _Shared(torch.autograd.Function):
@@ -173,19 +215,23 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-class _MergedLse(torch.autograd.Function):
-    """`log Σ_k exp l_k` over the processes; -inf where all parts are."""
+def _largest(lse: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest log-sum-exp of the processes, a constant; 0 where that is infinite."""
+    top = lse.detach().clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(top.isinf(), 0.0, top)
+
+
+class _LogSum(torch.autograd.Function):
+    """The logarithm of the sum of the processes' exponentials."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        top = x.clone()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        reference = torch.where(top == -torch.inf, 0, top)
-        total = torch.exp(x - reference)
+        mine = torch.exp(x)
+        total = mine.clone()
         dist.all_reduce(total, group=group)
-        merged = reference + torch.log(total)
-        ctx.save_for_backward(torch.exp(x - torch.where(merged == -torch.inf, 0, merged)))
-        return merged
+        ctx.save_for_backward(mine / torch.where(total == 0, 1.0, total))
+        return torch.log(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

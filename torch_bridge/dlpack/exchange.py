@@ -26,15 +26,14 @@ from torch_bridge.dlpack import streams
 _CPU_ALIGNMENT = 64
 CUDA_ALIGNMENT = 256
 
-TO_TORCH = {
-    np.dtype(jnp.bfloat16): torch.bfloat16,
-    np.dtype(np.float16): torch.float16,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.int8): torch.int8,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.bool): torch.bool,
+# All that both frameworks have and DLPack carries, by the name that is the same in both.
+TO_TORCH: dict[Any, torch.dtype] = {
+    np.dtype(getattr(jnp, name)): getattr(torch, name)
+    for name in (
+        *("bfloat16", "float16", "float32", "float64", "complex64", "complex128", "bool"),
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
 }
 TO_JAX = {ours: theirs for theirs, ours in TO_TORCH.items()}
 
@@ -72,7 +71,8 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         Array: same shape, dtype and device; the same memory where the tensor is contiguous (and aligned).
 
     Raises:
-        TypeError: not a dense tensor; a DTensor; a 64-bit dtype while JAX's 64-bit mode is off, which would narrow it.
+        TypeError: not a dense tensor; a DTensor; a dtype that JAX lacks; a 64-bit one while JAX's 64-bit mode is off,
+            which would narrow it.
         ValueError: a device that JAX does not use in this process.
 
     Example:
@@ -84,6 +84,10 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         True
     """
     check_dense(name, tensor)
+    if tensor.dtype not in TO_JAX:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}, which JAX does not have; convert it to one of {list(map(str, TO_JAX))}"
+        )
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise _narrowed(name, tensor.dtype)
     with streams.on(tensor.device) as current:
@@ -212,7 +216,7 @@ def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
         Tensor: same shape, dtype, memory and device.
 
     Raises:
-        TypeError: not an array, or one that JAX is tracing.
+        TypeError: not an array, one that JAX is tracing, keys of random numbers, or a dtype that PyTorch lacks.
         ValueError: sharded over several devices.
 
     Example:
@@ -224,6 +228,10 @@ def to_torch(array: jax.Array, name: str = "array") -> torch.Tensor:
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         kind = "traced by JAX, so it has no memory yet" if isinstance(array, jax.core.Tracer) else "no JAX array"
         raise TypeError(f"{name} is a {type(array).__name__}, {kind}; pass a computed jax.Array")
+    if array.dtype not in TO_TORCH:
+        is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+        cure = f"pass jax.random.key_data({name})" if is_key else f"convert it to one of {list(map(str, TO_TORCH))}"
+        raise TypeError(f"{name} has dtype {array.dtype}, which PyTorch does not have; {cure}")
     if len(devices := array.devices()) > 1:
         raise ValueError(f"{name} is sharded over {len(devices)} devices; pass one shard: array.addressable_data(0)")
     (device,) = devices

@@ -46,6 +46,21 @@ def in_place_of_logits(model: Any, loss: Callable[[Tensor], Tensor], hidden: Ten
         del called.forward
 
 
+def has_forward_of_its_class(model: Any) -> bool:
+    """Whether nobody gave the model another forward than its class has, or whoever did took it away again."""
+    return getattr(model.forward, "__func__", None) is type(model).forward
+
+
+def forwards(model: Any) -> list[Any]:
+    """The model's forward and those that it says it wraps, as functions; up to that of its class."""
+    found, method = [], model.forward
+    while True:
+        found.append(getattr(method, "__func__", method))
+        if found[-1] is type(model).forward or not hasattr(found[-1], "__wrapped__"):
+            return found
+        method = found[-1].__wrapped__
+
+
 def passed_over(model: Any, head: Any) -> str | None:
     """What of the model's head or loss `patch_causal_lm` would pass over, and what to do; None for nothing."""
     name = type(model).__name__

@@ -11,12 +11,11 @@ from torch_bridge.integrations import adapters, causal_lm
 from torch_bridge.integrations.causal_lm import IGNORED
 
 
-def compare(model: Any, signature: inspect.Signature, options: dict[str, Any]) -> None:
+def compare(model: Any, options: dict[str, Any]) -> None:
     """Raises ValueError unless the head, with the options' soft cap and scale, gives the model's own logits and loss.
 
     Args:
         model: of transformers.
-        signature: of its forward.
         options: of `linear_cross_entropy`.
     """
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
@@ -24,7 +23,7 @@ def compare(model: Any, signature: inspect.Signature, options: dict[str, Any]) -
     try:
         with torch.no_grad():
             model.eval()
-            difference = _of_logits(model, options) or _of_losses(model, signature)
+            difference = _of_logits(model, options) or _of_losses(model)
     except Exception as error:
         raise ValueError(
             f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
@@ -58,11 +57,11 @@ def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
     )
 
 
-def _of_losses(model: Any, signature: inspect.Signature) -> str | None:
+def _of_losses(model: Any) -> str | None:
     """How the model's own loss of its logits differs from the one that the patch computes; None where it does not."""
     tokens = _four_tokens(model)
     labels = _telling_labels(model(input_ids=tokens).logits.float())
-    for items in (None, 7) if _takes_num_items(model, signature) else (None,):
+    for items in (None, 7) if _takes_num_items(model) else (None,):
         further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
         out = model(input_ids=tokens, labels=labels, **further)
         total = nn.functional.cross_entropy(out.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
@@ -91,9 +90,9 @@ def _telling_labels(logits: Tensor) -> Tensor:
     return labels
 
 
-def _takes_num_items(model: Any, signature: inspect.Signature) -> bool:
+def _takes_num_items(model: Any) -> bool:
     """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))
 
 

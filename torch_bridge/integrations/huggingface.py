@@ -5,17 +5,12 @@ hidden states, with the meaning of `transformers`' own loss: labels shifted by o
 labels that count or their sum over `num_items_in_batch`. Any other call goes to the original forward.
 """
 
-import dataclasses
-import functools
-import inspect
-import types
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from torch_bridge.api.linear import linear_cross_entropy
-from torch_bridge.integrations import adapters, causal_lm, comparison, trl
+from torch_bridge.integrations import causal_lm, comparison, patched, trl
+from torch_bridge.integrations.patched import OF_A_HEAD, OF_A_LOSS
 
 # Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
 # that a configuration may state. Others are compared with their own forward before they are patched.
@@ -33,32 +28,9 @@ _KNOWN: dict[str, set[str]] = {
     "qwen3": set(),
 }
 
-# What makes the loss of training another than the model's own, which is that of evaluation.
-_IN_TRAINING = {"label_smoothing", "z_loss"}
-_OF_A_LOSS = _IN_TRAINING | {"validate_labels"}
-_OF_A_HEAD = {"precision", "implementation", "scratch_bytes"}
-_OPTIONS = _OF_A_LOSS | _OF_A_HEAD | {"backward"}
-
-# Arguments of the model's forward that are for its head and loss, and not for its backbone.
-_FOR_THE_HEAD = {
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "ignore_index",
-    "logits_to_keep",
-    "num_logits_to_keep",
-    "return_dict",
-}
+_OPTIONS = OF_A_LOSS | OF_A_HEAD | {"backward"}
 
 _BY_HAND = "use LinearCrossEntropyLoss in its forward"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Patch:
-    original: Callable[..., Any]
-    signature: inspect.Signature
-    options: dict[str, Any]
-    skip_logits: bool
 
 
 def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) -> Any:
@@ -122,23 +94,12 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
         )
     inner = causal_lm.base(model)
     _check_model(inner)
-    original = type(inner).forward
     stated = causal_lm.logit_transform(inner.config)
     known = _KNOWN.get(inner.config.model_type) if type(inner).__module__.startswith("transformers.") else None
     used = stated if known is None else {name: x for name, x in stated.items() if name in known}
-    patch = _Patch(original, inspect.signature(original), options | used, skip_logits)
     if known is None or used != stated:
-        comparison.compare(inner, patch.signature, patch.options)
-
-    @functools.wraps(original)  # Trainer reads the signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(patch, self, *args, **kwargs)
-
-    forward.patched = forward  # type: ignore[attr-defined]
-    # A bound method, because a deep copy of the model must call itself.
-    inner.forward = types.MethodType(forward, inner)
-    of_a_head = {name: x for name, x in options.items() if name in _OF_A_HEAD}
-    trl.serve(inner, of_a_head, [name for name, x in options.items() if name in _OF_A_LOSS and x])
+        comparison.compare(inner, options | used)
+    patched.put(inner, patched.Patch(options | used, skip_logits))
     return model
 
 
@@ -146,17 +107,17 @@ def unpatch_causal_lm(model: Any) -> Any:
     """Undoes `patch_causal_lm`; returns the model. The last one gives TRL's heads back, too.
 
     Raises:
-        ValueError: the model is not patched, or its forward was wrapped again since.
+        ValueError: the model is not patched, or its forward was wrapped or replaced since.
     """
     inner = causal_lm.base(model)
-    function = getattr(inner.__dict__.get("forward"), "__func__", None)
-    if function is None or getattr(function, "patched", None) is not function:  # whoever wraps it copies the attribute
+    if patched.of(inner) is None:
+        raise ValueError(f"this {type(inner).__name__} is not patched")
+    if not causal_lm.has_forward_of_its_class(inner):
         raise ValueError(
-            f"this {type(inner).__name__} is not patched, or its forward was wrapped after patching: unwrap it first, "
-            "for example with accelerator.unwrap_model(model, keep_fp32_wrapper=False). What a trainer of TRL put in "
-            "its place stays"
+            f"the forward of this {type(inner).__name__} was wrapped after patching: unwrap it first, for example with "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False). What a trainer of TRL put in its place stays"
         )
-    del inner.forward
+    patched.take_away(inner)
     trl.release(inner)
     return model
 
@@ -167,7 +128,7 @@ def _check_model(model: Any) -> None:
     if not is_module or not name.endswith(("ForCausalLM", "LMHeadModel")):
         inside = ", like the `module` that it wraps" if hasattr(model, "module") else ""
         raise TypeError(f"model is a {name}; it must be a …ForCausalLM or …LMHeadModel of transformers{inside}")
-    if "forward" in model.__dict__:
+    if patched.of(model) is not None or not causal_lm.has_forward_of_its_class(model):
         raise ValueError(f"the forward of this {name} is patched or wrapped already; patch a model before wrapping it")
     if why := causal_lm.passed_over(model, causal_lm.head(model)):
         raise ValueError(why)
@@ -175,65 +136,3 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"{name} has no backbone under base_model_prefix={model.base_model_prefix!r}; {_BY_HAND}")
     if getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
         raise ValueError(f"{name} has loss_type={model.loss_type!r}; the patch computes 'ForCausalLM'; {_BY_HAND}")
-
-
-def _forward(
-    patch: _Patch, model: Any, *args: Any, skip_logits: bool | None = None, reduction: Any = None, **kwargs: Any
-) -> Any:
-    given = dict(patch.signature.bind(model, *args, **kwargs).arguments)
-    del given["self"]
-    for parameter in patch.signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
-    kept = given.get("logits_to_keep", 0)
-    has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
-    if skip_logits is None:
-        skip_logits = model.training or patch.skip_logits or reduction is not None
-    if not skip_logits or not has_labels or not (isinstance(kept, int) and kept == 0):
-        if reduction is not None:
-            raise ValueError(
-                f"reduction={reduction!r} is that of a loss without logits: pass labels, and neither logits_to_keep "
-                "nor skip_logits=False"
-            )
-        return patch.original(model, *args, **kwargs)
-
-    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-
-    for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
-    if with_routers := causal_lm.with_routers(model, given.get("output_router_logits")):
-        for_backbone["output_router_logits"] = True
-    head = causal_lm.head(model)
-    if why := causal_lm.passed_over(model, head):  # changed since it was patched
-        raise ValueError(f"{why}, or use unpatch_causal_lm(model)")
-    out = causal_lm.backbone(model)(**for_backbone, return_dict=True)
-    shifted = given.get("shift_labels")
-    labels, shift = (given["labels"], 1) if shifted is None else (shifted, 0)
-    options = {name: x for name, x in patch.options.items() if model.training or name not in _IN_TRAINING}
-
-    def loss_of(hidden: Tensor) -> Tensor:
-        weight, bias = adapters.parameters(head)
-        device = head.weight.device
-        return linear_cross_entropy(
-            hidden.to(device),  # elsewhere where the model is split over devices
-            weight,
-            labels.to(device),
-            linear_bias=bias,
-            shift=shift,
-            ignore_index=given.get("ignore_index", causal_lm.IGNORED),
-            reduction=reduction or "mean",
-            normalizer=given.get("num_items_in_batch"),
-            **options,
-        )
-
-    loss = causal_lm.in_place_of_logits(model, loss_of, out.last_hidden_state)
-    further: dict[str, Any] = {}
-    kind: Any = CausalLMOutputWithPast
-    if with_routers:
-        kind = MoeCausalLMOutputWithPast
-        if routers := causal_lm.router_loss(model, out.get("router_logits"), given.get("attention_mask")):
-            further["aux_loss"] = routers[0].to(loss.device)
-            loss = loss + routers[1] * further["aux_loss"] if reduction in (None, "mean") else loss
-    # Taken over by name: the cache is `past_key_values` up to transformers 5.23, and `cache` after.
-    shared = {field.name for field in dataclasses.fields(kind)} & out.keys()
-    found = kind(loss=loss, **further, **{name: out[name] for name in shared})
-    return found if given.get("return_dict", True) is not False else found.to_tuple()

@@ -10,7 +10,8 @@ both in a model that has an `nn.Linear` for its head:
 
 In evaluation and generation the model returns logits as before. The layer's parameters stay where they were, under the
 same names: optimisers, checkpoints and tied embeddings see no difference, and zero-bubble schedules, which compute
-weight gradients of the stage's own parameters only, find them.
+weight gradients of the stage's own parameters only, find them. So does the tracing front end
+(`torch.distributed.pipelining.pipeline`): the last stage that it cuts has them, the very tensors that the loss reads.
 
 V-shaped schedules (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`) put the last stage beside the first. In PyTorch 2.11,
 whatever the loss function, their `eval` fails, and a parameter that both stages hold, such as a tied embedding, has its
@@ -37,8 +38,9 @@ for each microbatch in flight, among them one of the weight's size.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from torch_bridge.api.modules import LinearCrossEntropyLoss
@@ -96,27 +98,23 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         return returned
 
 
-class HeadInLoss(nn.Module):
-    """Stands where a model's head was: hands hidden states on in training, and computes logits in evaluation.
+class HeadInLoss(nn.Linear):
+    """The class of a head that a loss took: hands hidden states on in training, and computes logits in evaluation.
 
-    It has the parameters of the head under the same names. `returns` overrides what the mode says.
+    `returns` overrides what the mode says.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    returns: Returns | None = None
 
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.weight = cast(nn.Parameter, head.weight)
-        self.register_parameter("bias", head.bias)
-        self.returns: Returns | None = None
-        self.__dict__["head"] = head  # not a submodule: its parameters would have a second name
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`hidden` itself, or logits."""
-        if (self.returns or ("hidden" if self.training else "logits")) == "hidden":
-            return hidden
-        return nn.functional.linear(hidden, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` itself, or logits."""
+        if (self.returns or ("hidden" if self.training else "logits")) == "logits":
+            return super().forward(input)
+        if torch.compiler.is_exporting():
+            # The tracing front end of pipelining gives a stage the parameters that its part of the graph names.
+            for parameter in self.parameters():
+                torch.ops.aten._assert_tensor_metadata(parameter, dtype=parameter.dtype)
+        return input
 
 
 def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> PipelineFusedLoss:
@@ -143,23 +141,20 @@ def take_head(model: nn.Module, name: str = "lm_head", **options: Any) -> Pipeli
         >>> model[1]
         Linear(in_features=8, out_features=100, bias=True)
     """
-    head = model.get_submodule(name)
+    head: Any = model.get_submodule(name)
     if type(head) is not nn.Linear:
         raise TypeError(f"{name} is a {type(head).__name__}; take_head moves an nn.Linear")
-    placeholder = HeadInLoss(head).train(head.training)
-    model.set_submodule(name, placeholder)
-    return PipelineFusedLoss(placeholder, **options)
+    head.__class__ = HeadInLoss
+    return PipelineFusedLoss(head, **options)
 
 
 def put_head_back(model: nn.Module, name: str = "lm_head") -> None:
     """Undoes `take_head`: the head is an `nn.Linear` again, with the parameters as they are now."""
-    placeholder = model.get_submodule(name)
-    if not isinstance(placeholder, HeadInLoss):
-        raise TypeError(f"{name} is a {type(placeholder).__name__}, not a head that take_head took")
-    head: nn.Linear = placeholder.__dict__["head"]
-    head.weight = placeholder.weight
-    head.register_parameter("bias", placeholder.bias)
-    model.set_submodule(name, head.train(placeholder.training))
+    head: Any = model.get_submodule(name)
+    if type(head) is not HeadInLoss:
+        raise TypeError(f"{name} is a {type(head).__name__}, not a head that take_head took")
+    head.__dict__.pop("returns", None)
+    head.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -70,8 +70,7 @@ class FusedHead:
                 `patch_causal_lm` refuses, or any where FSDP2 splits the head.
         """
         for model, lost in self.models.items():
-            # Whoever wraps the patched forward copies its attribute; TRL puts its own in the place.
-            if lost and not hasattr(model.forward, "patched"):
+            if lost and any(map(_is_of_trl, causal_lm.forwards(model))):
                 raise ValueError(
                     f"this {type(model).__name__} was patched with {lost}, but TRL's trainers compute their losses "
                     "themselves, from log-probabilities: patch it without"
@@ -146,6 +145,11 @@ def release(model: Any) -> None:
             utils._ChunkedLogProbFunction = head.original
 
 
+def _is_of_trl(function: Any) -> bool:
+    """Whether TRL's modules define it; its own `__module__` is that of what it wraps."""
+    return bool(getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."))
+
+
 @functools.cache
 def _utils() -> Any:
     """The module of TRL that holds the function, or None where there is no such module or function."""
@@ -163,5 +167,5 @@ def _utils() -> Any:
     served = theirs == ours
     if not served or version not in TESTED:
         result = "was not tested with" if served else "has trainers that will not use"
-        warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=4)
+        warnings.warn(f"TRL {version} {result} patch_causal_lm{why}; tested: {', '.join(TESTED)}", stacklevel=6)
     return utils if served else None

@@ -1,10 +1,11 @@
 """Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from torch import Tensor
 
 import pallas_ce
@@ -21,6 +22,9 @@ from torch_bridge.dlpack import exchange, streams
 from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
+
+# What the gradient is made of, beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
+KEPT = ("max_logit", "log_sum")
 
 
 class Loss(NamedTuple):
@@ -58,10 +62,10 @@ class Kernels(NamedTuple):
         return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
 
     def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
-        """Those of each row, by `pallas_ce.RowStatistics`' names.
+        """Those of each row, in the order of the names.
 
         Args:
-            names: which.
+            names: "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and those of `KEPT`.
             rows: `[n, V']`, contiguous.
             ids: `[n]` int32, the targets; -1 for none.
             u: `[V']` float32, 0 for padding, if the mean is among the names.
@@ -72,13 +76,16 @@ class Kernels(NamedTuple):
         self,
         rows: Tensor,
         ids: Tensor,
-        lse: Tensor,
+        kept: Sequence[Tensor],
         cotangents: dict[str, Tensor],
         u: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> None:
-        """Writes the gradient over the rows, 0 where they are not `valid [n]`; cotangents by statistics' names."""
-        named = {"rows": rows, "ids": ids, "kept lse": lse, "valid": valid, "u": u}
+        """Writes the gradient over the rows, 0 where they are not `valid [n]`.
+
+        `kept` are the statistics of `KEPT`; cotangents are by statistics' names.
+        """
+        named = {"rows": rows, "ids": ids, "valid": valid, "u": u} | dict(zip(KEPT, kept, strict=True))
         (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
         exchange.written(rows, gradient)
 
@@ -132,9 +139,11 @@ def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Ar
 
 
 def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
-    cotangents = {name: arrays[name] for name in names}
+    kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
+    if "u" in arrays:
+        kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
     rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
-    return (materialized_row_gradient(chosen, rows, {"lse": arrays["kept lse"]}, cotangents),)
+    return (materialized_row_gradient(chosen, rows, kept, cotangents),)
 
 
 def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:

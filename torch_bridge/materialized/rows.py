@@ -4,7 +4,10 @@ Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk o
 rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
 p = softmax(z), and cotangents g by statistic, the gradient is, rounded once,
 
-    dz_v = p_v·(g_lse - Σ_k g_log_prob[k]) + Σ_k [v = i_k]·(g_target_logit[k] + g_log_prob[k]) + u_v·g_mean_logit.
+    dz_v = p_v·(g_lse - Σ_k g_log_prob[k] - g_mean·Σ_w u_w) + Σ_k [v = i_k]·g_log_prob[k] + u_v·g_mean.
+
+Of the logits only `lse` holds the size: all else is made of their distances from the row's maximum, which a common
+offset does not round.
 """
 
 from collections.abc import Sequence
@@ -20,13 +23,14 @@ from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
 from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
 from torch_bridge.materialized.kernels import Kernels
+from torch_bridge.materialized.losses import times
 
 
 class Options(NamedTuple):
     """Static options; the operator's arguments behind the tensors.
 
     Attributes:
-        statistics: names joined by commas, "lse" first: `target_logit`, `log_prob`, `mean_logit`.
+        statistics: names joined by commas, "lse" first: `log_prob`, `mean_log_prob`.
         vocab_size: V; columns from there on are padding.
         softcap: c of `c·tanh(x/c)`, or None.
         temperature: what divides the logits.
@@ -53,13 +57,14 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """Statistics by name, in the dtype of sums; differentiable in the logits, once.
 
-    A row of -inf throughout has an `lse` and `log_prob` of -inf, and gradient 0.
+    A row with NaN or +inf has NaN for all, and for its gradient. One of -inf throughout has an `lse` and `log_prob` of
+    -inf, and gradient 0.
 
     Args:
         logits: `[..., V']`, N rows.
-        index: `[N, K]` int64 in `[0, V)`: whose `target_logit` and `log_prob`, which are `[N, K]`.
+        index: `[N, K]` int64 in `[0, V)`: whose `log_prob`, which is `[N, K]`.
         valid: `[N]` bool; the statistics and gradients of other rows are 0, whatever these hold. None: all are.
-        mean_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; None: 1/V each.
+        mean_weights: `[V]`, the u of `mean_log_prob = Σ_v u_v·log p_v`; None: 1/V each.
         options: static ones.
     """
     first_order.reverse_mode({"logits": logits, "index": index})
@@ -77,35 +82,38 @@ def row_statistics(
 def _forward(
     logits: Tensor, index: Tensor, valid: Tensor | None, mean_weights: Tensor | None, *static: Any
 ) -> list[Tensor]:
-    """The statistics, and behind them which rows have no gradient."""
+    """The statistics; behind them what the kernels' gradient is made of `[2, N]`, and which rows have none."""
     options, logits = Options(*static), logits.detach()
     served, columns = _kernels(logits, index, options), _by_column(logits, mean_weights, options)
     found = {name: x.zero_() for name, x in _empty_statistics(logits, index, options).items()}
+    normaliser = found["lse"].new_zeros(len(kernels.KEPT), *found["lse"].shape)
     cut = powers if served else chunks
     for part, rows in cut(logits):
         if served and served.serve(rows):
-            if "log_prob" in found:
+            if valid is None:
                 rows.gather(1, index[part])  # for its complaint about entries that there are not
-            values = served.statistics(tuple(found), rows, index[part, 0].int(), columns)
+            names = (*found, *kernels.KEPT)
+            *values, normaliser[0, part], normaliser[1, part] = served.statistics(
+                names, rows, index[part, 0].int(), columns
+            )
         else:
             values = _statistics(rows, index[part], mean_weights, options)
         for kept, value in zip(found.values(), values, strict=True):
             kept[part] = value.view(kept[part].shape)
     without_gradient = found["lse"].isneginf()
-    if "log_prob" in found:
-        found["log_prob"].masked_fill_(without_gradient[:, None], -torch.inf)
+    found["log_prob"].masked_fill_(without_gradient[:, None], -torch.inf)
     if valid is not None:
         without_gradient |= ~valid
         for x in found.values():
             x.masked_fill_(~valid.view(-1, *[1] * (x.ndim - 1)), 0.0)
-    return [*found.values(), without_gradient]
+    return [*found.values(), normaliser, without_gradient]
 
 
 def _backward(
     logits: Tensor,
     index: Tensor,
     mean_weights: Tensor | None,
-    lse: Tensor,
+    normaliser: Tensor,
     without_gradient: Tensor,
     cotangents: Sequence[Tensor | None],
     *static: Any,
@@ -122,7 +130,8 @@ def _backward(
                 of_rows.copy_(rows)
             by_name = {name: x.view(-1) for name, x in by_name.items()}
             with_gradient = ~without_gradient[part]
-            served.replace_by_gradient(of_rows, index[part, 0].int(), lse[part], by_name, columns, with_gradient)
+            kept = [x[part] for x in normaliser]
+            served.replace_by_gradient(of_rows, index[part, 0].int(), kept, by_name, columns, with_gradient)
             continue
         found = _gradient(rows, index[part], mean_weights, by_name, options)
         of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)
@@ -133,20 +142,16 @@ def _backward(
 def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> list[Tensor]:
     """Those of a chunk, by PyTorch."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
-    found: dict[str, Tensor] = {}
-    if "log_prob" in options.names:
-        # PyTorch's own, which converts as it reads; distances from the maximum keep it exact at any offset.
-        log_p = torch.log_softmax(z, 1, dtype=dtype)
-        largest = rows[:, : options.vocab_size].amax(1).to(dtype) / options.temperature
-        found["log_prob"] = log_p.gather(1, index)
-        found["lse"] = torch.where(largest.isneginf(), largest, largest - log_p.amax(1))
-    else:
-        z = z.to(dtype)
-        found["lse"] = z.logsumexp(1)
-        found["target_logit"] = z.gather(1, index)
-    if "mean_logit" in options.names:
-        u = mean_weights
-        found["mean_logit"] = z.mean(1) if u is None else torch.where(u == 0, 0.0, z).mv(u)
+    largest = (z if options.temperature == 1.0 else rows[:, : options.vocab_size]).amax(1).to(dtype)
+    largest = largest / options.temperature
+    # PyTorch's own, which converts as it reads.
+    log_p = torch.log_softmax(z, 1, dtype=dtype)
+    found = {
+        "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
+        "log_prob": log_p.gather(1, index),
+    }
+    if "mean_log_prob" in options.names:
+        found["mean_log_prob"] = log_p.mean(1) if mean_weights is None else times(mean_weights, log_p).sum(1)
     return [found[name] for name in options.names]
 
 
@@ -156,13 +161,15 @@ def _gradient(
     """That of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     cotangents = {name: x / options.temperature for name, x in cotangents.items()}
-    zeros = torch.zeros(index.shape, dtype=dtype, device=index.device)
-    for_log_prob = cotangents.get("log_prob", zeros)
-    for_lse = cotangents.get("lse", zeros.new_zeros(index.shape[0])) - for_log_prob.sum(1)
-    found = torch.softmax(z, 1, dtype=dtype).mul_(for_lse[:, None])
-    found.scatter_add_(1, index, cotangents.get("target_logit", zeros) + for_log_prob)
-    if (for_mean := cotangents.get("mean_logit")) is not None:
-        found.add_(for_mean[:, None] * (1.0 / options.vocab_size if mean_weights is None else mean_weights))
+    for_log_prob = cotangents.get("log_prob", torch.zeros(index.shape, dtype=dtype, device=index.device))
+    of_softmax = cotangents.get("lse", 0.0) - for_log_prob.sum(1)
+    if (for_mean := cotangents.get("mean_log_prob")) is not None:
+        u = z.new_full(z.shape[1:], 1.0 / options.vocab_size, dtype=dtype) if mean_weights is None else mean_weights
+        of_softmax = of_softmax - for_mean * u.sum()
+    found = torch.softmax(z, 1, dtype=dtype).mul_(of_softmax[:, None])
+    found.scatter_add_(1, index, for_log_prob)
+    if for_mean is not None:
+        found.addr_(for_mean, u)
     if options.softcap is not None:
         found.mul_(1 - (z / options.softcap) ** 2)
     return found
@@ -192,7 +199,7 @@ def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> LogitsSpec:
 
 def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) -> Tensor | None:
     """The u of the mean as the kernels take it, `[V']`: 0 for padding; None where there is no mean."""
-    if "mean_logit" not in options.names:
+    if "mean_log_prob" not in options.names:
         return None
     padded = torch.zeros(logits.shape[-1], dtype=wide(logits.dtype), device=logits.device)
     padded[: options.vocab_size] = 1.0 / options.vocab_size if mean_weights is None else mean_weights
@@ -200,25 +207,26 @@ def _by_column(logits: Tensor, mean_weights: Tensor | None, options: Options) ->
 
 
 def _empty_statistics(logits: Tensor, index: Tensor, options: Options) -> dict[str, Tensor]:
-    shapes = {name: index.shape if name in ("target_logit", "log_prob") else index.shape[:1] for name in options.names}
+    shapes = {name: index.shape if name == "log_prob" else index.shape[:1] for name in options.names}
     return {name: logits.new_empty(shape, dtype=wide(logits.dtype)) for name, shape in shapes.items()}
 
 
 def _forward_shapes(logits: Tensor, index: Tensor, valid: Any, mean_weights: Any, *static: Any) -> list[Tensor]:
     statistics = _empty_statistics(logits, index, Options(*static))
-    return [*statistics.values(), logits.new_empty(index.shape[:1], dtype=torch.bool)]
+    normaliser = statistics["lse"].new_empty(len(kernels.KEPT), *index.shape[:1])
+    return [*statistics.values(), normaliser, logits.new_empty(index.shape[:1], dtype=torch.bool)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     logits, index, _, mean_weights, *ctx.static = inputs
-    ctx.save_for_backward(logits, index, mean_weights, output[0], output[-1])
-    ctx.mark_non_differentiable(output[-1])
+    ctx.save_for_backward(logits, index, mean_weights, *output[-2:])
+    ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any = None) -> tuple[Tensor | None, ...]:
     """The gradients of all arguments; by the operator, unless `compute` is given."""
-    gradient, given = None, list(cotangents[:-1])
+    gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
         compute = compute or torch.ops.pallas_ce.materialized_row_statistics_backward
         gradient = compute(*ctx.saved_tensors, given, *ctx.static)
@@ -226,7 +234,7 @@ def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any =
 
 
 class _RowStatistics(torch.autograd.Function):
-    """`(logits, index, valid, mean_weights, *options) -> (*statistics, rows without gradient)`, past the dispatcher."""
+    """`(logits, index, valid, mean_weights, *options)` to what `_forward` returns, past the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -263,7 +271,7 @@ _backward_operator = torch.library.custom_op(
     "pallas_ce::materialized_row_statistics_backward",
     _backward_in_own_memory,
     mutates_args=(),
-    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor lse, Tensor without_gradient, "
+    schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "
     f"Tensor?[] cotangents, {_SCHEMA}) -> Tensor",
 )
 _backward_operator.register_fake(lambda logits, *_: logits.new_empty(logits.shape))

@@ -235,8 +235,10 @@ class _Thread:
             plgpu.copy_gmem_to_smem(left, self.ring["left"].at[slot], full)
             plgpu.copy_gmem_to_smem(right, self.ring["right"].at[slot], full)
 
+        operands = functools.partial(copy, *self.matrices[:2])
         if not product.rank:
-            copy(*self.matrices, along)
+            operands(along)
             return
-        pl.when(along < product.own_steps)(lambda: copy(*self.matrices[:2], along))
-        pl.when(along >= product.own_steps)(lambda: copy(*self.matrices[2:], along - product.own_steps))
+        of_term = functools.partial(copy, *self.matrices[2:])
+        pl.when(along < product.own_steps)(lambda: operands(along))
+        pl.when(along >= product.own_steps)(lambda: of_term(along - product.own_steps))

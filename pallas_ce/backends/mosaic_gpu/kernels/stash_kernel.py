@@ -21,7 +21,7 @@ from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
 # Of the fields, those that no exponential is needed for.
-_OF_LOGITS = ("weighted_sum", "sum_weights", "max", "argmax")
+_OF_LOGITS = ("weighted_sum", "max", "argmax")
 
 
 def stash(
@@ -40,7 +40,8 @@ def stash(
     worked on; what is returned for the others is undefined. Given an earlier `E` to write `into`, those keep theirs.
     """
     spec = head.spec
-    fields = fields_for(names | {"lse"})
+    # The sums of u are the same for all rows.
+    fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.rows, config.width)
@@ -53,7 +54,13 @@ def stash(
     stored = found.pop("stash")
 
     def partial() -> Partial:
-        return jax.tree.map(lambda x: x[: given.rows], partials.read(found, fields, add))
+        whole = jax.tree.map(lambda x: x[: given.rows], partials.read(found, fields, add))
+        if whole.weighted_sum is None:
+            return whole
+        u = head.tile_logit_weights(0, given.logits.columns)
+        if head.valid_columns is not None:
+            u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
+        return whole._replace(sum_weights=jnp.full(given.rows, u.sum()))
 
     return partial, stored
 

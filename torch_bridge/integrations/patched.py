@@ -1,0 +1,215 @@
+"""The class that `patch_causal_lm` gives a model: a subclass of its own, which computes the loss without logits.
+
+A class and not a forward among the model's attributes, so that the patch goes with whatever is made of the model: a
+copy, a pickle, a replica of `torch.nn.DataParallel`, a forward that is wrapped and unwrapped again. All models of a
+kind share the class, and each has what it was patched with for an attribute.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torch_bridge.api.linear import linear_cross_entropy
+from torch_bridge.integrations import adapters, causal_lm, trl
+
+# What makes the loss of training another than the model's own, which is that of evaluation.
+_IN_TRAINING = {"label_smoothing", "z_loss"}
+OF_A_LOSS = _IN_TRAINING | {"validate_labels"}
+OF_A_HEAD = {"precision", "implementation", "scratch_bytes"}
+
+# Arguments of the model's forward that are for its head and loss, and not for its backbone.
+_FOR_THE_HEAD = {
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "ignore_index",
+    "logits_to_keep",
+    "num_logits_to_keep",
+    "return_dict",
+}
+
+# The attribute of a patched model that holds its `Patch`.
+_ATTRIBUTE = "_causal_lm_patch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """What a model was patched with.
+
+    Attributes:
+        options: of `linear_cross_entropy`.
+        skip_logits: whether evaluation with labels makes none either.
+    """
+
+    options: dict[str, Any]
+    skip_logits: bool
+
+
+class _Own(NamedTuple):
+    """The forward of the model's own class."""
+
+    forward: Callable[..., Any]
+    signature: inspect.Signature
+
+
+def of(model: Any) -> Patch | None:
+    """What a model was patched with; None where it is not patched."""
+    found: Patch | None = model.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def put(model: Any, patch: Patch) -> None:
+    """Patches a model whose forward is that of its class, and serves TRL's trainers."""
+    model.__dict__.pop("forward", None)  # as a wrapper that was taken off again leaves it
+    if not isinstance(model, _Patched):
+        kind: Any = type(model)
+        model.__class__ = _class(kind)
+    model.__dict__[_ATTRIBUTE] = patch
+    _serve(model, patch)
+
+
+def take_away(model: Any) -> None:
+    """Undoes `put`."""
+    model.__dict__.pop("forward", None)
+    del model.__dict__[_ATTRIBUTE]
+    if own := _own_class(model):
+        model.__class__ = own
+
+
+class _Patched:
+    """What a patched class adds to the model's own but for the forward, which has its signature."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        own = _own_class(self)
+        return (_new, (own,), *reduced[2:]) if own else reduced
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if patch := of(self):
+            _serve(self, patch)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward" and (patch := of(self)):
+            first, *_ = functions = causal_lm.forwards(self)
+            if functions[-1] is not type(self).forward:  # type: ignore[attr-defined]
+                name = f"{first.__module__}.{getattr(first, '__qualname__', type(first).__qualname__)}"
+                warnings.warn(
+                    f"the forward of this patched {type(self).__name__} was replaced by {name}: what patch_causal_lm "
+                    f"was given ({patch.options}) no longer counts, unless that calls the forward that was there. "
+                    "Leave it away (for Trainer, use_liger_kernel=False), or use unpatch_causal_lm first",
+                    stacklevel=2,
+                )
+
+
+def _own_class(model: Any) -> type | None:
+    """The class that was patched; None where the model's has another over it, such as FSDP2's."""
+    return type(model).__dict__.get("_own_class")
+
+
+def _new(own: type) -> Any:
+    """A patched model without attributes, for pickle to fill."""
+    kind: Any = _class(own)
+    return kind.__new__(kind)
+
+
+@functools.cache
+def _class(own: Any) -> type:
+    """The patched class of a class of transformers, under the same name: transformers writes it into configurations."""
+    of_own = _Own(own.forward, inspect.signature(own.forward))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = of(self)
+        return (
+            of_own.forward(self, *args, **kwargs) if patch is None else _forward(of_own, patch, self, *args, **kwargs)
+        )
+
+    functools.update_wrapper(forward, of_own.forward)
+    del forward.__wrapped__  # type: ignore[attr-defined]  # whoever unwraps a forward is to stop here
+    forward.__signature__ = of_own.signature  # type: ignore[attr-defined]
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
+
+
+def _serve(model: Any, patch: Patch) -> None:
+    of_a_head = {name: x for name, x in patch.options.items() if name in OF_A_HEAD}
+    trl.serve(model, of_a_head, [name for name, x in patch.options.items() if name in OF_A_LOSS and x])
+
+
+def _forward(
+    own: _Own,
+    patch: Patch,
+    model: Any,
+    *args: Any,
+    skip_logits: bool | None = None,
+    reduction: Any = None,
+    **kwargs: Any,
+) -> Any:
+    given = dict(own.signature.bind(model, *args, **kwargs).arguments)
+    del given["self"]
+    for parameter in own.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    kept = given.get("logits_to_keep", 0)
+    has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
+    if skip_logits is None:
+        skip_logits = model.training or patch.skip_logits or reduction is not None
+    if not skip_logits or not has_labels or not (isinstance(kept, int) and kept == 0):
+        if reduction is not None:
+            raise ValueError(
+                f"reduction={reduction!r} is that of a loss without logits: pass labels, and neither logits_to_keep "
+                "nor skip_logits=False"
+            )
+        return own.forward(model, *args, **kwargs)
+
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    for_backbone = {name: value for name, value in given.items() if name not in _FOR_THE_HEAD and value is not None}
+    if with_routers := causal_lm.with_routers(model, given.get("output_router_logits")):
+        for_backbone["output_router_logits"] = True
+    head = causal_lm.head(model)
+    if why := causal_lm.passed_over(model, head):  # changed since it was patched
+        raise ValueError(f"{why}, or use unpatch_causal_lm(model)")
+    out = causal_lm.backbone(model)(**for_backbone, return_dict=True)
+    shifted = given.get("shift_labels")
+    labels, shift = (given["labels"], 1) if shifted is None else (shifted, 0)
+    options = {name: x for name, x in patch.options.items() if model.training or name not in _IN_TRAINING}
+
+    items: Any = given.get("num_items_in_batch")
+    # A replica of DataParallel gets its part of a vector; the model's own loss has the shape of what it is divided by.
+    of_a_vector = isinstance(items, Tensor) and items.ndim > 0 and items.numel() == 1
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        weight, bias = adapters.parameters(head)
+        device = head.weight.device
+        return linear_cross_entropy(
+            hidden.to(device),  # elsewhere where the model is split over devices
+            weight,
+            labels.to(device),
+            linear_bias=bias,
+            shift=shift,
+            ignore_index=given.get("ignore_index", causal_lm.IGNORED),
+            reduction=reduction or "mean",
+            normalizer=items.reshape(()) if of_a_vector else items,
+            **options,
+        )
+
+    loss = causal_lm.in_place_of_logits(model, loss_of, out.last_hidden_state)
+    loss = loss.reshape(items.shape) if of_a_vector else loss
+    further: dict[str, Any] = {}
+    kind: Any = CausalLMOutputWithPast
+    if with_routers:
+        kind = MoeCausalLMOutputWithPast
+        if routers := causal_lm.router_loss(model, out.get("router_logits"), given.get("attention_mask")):
+            further["aux_loss"] = routers[0].to(loss.device)
+            loss = loss + routers[1] * further["aux_loss"] if reduction in (None, "mean") else loss
+    # Taken over by name: the cache is `past_key_values` up to transformers 5.23, and `cache` after.
+    shared = {field.name for field in dataclasses.fields(kind)} & out.keys()
+    found = kind(loss=loss, **further, **{name: out[name] for name in shared})
+    return found if given.get("return_dict", True) is not False else found.to_tuple()
