@@ -2,8 +2,8 @@
 
 OTHER is the import name of another version of `pallas_ce`, say `pallas_ce_old`: a copy whose own imports say that name.
 At each point of the paper's grid, at published heads and with options, every program is timed as this version and the
-other have it, one right after the other, so that both meet the same clocks; what is written is the ratio of the two.
-Points come in a mixed order, and each is written when it is measured; run the command again to go on.
+other have it by default, one right after the other, so that both meet the same clocks; what is written is the ratio of
+the two. Points come in a mixed order, and each is written when it is measured; run the command again to go on.
 """
 
 import functools
@@ -31,15 +31,13 @@ def programs_of(package: Any, *, options: bool) -> dict[str, Program]:
     """The programs of one version."""
 
     def loss(**given: Any) -> Program:
-        return functools.partial(package.linear_cross_entropy, implementation="mosaic_gpu", **given)
+        return functools.partial(package.linear_cross_entropy, **given)
 
     found = {"forward": loss()} | {mode: both(loss(backward=mode)) for mode in ("in_forward", "recompute")}
     if options:
         found |= {f"{mode} with options": both(loss(backward=mode, **_OPTIONS)) for mode in ("in_forward", "recompute")}
         found["in_forward frozen weight"] = jax.value_and_grad(loss(backward="in_forward"))
-        found["forward statistics"] = functools.partial(
-            package.linear_row_statistics, implementation="mosaic_gpu", statistics=_STATISTICS
-        )
+        found["forward statistics"] = functools.partial(package.linear_row_statistics, statistics=_STATISTICS)
     return found
 
 

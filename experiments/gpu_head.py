@@ -15,7 +15,6 @@ Sections, each a JSON file under `experiments/results/` with the machine and ver
     float32  TF32 and full float32, beside products of that precision
     low_rank a frozen weight with a low-rank term that is trained
     microbatches  four parts of a batch, their gradients added in place
-    windows  the forward with given numbers of vocabulary windows, at N 1024, V 262144
 
 Everything is timed on the device, in one process, in turn, and reported as a ratio: forwards to the bare product
 `hidden·weightᵀ`, forward+backward to that and the two gradient products ("three products"). Each point is written when
@@ -31,7 +30,7 @@ from experiments.bench.points import SECTIONS
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures, prints and writes each section as it goes; returns the exit status."""
-    return run_sections("gpu_head", __doc__, SECTIONS, words, kernels_only=("windows",))
+    return run_sections("gpu_head", __doc__, SECTIONS, words)
 
 
 if __name__ == "__main__":

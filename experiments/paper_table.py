@@ -10,8 +10,7 @@ backward, which the paper leaves out:
 Everything is timed on the device, in one process, in turn. Each point is written to `paper_table.json` under
 `experiments/results/` when it is measured; run the command again to go on. A program that the GPU's memory does not
 suffice for is left out, with the reason. `paper_table.md` and `paper_table.png`, made from that file after each run, or
-with `--report` alone, have the paper's ratios beside these. The paper's windows are measured by
-`python -m experiments.gpu_head windows`.
+with `--report` alone, have the paper's ratios beside these.
 """
 
 import functools

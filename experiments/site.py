@@ -159,14 +159,8 @@ def write(folder: Path, docs: Path) -> list[Path]:
     documents = report.load(folder)
     time, memory = lines(documents)
     device = documents["grid"]["machine"]["device"]
-    (sweep,) = documents["windows"]["points"].values()
-    swept = {int(name.split()[1]): r["ratio"] for name, r in sweep["results"].items() if name.endswith(" windows")}
-    of_sweep = (
-        f"{documents['windows']['machine']['device']}: {sweep['n']} rows, width {sweep['h']}, vocabulary {sweep['v']}"
-    )
     figures: dict[str, Callable[[], Any]] = {
         "rivals": lambda: drawings.rivals(time, memory, f"{device}, {ROWS} rows of width 4096, bfloat16"),
-        "windows": lambda: drawings.windows(swept, sweep["chosen_windows"], of_sweep),
         "statistics": drawings.statistics,
         "modes": drawings.modes,
     }

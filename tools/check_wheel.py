@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pallas_ce", "flax_modules", "torch_bridge")
-DATA_SUFFIXES = {".py", ".json", ".toml"}
+DATA_SUFFIXES = {".py", ".toml"}
 
 EXAMPLE = """
 import importlib.metadata

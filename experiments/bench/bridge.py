@@ -1,7 +1,7 @@
 """What `torch_bridge` adds to the library's own call in JAX: time on the host, time on the device, memory.
 
 All callers compute loss and gradients of the same bfloat16 head, by the same implementation and backward mode. Beside
-bridge and native call stand, where they can, the bridge told that every row counts, and kernels launched by themselves;
+bridge and native call stand, where they can, the bridge told that every row counts;
 on the host also a function of PyTorch's that computes nothing.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 
 import torch_bridge
-from experiments.bench import direct, timing, torch_timing
+from experiments.bench import timing, torch_timing
 from experiments.bench.processes import apart
 from experiments.bench.programs import Shape, both, ours
 from experiments.bench.used import allocated_peak_bytes, used_bytes, used_peak_bytes
@@ -60,7 +60,7 @@ def synchronize(result: Any) -> None:
 def callers(setting: Setting) -> tuple[str, ...]:
     """Those that the setting has."""
     alone = setting == Setting("mosaic_gpu", "in_forward", "cuda")
-    return ("bridge", "native", "unmasked", "direct") if alone else ("bridge", "native")
+    return ("bridge", "native", "unmasked") if alone else ("bridge", "native")
 
 
 def made(caller: str, setting: Setting, differentiate: bool) -> Callable[..., Any]:
@@ -77,7 +77,6 @@ def made(caller: str, setting: Setting, differentiate: bool) -> Callable[..., An
     losses: dict[str, Callable[..., Any]] = {
         "bridge": bridged,
         "unmasked": functools.partial(bridged, ignore_index=None),
-        "direct": direct.loss,
         "torch": lambda hidden, weight, labels: torch.nn.functional.cross_entropy(hidden @ weight.T, labels),
         "nothing": lambda hidden, weight, _: _Nothing.apply(hidden, weight),  # type: ignore[no-untyped-call]
     }

@@ -83,7 +83,6 @@ def run_sections(
     doc: str | None,
     sections: Sections,
     words: Sequence[str] | None,
-    kernels_only: Sequence[str] = (),
 ) -> int:
     """Measures, prints and writes each point as it goes; returns the exit status.
 
@@ -92,19 +91,14 @@ def run_sections(
         doc: what `--help` says.
         sections: points by section and name.
         words: the command line; None for the process's.
-        kernels_only: sections that a dry run, by XLA, does not have.
     """
     parser = point_options(doc)
     parser.add_argument("sections", nargs="*", default=list(sections), metavar="SECTION", help=", ".join(sections))
     options = parsed(parser, words)
     if unknown := [section for section in options.sections if section not in sections]:
         parser.error(f"there is no section {unknown[0]!r}; choose from {', '.join(sections)}")
-    files = {}
-    for section in options.sections:
-        if options.dry_run and section in kernels_only:
-            print(f"{section}: left out, implementation 'xla' has no such thing")
-            continue
-        files[f"{name}_{section}"] = f"python -m experiments.{name} {section}", sections[section]
+    command = f"python -m experiments.{name}"
+    files = {f"{name}_{section}": (f"{command} {section}", sections[section]) for section in options.sections}
     return run_points(files, options)
 
 

@@ -64,26 +64,6 @@ def rivals(time: Mapping[str, Mapping[int, float]], memory: Mapping[str, Mapping
     return figure
 
 
-def windows(swept: Mapping[int, float], chosen: int, title: str) -> Any:
-    """Time of the forward against how many windows the vocabulary is cut into, and how many the kernel chooses."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(list(swept), list(swept.values()), marker="o", markersize=4, color=_OURS)
-    axes.plot([chosen], [swept[chosen]], marker="o", markersize=10, color=_KEPT, linestyle="none", label="chosen")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(list(swept), list(map(str, swept)))
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="windows of the vocabulary", ylabel="forward: time / bare product")
-    axes.grid(axis="y", linewidth=0.6)
-    axes.legend()
-    figure.suptitle(title, fontsize=10)
-    return figure
-
-
 def statistics() -> Any:
     """Tiles of the vocabulary become partial statistics, which merge."""
     figure, axes = _canvas(9, 2.6)

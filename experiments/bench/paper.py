@@ -75,8 +75,7 @@ and one process; how large it can be depends on how a GPU's rate of products com
 * **Measured here**: *float32 logits* are what one product of the bfloat16 operands writes, *bfloat16 logits* are
   rounded to that, and the loss of either is plain JAX's. *Proposed* is `linear_cross_entropy` with its defaults. Memory
   is what XLA planned beside operands and results, with these: bfloat16 hidden states and weight, and after a backward
-  their gradients.
-* The paper's windows, its section 3.2.1, are measured by `python -m experiments.gpu_head windows`."""
+  their gradients."""
 
 
 def name_of(n: int, v: int) -> str:

@@ -1,6 +1,5 @@
 """What `experiments.gpu_head` measures, section by section: each point is a shape, and programs timed in turn at it."""
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -8,7 +7,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.bench import timing
 from experiments.bench.command import Point, Sections
@@ -20,14 +18,9 @@ from pallas_ce import (
     linear_cross_entropy_and_gradients,
     linear_row_statistics,
 )
-from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import config
-from pallas_ce.backends.mosaic_gpu.tuning import tuning
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.backends.triton import binding, configs
-from pallas_ce.head import Head, HeadSpec
 from pallas_ce.statistics.logits import present
-from pallas_ce.statistics.row import finalise
 
 GRID = [(n, v, 4096) for n, v in itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144))]
 HEADS = {
@@ -49,9 +42,7 @@ _COMPARED = [
     (16384, 65536, 4096),
 ]
 _SHARES = (0.0, 0.001, 0.05, 0.3)
-WINDOWS = (1, 2, 4, 8, 11, 16, 22, 33, 44, 66, 99, 132)
 
-_NAMES = frozenset({"lse"})
 _KERNELS: tuple[Implementation, ...] = ("mosaic_gpu", "triton")
 _MODES: tuple[Backward, ...] = ("in_forward", "recompute")
 _KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
@@ -64,9 +55,14 @@ def modes(implementation: Implementation | None) -> dict[str, Program]:
     return {"forward": ours(implementation)} | {mode: both(ours(implementation, backward=mode)) for mode in _MODES}
 
 
-def standard(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def standard(implementation: Implementation | None, _: Shape) -> dict[str, Program]:
     """What grid and heads compare."""
     return modes(implementation) | {"forward canonical": canonical, "canonical": both(canonical)}
+
+
+def by_default(implementation: Implementation, shape: Shape) -> dict[str, Program]:
+    """The same as users get it: the Hopper kernels cannot read every head."""
+    return standard(None if implementation in _KERNELS else implementation, shape)
 
 
 def _arrays(shape: Shape) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -219,32 +215,6 @@ def float32(implementation: Implementation, _: Shape) -> dict[str, Program]:
     return {f"{mode} {name}": program for name in names for mode, program in modes(name).items()}
 
 
-def windowed(windows: int | None) -> Program:
-    """The forward kernel with so many windows of the vocabulary; None: as many as it chooses."""
-
-    def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-        v, h = weight.shape
-        spec = HeadSpec(h, v, v, 0, np.dtype(hidden.dtype), None)
-        chosen = tuning.tiles_for("forward", spec, hidden.shape[0], v, len(_NAMES), 0).config
-        given = dataclasses.replace(chosen, windows=windows)
-        head = Head(weight, None, None, None, spec)
-        return finalise(forward_kernel.statistics(head, hidden, _NAMES, given), _NAMES)["lse"]
-
-    return run
-
-
-def window_sweep(_: Implementation, shape: Shape) -> dict[str, Program]:
-    """The forward with given numbers of windows, and with the chosen one."""
-    most = -(-shape[1] // config.Config().columns)
-    return {"forward": windowed(None)} | {f"forward {w} windows": windowed(w) for w in WINDOWS if w <= most}
-
-
-def _measure_windows(shape: Shape, *given: Any) -> dict[str, Any]:
-    """Also how many windows the forward chooses, which are in the sweep, too."""
-    (launch,) = explain(*_arrays(shape), implementation="mosaic_gpu", differentiate=()).launches
-    return timing.measure(shape, *given) | {"chosen_windows": launch.windows}
-
-
 def _measure_compilation(shape: Shape, programs: dict[str, Program], *_: Any) -> dict[str, Any]:
     return timing.compile_seconds(shape, programs)
 
@@ -252,9 +222,8 @@ def _measure_compilation(shape: Shape, programs: dict[str, Program], *_: Any) ->
 SECTIONS: Sections = {
     "compile": {"compile": Point((8192, 131072, 4096), standard, _measure_compilation)},
     "grid": {f"{n}x{v}": Point((n, v, h), standard) for n, v, h in GRID},
-    "heads": {model: Point(shape, standard) for model, shape in HEADS.items()},
+    "heads": {model: Point(shape, by_default) for model, shape in HEADS.items()},
     "options": {"options": Point(OPTIONS_SHAPE, variants)},
-    "windows": {"windows": Point((1024, 262144, 4096), window_sweep, _measure_windows)},
     "implementations": {f"{n}x{v}x{h}": Point((n, v, h), implementations) for n, v, h in _COMPARED},
     "triton": {f"{n}x{v}": Point((n, v, h), kernel_in_triton) for n, v, h in GRID},
     "pointers": {f"{n}x{v}": Point((n, v, h), kernel_in_triton, _by_pointers) for n, v, h in GRID},

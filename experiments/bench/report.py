@@ -10,7 +10,7 @@ from experiments.bench.results import read
 from experiments.command_line import save_figure, write_atomically
 
 SECTIONS = (
-    *("grid", "heads", "options", "masked", "windows", "compile"),
+    *("grid", "heads", "options", "masked", "compile"),
     *("triton", "pointers", "ampere", "implementations", "targets", "float32", "low_rank", "microbatches"),
 )
 LOSSES = ("log_probs", "top_k", "given")
@@ -148,13 +148,11 @@ def _cell(result: dict[str, Any]) -> str:
 
 
 def plots(documents: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """Ratios over grid and heads, and the sweep of windows; the files written."""
+    """Ratios over grid and heads; the files written."""
     written = []
     for section in ("grid", "heads"):
         if section in documents and documents[section]["points"]:
             written.append(_plot_ratios(documents[section], folder / f"gpu_head_{section}.png"))
-    if "windows" in documents and documents["windows"]["points"]:
-        written.append(_plot_windows(documents["windows"], folder / "gpu_head_windows.png"))
     return written
 
 
@@ -170,22 +168,6 @@ def _plot_ratios(document: dict[str, Any], path: Path) -> Path:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(ylabel="time / bare product, or / three products", title=document["machine"].get("device", ""))
     axes.tick_params(axis="x", rotation=60)
-    axes.legend()
-    return save_figure(figure, path)
-
-
-def _plot_windows(document: dict[str, Any], path: Path) -> Path:
-    from matplotlib.figure import Figure
-
-    (point, *_) = document["points"].values()
-    swept = {int(n.split()[1]): r["ms"] for n, r in point["results"].items() if n.endswith(" windows")}
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(list(swept), list(swept.values()), "o-", label="given")
-    axes.axhline(point["results"][programs.FORWARD]["ms"], color="tab:orange", label="chosen")
-    axes.axhline(point["results"]["bare"]["ms"], color="black", linewidth=0.8, label="bare product")
-    title = f"N {point['n']}, V {point['v']}, {document['machine'].get('device', '')}"
-    axes.set(xlabel="windows of the vocabulary", ylabel="ms", xscale="log", title=title)
     axes.legend()
     return save_figure(figure, path)
 

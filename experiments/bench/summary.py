@@ -120,7 +120,6 @@ def targets(sections: Sections) -> list[Target]:
             1.05,
             quotient("forward log_prob and entropy", "forward log_prob"),
         ),
-        Target("chosen windows / best of the sweep", 1.02, _windows(sections.get("windows", {}))),
         Target("seconds to compile a call, worst", 4.0, worst(tuned)),
         Target("the same, without XLA's autotuning of its own products", 4.0, worst(untuned)),
         Target("log-probability and entropy, forward / bare product", 1.03, at("log_probs", FORWARD, "ratio")),
@@ -297,14 +296,4 @@ def _beside(sections: Sections, section: str, program: str, other: str, number: 
     for point in sections.get(section, {}).values():
         one, two = (float(point["results"][name][number]) for name in (program, other))
         return one / two if number == "ms" else one - two
-    return None
-
-
-def _windows(points: Points) -> float | None:
-    """The chosen number's time by the best; in the sweep it is the same program once more, and all samples count."""
-    for point in points.values():
-        results, again = point["results"], f"forward {point['chosen_windows']} windows"
-        chosen = statistics.median(results[FORWARD]["samples"] + results.get(again, {"samples": []})["samples"])
-        swept = [r["ms"] for name, r in results.items() if name.endswith(" windows") and name != again]
-        return chosen / min(chosen, *swept)
     return None

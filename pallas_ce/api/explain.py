@@ -49,8 +49,7 @@ class Explanation:
             anything is differentiated their gradient, and the gradients returned.
         weight_copy_bytes: a copy of the weight that the kernels read, where its own rows do not lie at multiples of the
             bytes that they can read, or have another dtype than the operands; 0 where none is made.
-        launches: the kernels that make each block's logits, with tiles, clusters, windows of the vocabulary, and where
-            these come from; none for "xla" and "reference".
+        launches: the kernels that make each block's logits, with their tiles; none for "xla" and "reference".
         parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
         alternative: the same call in the other backward mode; None where there is none to choose: without
             differentiation, for losses by row, for "reference", and where it does not fit `scratch_bytes`.
@@ -318,10 +317,7 @@ def _accumulator_bytes(
 
 
 def _launch(launch: Launch) -> str:
-    clusters = f", clusters of {launch.cluster}" if launch.cluster > 1 else ""
-    windows = f"{launch.windows} window{'s' if launch.windows > 1 else ''}"
-    tile = f"tiles of {launch.tile_rows} x {launch.tile_columns}{clusters}, {windows}"
-    return f"kernel          {launch.kernel}: {tile}, chosen by {launch.source}"
+    return f"kernel          {launch.kernel}: tiles of {launch.tile_rows} x {launch.tile_columns}"
 
 
 def _mib(count: int) -> str:

@@ -98,17 +98,11 @@ class Launch(NamedTuple):
         kernel: its name, as profilers show it.
         tile_rows: rows of the tile that a thread block works on.
         tile_columns: its vocabulary columns.
-        cluster: thread blocks that share loads.
-        windows: parts of the vocabulary that are worked on independently.
-        source: where tile and cluster come from.
     """
 
     kernel: str
     tile_rows: int
     tile_columns: int
-    cluster: int
-    windows: int
-    source: str
 
 
 class Description(NamedTuple):

@@ -13,7 +13,7 @@ from experiments import gpu_head, peers
 from experiments.bench import timing
 from experiments.bench.command import dry
 from experiments.bench.peers import PEERS, Peer
-from experiments.bench.points import GRID, HEADS, OPTIONS_SHAPE, SECTIONS, standard, variants, window_sweep
+from experiments.bench.points import GRID, HEADS, OPTIONS_SHAPE, SECTIONS, standard, variants
 from experiments.bench.programs import inputs
 
 SHAPE = (512, 4096, 256)
@@ -31,7 +31,6 @@ def test_the_grid_is_the_papers_and_heads_are_those_of_published_models() -> Non
     assert len(SECTIONS["grid"]) == len(GRID) == 20
     assert {point.shape for point in SECTIONS["grid"].values()} == set(GRID)
     assert {name: point.shape for name, point in SECTIONS["heads"].items()} == HEADS
-    assert [point.shape for point in SECTIONS["windows"].values()] == [(1024, 262144, 4096)]
 
 
 def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
@@ -40,9 +39,8 @@ def test_a_dry_run_measures_every_section_and_can_be_gone_on_with(
     monkeypatch.setattr(timing, "measure", traced)
     monkeypatch.setattr(timing, "compile_seconds", traced)
     words = ["--dry-run", "--out", str(tmp_path)]
-    assert gpu_head.main(["heads", "options", "windows", "compile", *words]) == 0
-    out = capsys.readouterr().out
-    assert "windows: left out, implementation 'xla' has no such thing" in out
+    assert gpu_head.main(["heads", "options", "compile", *words]) == 0
+    assert capsys.readouterr().out
     files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert set(files) == {"gpu_head_heads.json", "gpu_head_options.json", "gpu_head_compile.json"}
     heads = files["gpu_head_heads.json"]
@@ -150,10 +148,8 @@ def test_every_contender_is_timed_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("clock", timing.CLOCKS)
-def test_variants_and_windows_are_timed_on_the_gpu(clock: str) -> None:
-    sweep = window_sweep("mosaic_gpu", (1024, 262144, 4096))
-    small = {name: p for name, p in sweep.items() if name in ("forward", "forward 4 windows")}
-    programs = variants("mosaic_gpu", OPTIONS_SHAPE) | small
+def test_variants_are_timed_on_the_gpu(clock: str) -> None:
+    programs = variants("mosaic_gpu", OPTIONS_SHAPE)
     record = timing.measure(SHAPE, programs, 1, timing.CLOCKS[clock])
     assert all(record["results"][name]["ratio"] > 0 for name in programs)
 

@@ -135,7 +135,6 @@ def test_figures_are_geometric_means_and_worst_points() -> None:
     assert found["in_forward, MiB beside dW, V ≤ 131072"] == 100 - 32
     assert found["recompute, MiB beside dH, worst point"] == 100 - 1
     assert found["in_forward, MiB beside dW, V = 262144"] is None
-    assert found["chosen windows / best of the sweep"] is None
 
 
 def test_quotients_are_of_times_at_one_point() -> None:
@@ -143,12 +142,6 @@ def test_quotients_are_of_times_at_one_point() -> None:
     found = figures({"options": {"options": point}})
     assert found["in_forward, a quarter of the rows / all"] == pytest.approx(0.3)
     assert found["in_forward, half the scratch / default"] == pytest.approx(1.05)
-    sweep = {"forward": 0.9, "forward 8 windows": 1.0, "forward 33 windows": 1.14}
-    point = record(1, 2, **sweep) | {"chosen_windows": 33}
-    for name, samples in (("forward", [0.9, 1.3]), ("forward 33 windows", [1.14])):
-        point["results"][name]["samples"] = samples
-    found = figures({"windows": {"windows": point}})
-    assert found["chosen windows / best of the sweep"] == pytest.approx(1.14)
 
 
 def test_what_the_bridge_to_pytorch_takes_is_among_the_figures() -> None:

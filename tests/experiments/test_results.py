@@ -24,7 +24,7 @@ def test_the_evidence_page_includes_the_reports_of_the_result_files(name: str, m
 
 def test_every_figure_is_written_for_light_and_dark_pages_and_is_on_a_page(tmp_path: Path) -> None:
     written = [path.relative_to(tmp_path) for path in site.write(FOLDER, tmp_path) if path.suffix == ".svg"]
-    assert len(written) == 4 * len(drawings.THEMES)
+    assert len(written) == 3 * len(drawings.THEMES)
     pages = "".join(page.read_text() for page in site.DOCS.glob("*.md"))
     for figure in written:
         assert figure.as_posix() in pages

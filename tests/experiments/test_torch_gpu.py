@@ -1,15 +1,11 @@
 """The benchmark of the PyTorch bridge: its command at small sizes on a CPU, and what its figures are made of."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 torch = pytest.importorskip("torch")
 bridge = pytest.importorskip("experiments.bench.bridge")
@@ -127,30 +123,6 @@ def test_without_a_gpu_or_torch_it_says_so(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setitem(sys.modules, "torch", None)
     assert torch_gpu.main([]) == 2
     assert "pip install 'pallas-ce[torch]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("function", [bridge.direct.forward_kernel, bridge.direct.stash_kernel])
-def test_what_is_launched_by_itself_is_one_kernel(function: Any) -> None:
-    """As `as_torch_kernel` asks: an operation of XLA's beside it would be refused, on a GPU only."""
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (1024, 256))]
-    vectors = [jax.ShapeDtypeStruct((512,), jnp.float32)] * (function is bridge.direct.stash_kernel)
-    device = AbstractDevice("NVIDIA H200", 132, platform="cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-        text = jax.jit(function).trace(*arrays, *vectors).lower(lowering_platforms=("cuda",)).as_text()
-    assert set(re.findall(r"stablehlo\.\w+(?: @\w+)?", text)) == {"stablehlo.custom_call @mosaic_gpu_v2"}
-
-
-@pytest.mark.gpu
-def test_kernels_launched_by_themselves_compute_the_same() -> None:
-    tensors = bridge.torch_timing.inputs((512, 4096, 256), "cuda")
-    setting = bridge.Setting("mosaic_gpu", "in_forward", "cuda")
-    loss, gradients = bridge.made("direct", setting, True)(*tensors)
-    gradients = [gradient.clone() for gradient in gradients]
-    want_loss, want = bridge.made("bridge", setting, True)(*tensors)
-    assert loss.item() == pytest.approx(want_loss.item(), rel=1e-5)
-    for got, exactly in zip(gradients, want, strict=True):
-        assert (got - exactly).norm() <= 2.0**-7 * exactly.norm()
-    assert bridge.made("direct", setting, False)(*tensors).item() == pytest.approx(want_loss.item(), rel=1e-5)
 
 
 @pytest.mark.gpu

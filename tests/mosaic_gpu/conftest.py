@@ -19,10 +19,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 import pallas_ce.backends.mosaic_gpu
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu import backend
 from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
-from pallas_ce.backends.mosaic_gpu.gemm import launch, pace
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.gemm import launch
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch, Head, HeadSpec
 
 _plain_copy, _PlainTask = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
@@ -92,12 +91,6 @@ _AS_ON_A_GPU = {
 RACE = "RACE DETECTED"
 
 
-@pytest.fixture(autouse=True)
-def _at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever jax the tests run with, the kernels are the default as with one that assembles them well."""
-    monkeypatch.setattr(backend, "_LINKED_SINCE", (99,))
-
-
 @pytest.fixture
 def maxima_keep_nan() -> Iterator[None]:
     """In what is compiled; not for all tests, as XLA crashes on some programs then."""
@@ -127,7 +120,6 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))
         stack.enter_context(mock.patch.object(launch, "name_dumps"))  # it has no program to write
-        stack.enter_context(mock.patch.object(pace, "keep", return_value=None))  # and no clock
         yield wrap
 
 
@@ -141,7 +133,7 @@ def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[st
 
 @pytest.fixture
 def local_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is taken to have an H100, for which no table is shipped; nothing can be run with it."""
+    """This process is taken to have an H100; nothing can be run with it."""
     monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
 
 

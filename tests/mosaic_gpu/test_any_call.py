@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, library_results
-from tests.pallas_ce.problems import Problem, narrow_problems
+from tests.pallas_ce.problems import Problem, narrow_problems, readable
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ from tests.pallas_ce.problems import Problem, narrow_problems
     max_examples=max(1, hypothesis.settings.default.max_examples // 8),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
-@hypothesis.given(p=narrow_problems(), backward=st.sampled_from(["recompute", "in_forward"]))
+@hypothesis.given(p=narrow_problems().map(readable), backward=st.sampled_from(["recompute", "in_forward"]))
 def test_any_options(interpreted: Any, p: Problem, backward: Any) -> None:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         got = library_results(p, "mosaic_gpu", backward)

@@ -1,18 +1,19 @@
-"""Each kernel alone as machine code for an H200 at real sizes, with every tile and schedule that a table may hold."""
+"""Each kernel alone as machine code for an H200 at real sizes, with all tiles that the rules may choose."""
 
-from typing import Any, get_args
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_ce.backends import entries
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, partials, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Kernel, default_tiles
-from pallas_ce.backends.mosaic_gpu.tuning import measure
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, partials, product_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, rule
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
+from tests import compile_for_h200 as h200
 from tests.mosaic_gpu.compiled import MIB, Compiled, arguments, clean
 
 LOSS = frozenset({"lse", "target_logit"})
@@ -54,7 +55,7 @@ def compiled_kernel(
     ("kernel", "n", "v", "axis", "names", "options"),
     [
         ("forward", 1024, 131072, 0, LOSS, ()),
-        ("forward", 8192, 131072, 0, LOSS, ()),  # a launch so long that thread blocks keep pace, as those below
+        ("forward", 8192, 131072, 0, LOSS, ()),
         ("forward", 8192, 50304, 1, frozenset({"lse", "entropy"}), ()),
         ("forward", 8192, 131072, 1, LOSS | {"entropy"}, ()),
         ("forward", 8192, 131072, 0, frozenset({"lse", "mean_logit", "entropy"}), ()),
@@ -79,25 +80,39 @@ def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], 
     vectors = partials.vectors(names) + (kernel == "stash")  # with the reference
     if kernel == "dlogits":
         vectors = sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
-    config = default_tiles(kernel, vectors, len(options))
+    config = rule(kernel, HeadSpec(4096, v, v, axis, np.dtype(jnp.bfloat16), None), vectors, len(options))
     memory = compiled_kernel(kernel, n, v, 4096, axis, config, names, options).memory
     # Partial statistics and their padded inputs, or sums by column of each block of rows.
     assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * MIB
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "config"),
-    [(kernel, config) for kernel in get_args(Kernel) for config in measure.first_candidates(kernel)],
-)
-def test_every_tile_and_schedule_that_a_table_may_hold(kernel: Kernel, config: Config) -> None:
-    compiled_kernel(kernel, 2048, 131072, 4096, 0, config, LOSS, ())
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("config", product_kernel._TILES)
+def test_products_with_all_their_tiles(config: Config, vocab_axis: int) -> None:
+    """In parts, added to a sum, and as a new gradient."""
+
+    def run(stored: Any, weight: Any, hidden: Any, total: Any, weights_total: Any, valid: Any) -> Any:
+        given = stored, hidden, vocab_axis, config
+        new = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        return (
+            product_kernel.for_hidden(stored, weight, vocab_axis, config, valid),
+            product_kernel.add_for_hidden(stored, weight, vocab_axis, config, total, valid_rows=valid),
+            product_kernel.for_weight(*given, new, multiplier=total[0, 0]),
+            product_kernel.for_weight(*given, weights_total, replaced=valid == 0, valid_rows=valid),
+        )
+
+    n, v, h = 2048, 32768, 1024
+    mesh, of_weight = h200.h200_mesh(), (v, h) if vocab_axis == 0 else (h, v)
+    shapes = [((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16)]
+    shapes += [((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)]
+    clean(run, *(h200.shaped(mesh, *shape) for shape in shapes))
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("h", "v", "axis"), [(4112, 8192, 0), (4096, 8208, 1), (768, 50257, 0), (2880, 201088, 0)])
-def test_sizes_that_need_smaller_swizzles_or_leave_a_tail(h: int, v: int, axis: int) -> None:
+@pytest.mark.parametrize(("h", "v", "axis"), [(4112, 8192, 0), (4096, 8208, 1), (768, 50256, 0), (2880, 201088, 0)])
+def test_sizes_that_need_smaller_swizzles_or_leave_a_ragged_edge(h: int, v: int, axis: int) -> None:
     for kernel in ("forward", "stash"):
         compiled_kernel(kernel, 2048, v, h, axis, Config(), LOSS, ())

@@ -5,6 +5,8 @@ pretends to have one.
 """
 
 import contextlib
+import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +29,6 @@ from pallas_ce import (
     selective_log_softmax,
 )
 from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu import backend
-from pallas_ce.backends.mosaic_gpu.backend import _LINKED_SINCE
 from tests import compile_for_h200 as h200
 
 N, H, V = 64, 128, 512
@@ -271,17 +271,36 @@ def test_explain_tells_what_is_chosen_and_why(hopper: None, monkeypatch: pytest.
     assert without.implementation_reason == "it serves every platform, and this process has no CUDA device"
 
 
-@pytest.mark.parametrize(("version", "kept"), [((0, 11, 2), True), ((0, 12, 0), False), ((0, 12, 0, 1), False)])
-def test_a_jax_that_has_registers_spilled_takes_the_kernels_by_name_only(
-    hopper: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], kept: bool
+@pytest.mark.parametrize("version", [(0, 11, 2), (0, 12, 0), (0, 12, 0, 1)])
+def test_the_kernels_are_the_default_on_every_jax(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]
 ) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(backend, "_LINKED_SINCE", _LINKED_SINCE)  # which the other tests are without
     monkeypatch.setattr(jax, "__version_info__", version)
-    told, named = explain(*structs()), explain(*structs(), implementation="mosaic_gpu")
-    drawback = "its kernels assembled so that registers are spilled; pip install 'jax<0.12' has them at full speed"
-    assert told.implementation == ("mosaic_gpu" if kept else "triton")
-    assert (drawback in told.implementation_reason) == (drawback in named.implementation_reason) == (not kept)
+    assert explain(*structs()).implementation == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_a_vocabulary_that_the_kernels_cannot_read_is_refused_with_what_to_do_and_served_by_default(
+    hopper: None, backward: Any
+) -> None:
+    """Of GPT-2's size; as `[H, V]`, or padded, the same head is the kernels'."""
+    hidden, weight, labels = structs(h=768, v=50257)
+    refusal = (
+        "its kernels read a [V, H] weight whose V is a multiple of 8, not 50257; pad it to 50264 and pass "
+        "vocab_size=50257, or use 'triton' or 'xla'"
+    )
+    with pytest.raises(ValueError, match=re.escape(f"implementation='mosaic_gpu' cannot serve this call: {refusal}")):
+        jax.eval_shape(loss(implementation="mosaic_gpu"), hidden, weight, labels)
+    told = explain(hidden, weight, backward=backward)
+    assert told.implementation == "triton" if importlib.util.find_spec("triton") else "xla"
+    assert refusal in told.implementation_reason
+    assert kernels_for("cuda", loss(backward=backward), hidden, weight, labels) == 0
+    top_k, calls = (lambda h, w, t: linear_top_k(h, w, 5)), (hidden, weight, labels)
+    assert kernels_for("cuda", top_k, *calls) == 0
+    padded = jax.ShapeDtypeStruct((50264, 768), weight.dtype)
+    turned = jax.ShapeDtypeStruct((768, 50257), weight.dtype)
+    assert explain(hidden, padded, vocab_size=50257, backward=backward).implementation == "mosaic_gpu"
+    assert explain(hidden, turned, vocab_axis=1, backward=backward).implementation == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -333,5 +352,7 @@ def test_explain_reads_the_arrays_mesh_and_how_they_are_split(rows: int, vocab_s
     ]
     told = explain(*arrays, vocab_size=vocab_size)
     assert told.implementation == ("mosaic_gpu" if served else "xla")
-    reason = "the call is for NVIDIA H200" if served else "of a padded vocabulary in multiples of 8 entries, not 260"
+    reason = (
+        "the call is for NVIDIA H200" if served else "pad it to 264 and pass vocab_size=260, or use 'triton' or 'xla'"
+    )
     assert told.implementation_reason.endswith(reason)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_ce.backends import entries, reference
-from pallas_ce.backends.mosaic_gpu.gemm import layouts, pace
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import config as rules
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, forward_kernel, operands, partials, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, from_reference
@@ -31,27 +29,18 @@ ALL_OPTIONS: dict[str, Any] = {"bias": True, "scale": 1.3, "weights": True, "sof
 
 # Every option, layout, schedule and ragged edge at least once.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"n": 96, "h": 64, "v": 192}, {"cluster": None}),
-    ({"n": 96, "h": 64, "v": 192, "vocab_axis": 1}, {"cluster": "rows"}),
-    ({"n": 150, "h": 72, "v": 250, **ALL_OPTIONS}, {"cluster": "columns", "in_flight": 1, "windows": 2}),
-    ({"n": 70, "h": 144, "v": 333, "rows": 352, "vocab_axis": 1, **ALL_OPTIONS}, {"cluster": "rows", "windows": 3}),
-    ({"n": 70, "h": 80, "v": 200, "rows": 232, "bias": True}, {"columns": 128, "piece": 64, "windows": 1}),
-    ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16, "scale": 0.7}, {"columns": 192, "in_flight": 1}),
-    ({"n": 9, "h": 8, "v": 5, "vocab_axis": 1, "softcap": 3.0}, {"rows": 128, "cluster": None}),
-    ({"n": 129, "h": 64, "v": 320, "weights": True}, {"row_group": 1, "windows": 4, "stages": 2}),
-    ({"n": 9, "h": 16, "v": 5, "bias": True}, {"cluster": None}),
-    (
-        {"n": 150, "h": 264, "v": 328, "scale": -1.3},
-        {"cluster": "columns", "ping_pong": True, "in_flight": 1, "windows": 2},
-    ),
-    (
-        {"n": 150, "h": 80, "v": 584, **ALL_OPTIONS},
-        {"cluster": "rows", "ping_pong": True, "columns": 128, "piece": 64, "windows": 3},
-    ),
-    (
-        {"n": 70, "h": 328, "v": 640, "vocab_axis": 1},
-        {"cluster": None, "ping_pong": True, "in_flight": 1, "windows": 1},
-    ),
+    ({"n": 96, "h": 64, "v": 192}, {}),
+    ({"n": 96, "h": 64, "v": 192, "vocab_axis": 1}, {"stages": 4}),
+    ({"n": 150, "h": 72, "v": 248, **ALL_OPTIONS}, {"row_group": 1}),
+    ({"n": 70, "h": 144, "v": 333, "rows": 352, "vocab_axis": 1, **ALL_OPTIONS}, {"sms": 3}),
+    ({"n": 70, "h": 80, "v": 200, "rows": 232, "bias": True}, {"columns": 128, "piece": 64}),
+    ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16, "scale": 0.7}, {"columns": 192}),
+    ({"n": 9, "h": 8, "v": 5, "vocab_axis": 1, "softcap": 3.0}, {"rows": 128}),
+    ({"n": 129, "h": 64, "v": 320, "weights": True}, {"row_group": 1, "stages": 2}),
+    ({"n": 9, "h": 16, "v": 5, "rows": 8, "bias": True}, {}),
+    ({"n": 400, "h": 264, "v": 328, "scale": -1.3}, {"row_group": 2, "columns": 128}),
+    ({"n": 150, "h": 80, "v": 584, **ALL_OPTIONS}, {"columns": 128, "piece": 64, "sms": 7}),
+    ({"n": 300, "h": 328, "v": 640, "vocab_axis": 1}, {"rows": 128, "columns": 192, "piece": 64, "row_group": 2}),
 ]
 
 
@@ -106,13 +95,11 @@ def test_offsets_and_large_logits_lose_nothing(interpreted: Any) -> None:
         np.testing.assert_allclose(finalise(run(head, p.hidden), LSE)["lse"], wanted(LSE, p)["lse"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Any) -> None:
+def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
     p = make_problem(512, 64, 192)
-    config = Config(**{**SMALL, "cluster": None, "ping_pong": ping_pong})
 
     def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
-        partial = forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
+        partial = forward_kernel.statistics(head, h, LSE, Config(**SMALL), valid_rows=valid)
         # What is not asked for is not computed.
         assert [name for name, x in partial._asdict().items() if x is not None] == ["max", "sum_exp"]
         return finalise(partial, LSE)["lse"]
@@ -123,23 +110,21 @@ def test_rows_that_are_not_live_are_skipped(ping_pong: bool, interpreted: Any) -
     assert np.isnan(np.asarray(got[256:])).all()  # the interpreter's uninitialised memory
 
 
-def test_thread_blocks_that_keep_pace_compute_the_same(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = make_problem(512, 136, 584)
-    config = Config(**{**SMALL, "cluster": None, "ping_pong": True, "windows": 3})
+@pytest.mark.parametrize("most", [16, 1])
+def test_a_budget_for_few_partial_statistics_changes_no_bit(
+    most: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partials, "_MOST_WITHOUT_LOOP", most)
+    p = make_problem(300, 64, 584)
 
-    def run(valid: int) -> Any:
-        def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:  # another each time, to be traced again
-            return forward_kernel.statistics(head, h, LSE, config, valid_rows=valid)
+    def run(budget: int, valid: int) -> Any:
+        def statistics(head: Any, h: jax.Array, valid: jax.Array) -> Any:
+            return forward_kernel.statistics(head, h, LSE, Config(**SMALL), budget, valid)
 
         return jax.tree.map(lambda x: x[:valid], interpreted(statistics)(p.head, p.hidden, jnp.int32(valid)))
 
-    keep = mock.Mock(return_value=None)  # the interpreter has no clock
-    monkeypatch.setattr(pace, "keep", keep)
-    some, every = run(130), run(512)
-    assert not keep.called
-    monkeypatch.setattr(rules, "PACED_MULTIPLICATIONS", 0)
-    jax.tree.map(np.testing.assert_array_equal, (run(130), run(512)), (some, every))
-    assert keep.called
+    for valid in (300, 130):
+        jax.tree.map(np.testing.assert_array_equal, run(4 * 2 * 10 * 128, valid), run(2**20, valid))
 
 
 @pytest.mark.nightly(keep=4)
@@ -183,16 +168,11 @@ def test_dlogits(index: int, interpreted: Any) -> None:
     assert not stored[:n, v:].any()
 
 
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("ping_pong", [False, True])
-@pytest.mark.parametrize("cluster", ["rows", "columns", None])
-def test_every_number_is_stored_once(
-    cluster: Any, ping_pong: bool, monkeypatch: pytest.MonkeyPatch, interpreted: Any
-) -> None:
+def test_every_number_is_stored_once(monkeypatch: pytest.MonkeyPatch, interpreted: Any) -> None:
     """Shown by adding in place of storing: nothing may be written twice, even if it is right in the end."""
     monkeypatch.setattr(layouts, "store_piece", functools.partial(layouts.store_piece, add=True))
     p = make_problem(n=150, h=264, v=584)
-    config = Config(**{**SMALL, "cluster": cluster, "piece": 64, "in_flight": 1, "ping_pong": ping_pong, "windows": 3})
+    config = Config(**{**SMALL, "columns": 128, "piece": 64})
     lse = jnp.zeros(150)  # so that a product of 0 would store 1
 
     def run(head: Any, h: jax.Array, lse: jax.Array) -> jax.Array:
@@ -208,11 +188,10 @@ def test_every_number_is_stored_once(
 
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("cluster", ["rows", "columns", None])
-def test_dlogits_of_a_part_are_those_columns_of_the_whole(vocab_axis: int, cluster: Any, interpreted: Any) -> None:
+@pytest.mark.parametrize("columns", [64, 192])  # tiles that divide a part, and that reach beyond one
+def test_dlogits_of_a_part_are_those_columns_of_the_whole(vocab_axis: int, columns: int, interpreted: Any) -> None:
     p = make_problem(96, 64, 336, vocab_axis=vocab_axis, **ALL_OPTIONS)
-    # With clusters of one, tiles that reach beyond a part.
-    config = Config(**{**SMALL, "cluster": cluster, "columns": 64 if cluster else 192})
+    config = Config(**{**SMALL, "columns": columns})
     lse, coefficients = wanted(LSE, p)["lse"], entries.without(all_coefficients(96))
 
     def run(head: Any, h: jax.Array, lse: jax.Array, first: Any, valid: Any) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
-from pallas_ce.backends.mosaic_gpu.gemm import tile_stream
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from tests import compile_for_h200 as h200
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error
@@ -23,13 +23,13 @@ N, V = 8192, 131072
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many tiles and so few thread blocks that each has several items of several tiles."""
+    """So many tiles and so few thread blocks that each has several."""
 
     def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
         del itemsize, staged_bytes
-        return Config(rows=64, columns=128, stages=2, cluster=None, piece=piece, sms=3)
+        return Config(rows=64, columns=128, stages=2, piece=piece, sms=3)
 
-    monkeypatch.setattr(tile_stream, "tiles", tiles)
+    monkeypatch.setattr(materialized_kernel, "tiles", tiles)
 
 
 def logits_of(n: int, v: int, dtype: Any, offset: float = 0.0) -> np.ndarray:
@@ -224,7 +224,7 @@ def test_a_donated_buffer_becomes_the_gradient_in_two_kernels(dtype: Any, option
     assert report.spilled_bytes == 0
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= N * V * jnp.dtype(dtype).itemsize
-    assert memory.temp_size_in_bytes <= 16 * 2**20
+    assert memory.temp_size_in_bytes <= PARTIALS_BYTES + 4 * 2**20
     made = re.findall(rf"= \(?\w+\[{N},{V}\]\S* ([\w-]+)\(", text[text.index("ENTRY") :])
     wide = 0 if plain or options.get("reduction") == "none" else 1  # the upstream scalar, where it is not 1
     assert sum(name in ("fusion", "copy", "copy-start", "while") for name in made) <= wide

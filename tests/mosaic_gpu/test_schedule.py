@@ -1,106 +1,139 @@
-"""How work is cut into windows and blocks, and which heads the backend takes."""
+"""Which tiles there are, who makes them, and in which order their statistics are joined; nothing of it by the rows."""
 
-import dataclasses
+import inspect
 import itertools
-from types import SimpleNamespace
+import re
+from typing import Any, get_args
+from unittest import mock
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu import BACKEND
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, busiest, schedule
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Walk
+from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.schedule import Config, Kernel, Product, cost, rule
 from pallas_ce.head import HeadSpec
-from pallas_ce.parallel.shards import Shards
+from pallas_ce.statistics.row import FIELDS, Partial, add, joined
+from pallas_ce.statistics.table import PRIMITIVES
+from tests.mosaic_gpu.conftest import make_problem
 
-SPEC = HeadSpec(4096, 131072, 131072, 0, np.dtype(jnp.bfloat16), None)
-SIZES = list(itertools.product((1024, 4096, 8192, 16384, 32768), (32768, 65536, 131072, 262144)))
+EVERY = frozenset(PRIMITIVES)
 
 
-@pytest.mark.parametrize(("n", "v"), SIZES)
-def test_windows_keep_the_chip_busy_within_little_memory(n: int, v: int) -> None:
-    config = Config(sms=132)
-    found = schedule(config, n, v, 8)
-    assert schedule(dataclasses.replace(config, windows=5), n, 3 * config.columns, 8).windows == 3  # of a tile each
-    assert found.windows * n * 8 <= PARTIALS_BYTES
-    sizes = np.diff(np.arange(found.windows + 1) * found.column_blocks // found.windows)
-    ideal = found.row_blocks * found.column_blocks / 66
-    group = min(config.row_group, found.row_blocks)
-    assert busiest(sizes.astype(float), found.row_blocks, group, 66) <= 1.04 * ideal
+def walked(product: Product, refs: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
+    """Of each thread block, the row, column and part of its tiles, in order."""
+
+    def tiles(worker: int) -> list[tuple[int, int, int]]:
+        with mock.patch.object(lax, "axis_index", return_value=jnp.int32(worker)):
+            walk = Walk(product, refs)
+            if not int(walk.tiles):
+                return []
+            places = jax.vmap(walk.place)(jnp.arange(walk.tiles))
+        assert (places.column == places.block * product.config.columns).all()
+        return list(zip(places.row.tolist(), places.column.tolist(), places.part.tolist(), strict=True))
+
+    return [tiles(worker) for worker in range(product.workers)]
+
+
+@hypothesis.given(
+    row_blocks=st.integers(1, 9), column_blocks=st.integers(1, 9), parts=st.integers(1, 3), sms=st.integers(1, 12),
+    row_group=st.integers(1, 5), valid_rows=st.none() | st.integers(0, 9 * 128),
+    valid_columns=st.none() | st.integers(0, 9 * 64),
+)  # fmt: skip
+def test_every_tile_is_handed_out_once_and_to_no_thread_block_more_than_its_share(
+    row_blocks: int, column_blocks: int, parts: int, sms: int, row_group: int, valid_rows: Any, valid_columns: Any
+) -> None:
+    product = Product(
+        Config(columns=64, row_group=row_group, sms=sms), row_blocks, column_blocks, length=512, parts=parts
+    )
+    refs = {}
+    if valid_rows is not None:
+        refs["valid_rows"] = jnp.asarray([valid_rows := min(valid_rows, 128 * row_blocks)])
+        row_blocks = -(-valid_rows // 128)
+    if valid_columns is not None:
+        refs["valid_columns"] = jnp.asarray([valid_columns := min(valid_columns, 64 * column_blocks)])
+        column_blocks = -(-valid_columns // 64)
+    found = walked(product, refs)
+    every = {(128 * r, 64 * c, p) for r in range(row_blocks) for c in range(column_blocks) for p in range(parts)}
+    assert sorted(tile for tiles in found for tile in tiles) == sorted(every)
+    assert max(map(len, found)) <= -(-len(every) // product.workers)
+
+
+def test_thread_blocks_at_work_share_a_few_row_blocks_and_come_back_the_way_they_went() -> None:
+    product = Product(Config(columns=64, row_group=3, sms=6), row_blocks=7, column_blocks=8, length=64)
+    order = [tile for turn in zip(*walked(product, {}), strict=False) for tile in turn]
+    rows, columns = ([tile[axis] for tile in order] for axis in (0, 1))
+    assert set(rows[:24]) == {0, 128, 256}
+    assert columns[:24] == [64 * (i // 3) for i in range(24)]
+    assert columns[24:48] == [448 - 64 * (i // 3) for i in range(24)]
+
+
+@pytest.mark.parametrize("sets", [1, 7, 8, 9, 64, 100, 683])
+def test_statistics_of_tiles_are_joined_in_one_order_whatever_the_rows(sets: int) -> None:
+    """Entry by entry: in a reduction XLA might choose another order for other sizes."""
+    rng = np.random.default_rng(sets)
+    parts = Partial(**{field: jnp.asarray(rng.uniform(0.1, 9, (sets, 97)), jnp.float32) for field in FIELDS})
+    traced = jax.make_jaxpr(joined)(parts)
+    assert not re.findall(r"reduce\w*|cum\w+|dot\w*|scan|while|sort", str(traced))
+    # Without exponentials, whose last bit may be another in a vector of the CPU.
+    together = jax.jit(lambda parts: joined(parts, add))
+    whole = together(parts)
+    for rows in (slice(0, 1), slice(5, 6), slice(3, 70), slice(90, 97)):
+        some = together(jax.tree.map(lambda x, rows=rows: x[:, rows], parts))
+        jax.tree.map(lambda x, y, rows=rows: np.testing.assert_array_equal(x[rows], y), whole, some)
+    found = joined(parts)
+    want = np.sum(np.exp(np.asarray(parts.max, np.float64)) * parts.sum_exp, axis=0)
+    np.testing.assert_allclose(np.exp(np.asarray(found.max, np.float64)) * found.sum_exp, want, rtol=1e-5)
+
+
+def test_tiles_of_what_makes_logits_do_not_depend_on_the_rows() -> None:
+    """Else a row's statistics would be joined from others than in a batch of another size."""
+    assert list(inspect.signature(rule).parameters) == ["kernel", "spec", "vectors", "options"]
+    for kernel in get_args(Kernel):
+        for vocab_size, (vectors, options) in itertools.product((50304, 131072), ((1, 0), (9, 0), (1, 4))):
+            spec = HeadSpec(4096, vocab_size, vocab_size, 0, np.dtype(jnp.bfloat16), None)
+            assert rule(kernel, spec, vectors, options).columns % 64 == 0
+
+
+def test_work_is_counted_in_full_tiles_and_full_rounds() -> None:
+    config = Config(columns=128, sms=10)
+    assert cost(config, 128, 1280) == 10 * 128 * 128
+    assert cost(config, 129, 1280) == 20 * 128 * 128
+    assert cost(config, 1, 1281) == 20 * 128 * 128
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("wrong", "message"),
     [
         ({"rows": 96}, "rows=96 must be a multiple of 64"),
-        ({"columns": 320}, "columns=320 must be"),
+        ({"columns": 264}, "columns=264 must be a multiple of 16 from 64 to 256"),
+        ({"piece": 96}, "piece=96 must be a multiple of 16 that divides columns=256"),
         ({"stages": 1}, "stages=1 must be at least 2"),
-        ({"in_flight": 2}, "in_flight=2 must be 0 or 1"),
-        ({"piece": 96}, "piece=96 must be a multiple of 16 that divides columns=128"),
-        ({"columns": 72}, "columns=72 must be a multiple of 16"),
-        ({"ping_pong": True, "lead": 1}, "ping_pong goes with lead=0, not 1"),
     ],
 )
-def test_impossible_tiles_are_refused(change: dict[str, int], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        Config(**change)
+def test_tiles_that_no_kernel_could_have_are_an_error(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**wrong)
 
 
-@pytest.mark.parametrize("mode", [None, "in_forward", "recompute"])
-@pytest.mark.parametrize("v", [1, 201, 50257, 131072])
-def test_plans_stay_within_their_budget(mode: str | None, v: int) -> None:
-    spec = dataclasses.replace(SPEC, weight_rows=v, vocab_size=v, hidden_size=64)
-    least = BACKEND.minimum_scratch(spec, mode)
-    for budget, tokens in itertools.product((least, least + 1000, 3 * least, 2**29), (1, 7, 1000, 100000)):
-        plan = BACKEND.plan(spec, tokens, mode, budget)
-        assert plan.scratch_bytes <= budget
-        assert 1 <= plan.rows <= tokens
-        assert 1 <= plan.columns <= v
+@pytest.mark.parametrize("kernel", ["forward", "stash"])
+def test_a_rows_statistics_are_the_same_bits_alone_in_any_batch_and_at_any_place(kernel: str, interpreted: Any) -> None:
+    p = make_problem(300, 72, 584, bias=True, scale=1.3, softcap=5.0)
+    config, budget = Config(columns=64, stages=3, sms=4), 2**16  # several launches for 300 rows
 
+    def run(head: Any, hidden: jax.Array) -> Any:
+        if kernel == "forward":
+            return forward_kernel.statistics(head, hidden, EVERY, config, budget)
+        reference = jnp.full(hidden.shape[0], 4.0)
+        partial, stored = stash_kernel.stash(head, hidden, reference, EVERY, config)
+        return partial(), stored[: hidden.shape[0], :584]
 
-@pytest.mark.parametrize(("capability", "refused"), [("9.0", False), ("8.0", True), ("10.0", True)])
-def test_other_gpus_are_refused_with_the_alternative(
-    monkeypatch: pytest.MonkeyPatch, capability: str, refused: bool
-) -> None:
-    gpu = SimpleNamespace(compute_capability=capability, device_kind="NVIDIA Test")
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
-    monkeypatch.setattr(targets, "local_cuda", lambda: gpu.device_kind)
-    reason = BACKEND.refusal(SPEC)
-    assert (reason is not None) == refused
-    if reason is not None:
-        assert capability in reason
-        assert "'xla'" in reason
-
-
-@pytest.mark.parametrize(
-    ("n", "v", "h", "rows"),
-    [
-        (8192, 131072, 4096, 8192),  # one block in the memory that a wide sum for the weight would take
-        (8192, 201088, 2880, 2048),  # a stash of more than H rows does not fit where the gradient will lie
-        (8192, 262144, 2560, 2048),
-        (8192, 50257, 768, 2048),  # unless scratch memory holds it
-        (16384, 32768, 4096, 4096),  # four, of 5504 rows three, which overlap: no row twice
-    ],
-)
-def test_blocks_of_in_forward_are_those_that_cost_least(n: int, v: int, h: int, rows: int) -> None:
-    spec, settings = HeadSpec(h, v, v, 0, np.dtype(jnp.bfloat16), None), Settings("mosaic_gpu", None, None)
-    sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(weight=True), Shards())
-    plan = settings.block_sizes(spec, n, "in_forward", sums)
-    assert plan.rows == rows
-    assert plan.scratch_bytes <= max(2**29, 4096 * v) + (sums if rows == n else 0)
-    half = dataclasses.replace(settings, scratch_bytes=plan.scratch_bytes // 2).block_sizes(spec, n, "in_forward", sums)
-    assert half.scratch_bytes <= plan.scratch_bytes // 2
-    assert half.rows >= rows // 4  # a bound does not count what lies where the gradient will
-
-
-def test_a_small_bound_gives_up_parts_of_a_product_before_rows() -> None:
-    """Of 384 rows a product for hidden states would fill the chip in two parts, for which 16 MiB have no room."""
-    sums = 4 * SPEC.vocab_size * SPEC.hidden_size
-    bounded = Settings("mosaic_gpu", None, 2**24).block_sizes(SPEC, 16384, "in_forward", sums)
-    assert (bounded.rows, bounded.splits) == (384, False)
-    assert bounded.scratch_bytes <= 2**24
-    assert BACKEND.plan(SPEC, 384, "in_forward", 2**28).splits
+    whole = interpreted(run)(p.head, p.hidden)
+    for places in (np.array([170]), np.arange(200, 70, -1), np.array([299, 0, 170] * 50)):
+        some = interpreted(run)(p.head, p.hidden[places])
+        jax.tree.map(lambda x, y, places=places: np.testing.assert_array_equal(x[places], y), whole, some)

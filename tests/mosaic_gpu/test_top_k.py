@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 from pallas_ce import linear_top_k
-from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, operands
+from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import finalise
@@ -31,10 +31,10 @@ LSE = frozenset({"lse"})
 @pytest.mark.parametrize(
     ("problem", "config", "tempered"),
     [
-        ({"n": 96, "h": 64, "v": 192}, {"cluster": None}, False),
-        ({"n": 96, "h": 64, "v": 190, "vocab_axis": 1, "rows": 192}, {"cluster": "rows"}, True),
-        ({"n": 150, "h": 72, "v": 250, "bias": True, "scale": 1.3, "softcap": 5.0}, {"windows": 2}, True),
-        ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16}, {"columns": 128, "windows": 1, "in_flight": 1}, False),
+        ({"n": 96, "h": 64, "v": 192}, {}, False),
+        ({"n": 96, "h": 64, "v": 190, "vocab_axis": 1, "rows": 192}, {"sms": 3}, True),
+        ({"n": 150, "h": 72, "v": 248, "bias": True, "scale": 1.3, "softcap": 5.0}, {"row_group": 1}, True),
+        ({"n": 70, "h": 80, "v": 264, "dtype": jnp.float16}, {"columns": 128, "stages": 2}, False),
         ({"n": 130, "h": 64, "v": 300, "rows": 304}, {"rows": 128, "columns": 128}, True),
     ],
 )
@@ -42,13 +42,13 @@ def test_logits_maxima_and_sums(
     problem: dict[str, Any], config: dict[str, Any], tempered: bool, interpreted: Any
 ) -> None:
     p, tiles = make_problem(**problem), dataclasses.replace(SMALL, **config)
-    n, covered = p.hidden.shape[0], operands.covered(p.head.spec)
+    n, v = p.hidden.shape[0], p.head.spec.vocab_size
     temperature = jnp.linspace(0.02, 3, n) if tempered else jnp.ones(n)  # from where e^{z/T - max z} overflows
     inverse = 1 / temperature if tempered else None
     stored = interpreted(lambda head, h: logits_kernel.logits(head, h, inverse, tiles))(p.head, p.hidden)
-    want = logits_of(p)[:, :covered]
-    np.testing.assert_allclose(stored.logits[:n, :covered], want, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(stored.logits[:n, covered:]).all()
+    want = logits_of(p)
+    np.testing.assert_allclose(stored.logits[:n, :v], want, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(stored.logits[:n, v:]).all()
     groups = stored.logits[:n].reshape(n, -1, GROUP)
     np.testing.assert_array_equal(stored.maxima.T[:n], groups.max(axis=2))
     lse = finalise(stored.partial, LSE)["lse"]
@@ -59,9 +59,9 @@ def test_logits_maxima_and_sums(
 @pytest.mark.parametrize(
     ("n", "v", "k", "options"),
     [
-        (70, 330, 5, {"temperature": 0.3, "logit_softcap": 2.0}),
-        (300, 331, 64, {"row_mask": np.arange(300) % 3 != 1, "temperature": np.linspace(0.5, 4, 300)}),
-        (40, 77, 77, {"vocab_size": 77}),
+        (70, 328, 5, {"temperature": 0.3, "logit_softcap": 2.0}),
+        (300, 336, 64, {"row_mask": np.arange(300) % 3 != 1, "temperature": np.linspace(0.5, 4, 300)}),
+        (40, 80, 77, {"vocab_size": 77}),
         (20, 90, 12, {"vocab_size": 67, "vocab_axis": 1}),
         (9, 5, 3, {}),
     ],
@@ -78,7 +78,7 @@ def test_equals_the_top_k_of_stored_logits(
     ("n", "v", "k", "options"),
     [
         (3000, 131072, 64, {}),
-        (1000, 50257, 64, {"temperature": 0.7, "row_mask": np.arange(1000) % 5 != 1}),
+        (1000, 50257, 64, {"vocab_axis": 1, "temperature": 0.7, "row_mask": np.arange(1000) % 5 != 1}),
         (300, 32000, 5, {"vocab_axis": 1, "vocab_size": 31000, "logit_softcap": 30.0}),
         (77, 1000, 700, {"temperature": np.linspace(0.5, 4, 77)}),
         (1, 128256, 1, {}),
@@ -198,7 +198,7 @@ def test_what_it_cannot_serve_is_named() -> None:
     [
         (16384, 131072, 4096, 0, None),
         (16384, 131072, 4096, 1, 640 * 2**20),
-        (1024, 50257, 768, 0, None),
+        (1024, 50257, 768, 1, None),
         (100, 128256, 4096, 0, None),
     ],
 )

@@ -125,7 +125,7 @@ def vocab_parallel_cross_entropy(
     if weight.down is not None:
         weight = dataclasses.replace(weight, down=_apply(_Shared, weight.down, group))
     within = target - vocab_start
-    here = linear_row_statistics(
+    here: Any = linear_row_statistics(
         _apply(_Shared, input, group),
         weight.weight if weight.down is None else weight,
         torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part

@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 
 from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel, stash_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import HeadSpec
-from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.row import Partial, add, gap, moved
+from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 
 
@@ -26,7 +26,7 @@ def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Exponentials(Block):
-    """Their kernel; the tail of the vocabulary is XLA's.
+    """Their kernel.
 
     Attributes:
         config: its tiles.
@@ -40,23 +40,7 @@ class _Exponentials(Block):
         """One kernel, which may have nothing to do."""
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
-        of_covered, stored = stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
-        rest = operands.tail(head, hidden)
-
-        def partial() -> Partial:
-            if rest is None:
-                return of_covered()
-            of_rest = rest.partial(names | {"lse"})
-            assert of_rest.max is not None
-            return add(of_covered(), moved(of_rest, gap(of_rest.max, reference)))
-
-        if rest is not None:
-            first = operands.covered(head.spec)
-            tail = jnp.exp(rest.logits - reference[:, None]).astype(stored.dtype)
-            if again is not None:
-                tail = jnp.where(again[0] > 0, tail, again[1][: hidden.shape[0], first : head.spec.vocab_size])
-            stored = _put_tail(stored, tail, first)
-        return partial, stored
+        return stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
 
 
 class Kernels(_Exponentials, Stashing):
@@ -69,12 +53,12 @@ class Products(_Exponentials, Multiplying):
 
     Attributes:
         config: of the kernel that makes the operand: exponentials or, where they are always recomputed, dlogits.
-        hidden: of the product for hidden states.
-        weight: of that for the weight.
+        configs: of the products.
+        splits: whether there is memory for hidden's product in parts.
     """
 
-    hidden: Config
-    weight: Config
+    configs: GradientConfigs
+    splits: bool
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """A kernel that writes where the stash lies."""
@@ -84,12 +68,7 @@ class Products(_Exponentials, Multiplying):
             config, rows = self.config, self.valid_rows
             dlogits_kernel.dlogits(head, hidden, reference, coefficients, config, into=stored, valid_rows=rows)
 
-        operand = pl.run_state(write)(operand)
-        if (rest := operands.tail(head, hidden)) is not None:
-            u, cap, first = rest.head.logit_weights, head.spec.softcap, operands.covered(head.spec)
-            exact = coef.dlogits(coefficients, rest.logits, reference, rest.columns, None, None, None, u, cap)
-            operand = _put_tail(operand, exact, first)
-        return operand
+        return pl.run_state(write)(operand)
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         """By a kernel, which XLA need not measure candidates for; what it does not serve, by XLA."""
@@ -97,8 +76,8 @@ class Products(_Exponentials, Multiplying):
         if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
             return head.matmul(operand, weight, (1, spec.vocab_axis))
-        weight, config = operands.weight_of(head), self.hidden
-        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows)
+        weight, config = operands.weight_of(head), self.configs.hidden
+        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
@@ -115,15 +94,9 @@ class Products(_Exponentials, Multiplying):
             operand,
             rows,
             spec.vocab_axis,
-            self.weight,
+            self.configs.weight,
             into,
             replaced=not adds if isinstance(adds, bool) else jnp.logical_not(adds),
             valid_rows=self.valid_rows,
             multiplier=late,
         )
-
-
-def _put_tail(stored: jax.Array, tail: jax.Array, first: int) -> jax.Array:
-    """Sets the columns from `first` on to `tail [n, c]`, and to 0 behind it."""
-    values = operands.pad(tail.astype(stored.dtype), (stored.shape[0], stored.shape[1] - first))
-    return lax.dynamic_update_slice(stored, values, (0, first))

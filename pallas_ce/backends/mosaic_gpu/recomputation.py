@@ -7,17 +7,17 @@ products.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
-from pallas_ce.backends.mosaic_gpu.gemm import walk
+from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
-from pallas_ce.backends.mosaic_gpu.schedule.config import GradientConfigs
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.gradient_products import Products, TileStep, WeightSum
 from pallas_ce.head import Batch, Head, HeadSpec
@@ -25,10 +25,18 @@ from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 
 
+class GradientConfigs(NamedTuple):
+    """Tiles of the kernels that make gradients: dlogits, and the products for hidden states and weight."""
+
+    dlogits: Config
+    hidden: Config
+    weight: Config
+
+
 def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
     """Whether blocks of so many rows and columns are worked on in place."""
     fits = columns == spec.vocab_size or (
-        columns % product_kernel.COLUMN_STEP == 0 and spec.vocab_size % walk.STEP == 0
+        columns % product_kernel.COLUMN_STEP == 0 and spec.vocab_size % loop.STEP == 0
     )
     return fits and product_kernel.serves(spec, rows) and operands.stored_shape(rows, columns) == (rows, columns)
 

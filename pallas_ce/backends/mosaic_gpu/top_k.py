@@ -8,19 +8,15 @@ import bisect
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, operands
 from pallas_ce.backends.mosaic_gpu.kernels.logits_kernel import GROUP
-from pallas_ce.backends.mosaic_gpu.schedule import config
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head, HeadSpec, tempered
-from pallas_ce.statistics.row import Partial, merge, partial_of_tile
+from pallas_ce.head import Batch, Head, HeadSpec
+from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming import selection
 from pallas_ce.streaming.budget import budget
 from pallas_ce.streaming.selection import Largest
-
-_LSE = frozenset({"lse"})
 
 # Rows of a block are a multiple of this where there are as many, so that tiles are full.
 _ROW_STEP = 256
@@ -59,29 +55,19 @@ class StoredBlocks:
     def find(self, head: Head, batch: Batch, plan: Plan) -> tuple[Largest, Partial]:
         """See `protocol.TopKFinder`."""
         del plan
-        hidden, rows, covered = batch.hidden, batch.hidden.shape[0], operands.covered(head.spec)
-        tiles = config.with_least_padding(logits_kernel.CONFIG, rows)
-        stored = logits_kernel.logits(head, hidden, batch.inverse_temperature, tiles)
+        rows = batch.hidden.shape[0]
+        stored = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature, logits_kernel.CONFIG)
         # Rows that pad the stored array hold anything, and are dropped at the end: a slice of it might be a copy.
         padded = stored.logits.shape[0]
         groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
-        found = selection.largest_in_groups(groups, min(self.k, covered), maxima)
-        best, partial = jax.tree.map(lambda x: x[:rows], found), stored.partial
-        if (rest := operands.tail(head, hidden)) is None:
-            return best, partial
-        _, ids, logits = rest
-        # All ids of the tail are higher, so that equal logits stay in order.
-        values, places = selection.largest(jnp.concatenate([best.values, logits], 1), self.k)
-        both = jnp.concatenate([best.places, jnp.broadcast_to(ids, logits.shape)], 1)
-        last = partial_of_tile(tempered(logits, batch.inverse_temperature), ids, None, None, None, _LSE)
-        chosen = jnp.take_along_axis(both, places, axis=1, mode="promise_in_bounds")
-        return Largest(values, chosen), merge(partial, last)
+        found = selection.largest_in_groups(groups, self.k, maxima)
+        return jax.tree.map(lambda x: x[:rows], found), stored.partial
 
     def _scratch(self, rows: int) -> int:
         """Bytes: logits of whole groups, rows padded to the kernel's blocks in maxima, hidden states of a block."""
         groups = logits_kernel.groups_of(self.spec.vocab_size)
         stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
-        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.block_rows) * groups
+        maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
         copied = operands.weight_copy_bytes(self.spec)
         return stored + maxima + candidates + copied + self.spec.dtype.itemsize * rows * self.spec.hidden_size

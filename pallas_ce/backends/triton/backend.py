@@ -100,8 +100,7 @@ class TritonBackend(Backend):
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
         """The kernel and its tiles, of plain cross entropy."""
         config = configs.config_for(spec, binding.capability(), _USES[mode], options)
-        source = "a table for this architecture"
-        return Description((Launch("head_kernel", config.rows, config.columns, 1, 1, source),))
+        return Description((Launch("head_kernel", config.rows, config.columns),))
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None

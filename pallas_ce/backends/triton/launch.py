@@ -14,8 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
-from pallas_ce.statistics.table import FIELDS
+from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
 from pallas_ce.streaming.tiles import pad
 
 # What numbers take of registers, where options and other numbers take 1, and a mask.
@@ -164,8 +163,7 @@ def _joined(
             u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
         of_blocks = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
         found = found | {"sum_weights": jnp.broadcast_to(of_blocks[:, None], (blocks, rows))}
-    neutral = Partial(**{field: jnp.asarray(FIELDS[field].neutral, x.dtype) for field, x in found.items()})
-    return lax.reduce(Partial(**found), neutral, rule, (0,))
+    return joined(Partial(**found), rule)
 
 
 def padded_rank(rank: int) -> int:

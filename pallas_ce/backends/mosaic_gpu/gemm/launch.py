@@ -1,7 +1,6 @@
-"""How a kernel is launched: persistent thread blocks, each with two compute warpgroups and one that only loads."""
+"""How a kernel is launched: a persistent thread block of two warpgroups on each multiprocessor."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,22 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Epilogue
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Product
+from pallas_ce.backends.mosaic_gpu.gemm import loop
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
+from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
 
 # Given to kernels packed into one array, so that preparing them is one operation for XLA.
 Numbers = dict[str, jax.Array]
 
 _NUMBERS = "numbers"
 
-# `(matrices in global memory, other arrays by name, static facts, epilogue)`: what all warpgroups of a kernel do.
-Body = Callable[[list[Any], dict[str, Any], Any, Epilogue], None]
-
 
 def run(
-    body: Body,
     name: str,
-    facts: Any,
+    product: Product,
     matrices: tuple[Any, ...],
     epilogue: Epilogue,
     inputs: dict[str, Any],
@@ -36,9 +32,8 @@ def run(
     """Runs one kernel; returns its outputs by name.
 
     Args:
-        body: the kernel.
         name: what profilers show.
-        facts: what the kernel knows statically, `config` and `schedule` among it; hashable.
+        product: what is multiplied, or read.
         matrices: what TMA loads.
         epilogue: what is done with tiles.
         inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes.
@@ -47,7 +42,7 @@ def run(
     """
     numbers = numbers or {}
     shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
-    function = kernel_function(body, name, facts, len(matrices), epilogue, tuple(inputs), tuple(numbers), shapes)
+    function = kernel_function(name, product, len(matrices), epilogue, tuple(inputs), tuple(numbers), shapes)
     with jax.named_scope(name):
         others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values()]
         if numbers:
@@ -77,9 +72,8 @@ def name_dumps(name: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def kernel_function(
-    body: Body,
     name: str,
-    facts: Any,
+    product: Product,
     matrices: int,
     epilogue: Epilogue,
     input_names: tuple[str, ...],
@@ -97,21 +91,21 @@ def kernel_function(
         name_dumps(name)
         refs = dict(zip(names, arrays[matrices:], strict=True))
         refs |= {number: refs[_NUMBERS].at[pl.ds(place, 1)] for place, number in enumerate(numbers)}
-        body(list(arrays[:matrices]), refs, facts, epilogue)
+        loop.run(list(arrays[:matrices]), refs, product, epilogue)
 
     kernel_body.__name__ = name
-    peers: dict[str, Any] = {}
-    if isinstance(facts, Product):
-        peers = {"cluster": (facts.config.cluster_size,), "cluster_names": ("peer",)}
     kernel = plgpu.kernel(
         kernel_body,
         out_type=tuple(jax.ShapeDtypeStruct(*shape) for _, *shape in outputs),
-        grid=(facts.schedule.clusters,),
+        grid=(product.workers,),
         grid_names=("worker",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        **peers,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,  # the loop and `layouts` have those that are needed
+        ),
     )
 
     def run(*arrays: Any) -> Any:

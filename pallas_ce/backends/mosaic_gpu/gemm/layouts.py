@@ -13,14 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, BLOCK_BYTES, WARPGROUPS, Config
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-
-# Tiles are stored in blocks of so many rows, and bytes of each row.
-BLOCK = 64
-BLOCK_BYTES = 128
 
 
 def column_ids(shape: tuple[int, ...]) -> jax.Array:
@@ -64,9 +60,9 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span)  # type: ignore[abstract]
 
 
-def tile_staging(blocks: int, columns: int, dtype: Any) -> Any:
-    """Shared memory for `blocks` of what `store_piece` stores in rows of `columns` numbers."""
-    shape = (COMPUTE_WARPGROUPS, blocks, BLOCK, _block_columns(dtype))
+def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
+    """Shared memory for what `store_piece` stores in rows of `columns` numbers."""
+    shape = (WARPGROUPS, config.staged, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
 
@@ -92,19 +88,18 @@ def store_piece(
     slots, wide = staging.shape[1], staging.shape[-1]
     assert x.shape[1] % wide == 0
     x = x.astype(staging.dtype)
-    corners = list(itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide)))
+    corners = itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide))
     earlier = first // wide * (x.shape[0] // BLOCK)
-    numbered = [((earlier + i) % slots, *corner) for i, corner in enumerate(corners)]
-    for group in itertools.batched(numbered, slots):
-        # Slots are empty again when the stores from them have been read. At a tile's beginning that was long ago.
-        if any(slot == 0 for slot, _, _ in group):
+    for index, (r, c) in enumerate(corners, earlier):
+        slot = index % slots
+        if index == 0:  # the tile before this one was stored long ago
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for slot, r, c in group:
-            staging[warpgroup, slot] = x[r : r + BLOCK, c : c + wide]
+        elif index >= slots:  # all stores but the last ones have left their slots
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        staging[warpgroup, slot] = x[r : r + BLOCK, c : c + wide]
         plgpu.commit_smem()
-        for slot, r, c in group:
-            place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
-            _copy(staging.at[warpgroup, slot], place, add)
+        place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
+        _copy(staging.at[warpgroup, slot], place, add)
 
 
 def _copy(block: Any, place: Any, add: jax.Array | bool) -> None:

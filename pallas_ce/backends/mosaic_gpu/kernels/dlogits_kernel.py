@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.gradient import Coefficients
 
@@ -45,13 +45,13 @@ def dlogits(
         reference: `[N]`, what logits are measured from, where terms need it.
         coefficients: `[N]` each; neither target nor argmax.
         config: of the kernel.
-        part: the vocabulary entries; None: all that are `operands.covered`.
+        part: the vocabulary entries; None: all.
         first: `[]` int32: columns before it get 0.
         into: a `jax.Ref` to write to; then nothing is returned.
         valid_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
     """
     spec, width = head.spec, None if part is None else part.width
-    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, 0, width=width)
+    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, width)
     vectors = vectors_by_row(coefficients, reference)
     inputs: dict[str, Any] = {name: given.by_row(x) for name, x in vectors.items()}
     numbers = {} if part is None else {"first_column": part.first, "valid_columns": part.valid}
@@ -93,10 +93,10 @@ class DlogitsEpilogue(Epilogue):
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"dlogits_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
+        return {"dlogits_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Vectors by row that the whole window needs, and numbers."""
+        """Vectors by row, and numbers."""
         names = (*sorted(self.present), "reference", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
         if "reference" in carry:
@@ -104,13 +104,13 @@ class DlogitsEpilogue(Epilogue):
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
         if "counts" in carry:
             # Coefficients are 0 there; so are the logits, whose nan or inf must not matter.
-            product = jnp.where(layouts.along_columns(carry["counts"], product.shape) > 0, product, 0.0)
+            values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
         target = refs["dlogits"] if "dlogits" in refs else refs["matrix"]
-        for first, piece in epilogues.pieces(product, self.width):
+        for first, piece in epilogues.pieces(values, self.width):
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
@@ -120,7 +120,6 @@ class DlogitsEpilogue(Epilogue):
                 before = layouts.column_ids(z.shape) < carry["zeros_before"] - column
                 gradient = jnp.where(before, 0.0, gradient)
             layouts.store_piece(refs["dlogits_smem"], place.warpgroup, target, place.row, place.column, first, gradient)
-        return carry
 
     def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
         shape = z.shape

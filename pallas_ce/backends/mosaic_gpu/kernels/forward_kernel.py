@@ -1,8 +1,7 @@
-"""The forward: row statistics of hidden·weightᵀ, kept in registers across a window of the vocabulary.
+"""The forward: row statistics of hidden·weightᵀ, of which each tile leaves its own.
 
-Each tile of logits yields a `Partial` of its own, measured from its own maximum, which `row.merge` joins with the
-window's. A window writes one `Partial` a row; joining the windows is left to XLA. Memory: `rows × windows` numbers for
-each statistic.
+A tile's `Partial` is measured from its own maximum. Memory: as many numbers for each statistic as rows times tiles
+along the vocabulary, of as many rows at a time as a budget holds.
 """
 
 import dataclasses
@@ -12,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
-from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
+from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
 
 def statistics(
@@ -28,46 +27,41 @@ def statistics(
     partial_bytes: int = PARTIALS_BYTES,
     valid_rows: jax.Array | None = None,
 ) -> Partial:
-    """The `Partial` of `hidden [N, H]` over the vocabulary entries that are `operands.covered`; no targets.
+    """The `Partial` of `hidden [N, H]` over the vocabulary; no targets.
 
-    `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; what is
-    returned for the others is undefined.
+    `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; the others'
+    are undefined.
     """
     fields = fields_for(names)
     if not fields:
         return Partial()
-    weighted, bytes_per_row = reads_logit_weights(names), 4 * len(fields)
-    given = operands.operands(head, hidden, config, weighted, bytes_per_row, partial_bytes=partial_bytes)
-    outputs = partials.outputs(fields, given.slots, given.padded_rows)
+    rows, columns = hidden.shape[0], head.spec.vocab_size
+    given = operands.operands(head, hidden, config, reads_logit_weights(names))
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
-    numbers = None if valid_rows is None else {"valid_rows": valid_rows}
-    paced = keeps_pace(config, given.rows, given.logits.columns, given.product.length)
-    found = given.run("pallas_ce_forward", epilogue, outputs, numbers=numbers, paced=paced)
-    return partials.read(found, fields, given.rows)
+
+    def launch(first: Any, at_once: int) -> Partial:
+        numbers = {} if valid_rows is None else {"valid_rows": jnp.clip(valid_rows - first, 0, at_once)}
+        if at_once < rows:
+            numbers["first_row"] = first
+        outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
+        return partials.read(given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields)
+
+    return partials.in_launches(rows, columns, len(fields), config, launch, partial_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsEpilogue(Epilogue):
-    """Merges each tile's `Partial` into the window's, and writes that."""
+    """Writes each tile's `Partial`, measured from its own maximum."""
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
     width: int
 
-    def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
-        return partials.staging(config)
-
-    def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Nothing seen yet."""
-        return epilogues.no_columns(refs["partials_smem"].shape[1], self.fields)
-
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
-        """Measures the tile from its own maximum, and merges it into the window."""
-        column = place.column
-        z = self.logits.logits(refs, column, product)
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Finds the maximum first."""
+        z = self.logits.logits(refs, place.column, values)
         parts = [
-            (column + first, self.logits.mask(refs, column + first, piece))
+            (place.column + first, self.logits.mask(refs, place.column + first, piece))
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
@@ -79,8 +73,4 @@ class StatisticsEpilogue(Epilogue):
 
         # A piece's own maximum only matters for finding its place.
         others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
-        return merge(carry, of_all(others)._replace(max=top))
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes the window's statistics."""
-        partials.write(refs, place, carry)
+        partials.write(refs, place, of_all(others)._replace(max=top))

@@ -3,6 +3,7 @@
 The epilogues are those of the kernels that make logits by a product; only the tiles come from elsewhere.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,24 +11,41 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, tile_stream
-from pallas_ce.backends.mosaic_gpu.gemm.tile_stream import Facts, stream
+from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
 from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilogue
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, device_refusal, schedule
+from pallas_ce.backends.mosaic_gpu.schedule import (
+    BLOCK,
+    BLOCK_BYTES,
+    RESERVED_BYTES,
+    SHARED_MEMORY_BYTES,
+    WARPGROUPS,
+    Config,
+    Product,
+    device_refusal,
+)
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
 from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
-# Two blocks of dlogits for each warpgroup on their way to memory; see `layouts.tile_staging`.
-_STAGED_BYTES = COMPUTE_WARPGROUPS * 2 * layouts.BLOCK * layouts.BLOCK_BYTES
+# Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
+_TILE_BYTES = 512
 
 # Columns of which dlogits are computed at a time: with all options, a whole tile's intermediate values would spill.
 _PIECE = 64
+
+
+def tiles(itemsize: int, piece: int | None = None) -> Config:
+    """Tiles of stored numbers, in as many stages as shared memory holds, with a `piece` beside dlogits on their way."""
+    config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # what runs at one time is in a few rows
+    free = SHARED_MEMORY_BYTES - RESERVED_BYTES
+    if piece is not None:
+        free -= WARPGROUPS * config.staged * BLOCK * BLOCK_BYTES
+    return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
 
 
 def statistics(
@@ -43,13 +61,19 @@ def statistics(
         ValueError: the kernel cannot read such logits where they are.
     """
     fields = fields_for(names)
-    config = config or tile_stream.tiles(spec.dtype.itemsize)
+    config = config or tiles(spec.dtype.itemsize)
     u = logit_weights if reads_logit_weights(names) else None
-    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))
-    outputs = partials.outputs(fields, facts.schedule.windows, facts.padded_rows)
-    epilogue, name = StatisticsEpilogue(of_logits, fields, config.width), "pallas_ce_materialized_statistics"
-    found = launch.run(stream, name, facts, (_aligned(logits),), epilogue, inputs, outputs)
-    return partials.read(found, fields, logits.shape[0])
+    product, of_logits, inputs = _prepare(spec, logits, config, u)
+    epilogue, rows, aligned = StatisticsEpilogue(of_logits, fields, config.width), logits.shape[0], _aligned(logits)
+
+    def launch(first: Any, count: int) -> Partial:
+        numbers = {} if count >= rows else {"first_row": first}
+        some = dataclasses.replace(product, row_blocks=count // config.tile_rows)
+        outputs = partials.outputs(fields, product.column_blocks, count)
+        name = "pallas_ce_materialized_statistics"
+        return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
+
+    return partials.in_launches(rows, spec.columns, len(fields), config, launch)
 
 
 def dlogits(
@@ -66,7 +90,7 @@ def dlogits(
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    config = config or tile_stream.tiles(spec.dtype.itemsize, _STAGED_BYTES, _PIECE)
+    config = config or tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
     present = frozenset(by_row) - {"reference"}
     if "target" in present:
@@ -77,12 +101,12 @@ def dlogits(
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
     u = logit_weights if "logit_weights" in present else None
-    facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=0)
-    inputs = {name: operands.pad(x, (facts.padded_rows,)) for name, x in by_row.items()} | inputs
+    product, of_logits, inputs = _prepare(spec, logits, config, u)
+    inputs = {name: operands.pad(x, (product.row_blocks * config.tile_rows,)) for name, x in by_row.items()} | inputs
     epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
 
     def write(stored: Any) -> None:
-        launch.run(stream, "pallas_ce_materialized_dlogits", facts, (stored,), epilogue, inputs, {})
+        launching.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
 
     return pl.run_state(write)(_aligned(logits))
 
@@ -93,14 +117,14 @@ def _aligned(logits: jax.Array) -> jax.Array:
 
 
 def _prepare(
-    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, bytes_per_row: int
-) -> tuple[Facts, LogitSpec, dict[str, jax.Array]]:
-    """How tiles are handed out, how stored numbers become logits, and u as an epilogue reads it."""
+    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None
+) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # All columns, padding included, whose gradient is to be written as well.
-    found = schedule(config, logits.shape[0], spec.columns, bytes_per_row)
-    columns = found.column_blocks * config.columns
+    product = Product(config, config.row_blocks(logits.shape[0]), config.column_blocks(spec.columns), stored=True)
+    columns = product.column_blocks * config.columns
     of_logits = LogitSpec(
         columns=spec.vocab_size,
         ragged=columns > spec.vocab_size,
@@ -111,7 +135,7 @@ def _prepare(
         uniform_weight=1.0 / spec.vocab_size,
     )
     inputs = {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (columns,))}
-    return Facts(config, found), of_logits, inputs
+    return product, of_logits, inputs
 
 
 def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
@@ -124,6 +148,6 @@ def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    if spec.columns * spec.dtype.itemsize == layouts.BLOCK_BYTES:  # see `operands.stored_shape`
-        return f"its kernels cannot write rows of exactly {layouts.BLOCK_BYTES} bytes; use 'xla'"
+    if spec.columns * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
+        return f"its kernels cannot write rows of exactly {BLOCK_BYTES} bytes; use 'xla'"
     return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known

@@ -4,8 +4,7 @@ TMA reads rows whose length is a multiple of 16 bytes. The tiled layout of wgmma
 matrix's rows must be a multiple of 8, their length one of 16 elements (32 bytes). Hidden states are padded where need
 be, which costs little. The weight is not padded:
 
-* Of a `[V, H]` weight a kernel works on the first `⌊V/8⌋·8` entries, a view. The other entries, at most seven, are the
-  *tail* and are left to XLA.
+* Of a `[V, H]` weight whose V is no multiple of 8 the kernels could read a part only; they refuse it (`refusal`).
 * Where H, or V of a `[H, V]` weight, is no multiple of 16, a view does not help and a padded copy is made
   (`weight_copied`).
 """
@@ -19,13 +18,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
+from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import COUNTED, Epilogue, multiply
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, Product, schedule
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, Config, Product
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.row import Partial, partial_of_tile
 from pallas_ce.streaming.tiles import pad as pad
 
 ROW_MULTIPLE = 8
@@ -69,49 +67,16 @@ def weight_copy_bytes(spec: HeadSpec) -> int:
     return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size * weight_copied(spec)
 
 
-def covered(spec: HeadSpec) -> int:
-    """How many of the V vocabulary entries the kernels work on; the rest is the tail."""
-    if spec.vocab_axis == 1 or weight_copied(spec):
-        return spec.vocab_size
-    return min(spec.vocab_size, spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE)
-
-
-class Tail(NamedTuple):
-    """The entries that the kernels leave to XLA.
-
-    Attributes:
-        head: theirs.
-        columns: `[c]` int32, their ids.
-        logits: `[n, c]`.
-    """
-
-    head: Head
-    columns: jax.Array
-    logits: jax.Array
-
-    def partial(self, names: frozenset[str]) -> Partial:
-        """Their `Partial`, no targets."""
-        return partial_of_tile(self.logits, self.columns, None, None, self.head.logit_weights, names)
-
-
-def tail(head: Head, hidden: jax.Array) -> Tail | None:
-    """The entries that are not `covered`, and their logits of `hidden [n, H]`; None where there are none."""
-    spec = head.spec
-    first = covered(spec)
-    assert head.valid_columns is None or first == spec.vocab_size, "a shard of a padded vocabulary has no tail"
-    if first == spec.vocab_size:
+def refusal(spec: HeadSpec) -> str | None:
+    """Why the kernels cannot read the weight where it lies, as the end of a sentence; None where they can."""
+    readable = spec.weight_rows // ROW_MULTIPLE * ROW_MULTIPLE
+    if spec.vocab_axis == 1 or weight_copied(spec) or readable >= spec.vocab_size:
         return None
-    ids = slice(first, spec.vocab_size)
-    left = spec.vocab_size - first
-    rest = dataclasses.replace(
-        head,
-        weight=own_weight(head)[ids],
-        bias=None if head.bias is None else head.bias[ids],
-        up=None if head.up is None else head.up[ids],
-        logit_weights=head.tile_logit_weights(first, left),
-        spec=dataclasses.replace(spec, weight_rows=left, vocab_size=left),
+    padded = round_up(spec.weight_rows, ROW_MULTIPLE)
+    return (
+        f"its kernels read a [V, H] weight whose V is a multiple of {ROW_MULTIPLE}, not {spec.weight_rows}; pad it to "
+        f"{padded} and pass vocab_size={spec.vocab_size}, or use 'triton' or 'xla'"
     )
-    return Tail(rest, first + jnp.arange(left, dtype=jnp.int32), rest.logits(rest.with_low(Batch(hidden))))
 
 
 def apart(x: jax.Array) -> jax.Array:
@@ -177,7 +142,7 @@ class Operands:
     """One kernel call's operands.
 
     Attributes:
-        product: sizes, tiles and how they are handed out.
+        product: sizes and tiles.
         logits: how products become logits.
         hidden: `[N', H']`, padded.
         weight: aligned.
@@ -196,13 +161,13 @@ class Operands:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the schedule's blocks: what vectors by row are padded to."""
-        return self.product.schedule.row_blocks * self.product.config.block_rows
+        """Rows of full tiles: what vectors by row are padded to."""
+        return self.product.row_blocks * self.product.config.tile_rows
 
-    @property
-    def slots(self) -> int:
-        """Partial results of a row."""
-        return self.product.schedule.windows * self.product.config.partials
+    def part(self, rows: int) -> "Operands":
+        """The same with a product of so many rows, which "first_row" tells where to begin."""
+        blocks = self.product.config.row_blocks(rows)
+        return dataclasses.replace(self, product=dataclasses.replace(self.product, row_blocks=blocks))
 
     def by_row(self, x: jax.Array, value: float = 0) -> jax.Array:
         """A vector by row, padded."""
@@ -215,26 +180,21 @@ class Operands:
         outputs: dict[str, Any],
         inputs: dict[str, Any] | None = None,
         numbers: Numbers | None = None,
-        *,
-        paced: bool = False,
     ) -> dict[str, jax.Array]:
         """The kernel's outputs by name: of those that are arrays, after it has changed them in place.
 
-        `inputs` are others than its own; see `launch.run`. Where it is `paced`, its thread blocks keep `pace`.
+        `inputs` are others than its own; see `launch.run`.
         """
         matrices, inputs = (self.hidden, self.weight, *self.term), self.inputs | (inputs or {})
-        start = functools.partial(launch.run, multiply, name, self.product, matrices, epilogue, numbers=numbers)
-        if not (paced or any(isinstance(x, jax.Array) for x in outputs.values())):
+        start = functools.partial(launch.run, name, self.product, matrices, epilogue, numbers=numbers)
+        if not any(isinstance(x, jax.Array) for x in outputs.values()):
             return start(inputs, outputs)
         before = {k: x if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
-        if paced:
-            before[COUNTED] = jnp.zeros(1, jnp.int32)
 
         def write(refs: dict[str, Any]) -> None:
             start({**inputs, **refs}, {})
 
-        after = pl.run_state(write)(before)
-        return {key: after[key] for key in outputs}
+        return pl.run_state(write)(before)
 
 
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -244,34 +204,22 @@ def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     block the copy engine does not look at the block's number, and would write a tile's second block over its first.
     """
     padded = round_up(columns, LENGTH_MULTIPLE)
-    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == layouts.BLOCK)
+    return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == BLOCK)
 
 
-def operands(
-    head: Head,
-    hidden: jax.Array,
-    config: Config,
-    weighted_mean: bool,
-    bytes_per_row: int,
-    *,
-    partial_bytes: int = PARTIALS_BYTES,
-    width: int | None = None,
-) -> Operands:
-    """Operands for `hidden [N, H]` and the vocabulary entries that are `covered`.
+def operands(head: Head, hidden: jax.Array, config: Config, weighted_mean: bool, width: int | None = None) -> Operands:
+    """Operands for `hidden [N, H]` and the vocabulary.
 
     Args:
         head: the head.
         hidden: `[N, H]`.
         config: of the kernel.
         weighted_mean: whether the kernel reads a given u.
-        bytes_per_row: bytes a window leaves for each row.
-        partial_bytes: what all windows may leave at most.
         width: how many entries a launch works on at most; None: all.
     """
     spec = head.spec
-    columns, rows = covered(spec), hidden.shape[0]
-    found = schedule(config, rows, width or columns, bytes_per_row, partial_bytes)
-    padded = round_up(columns, config.block_columns)
+    columns, rows = spec.vocab_size, hidden.shape[0]
+    padded = round_up(columns, config.columns)
     logits = LogitSpec(
         columns=columns,
         ragged=padded > columns or head.valid_columns is not None,
@@ -281,8 +229,8 @@ def operands(
         softcap=spec.softcap,
         uniform_weight=spec.uniform_weight,
     )
-    if width is not None:  # a launch's last block may reach beyond the vocabulary's
-        padded += config.block_columns
+    if width is not None:  # a launch's last tile may reach beyond the vocabulary's
+        padded += config.columns
     inputs: dict[str, jax.Array] = {}
     if head.bias is not None:
         inputs["bias"] = pad(head.bias[:columns].astype(jnp.float32), (padded,))
@@ -293,8 +241,9 @@ def operands(
     if weighted_mean and head.logit_weights is not None:
         inputs["u"] = pad(head.logit_weights[:columns].astype(jnp.float32), (padded,))
     length, weight = round_up(spec.hidden_size, LENGTH_MULTIPLE), weight_of(head)
+    blocks = config.row_blocks(rows), config.column_blocks(width or columns)
     return Operands(
-        product=Product(length, 0, spec.vocab_axis, config, found, spec.rank),
+        product=Product(config, *blocks, length, right_axis=spec.vocab_axis, rank=spec.rank),
         logits=logits,
         hidden=pad(apart(hidden.astype(spec.dtype)), (round_up(rows, ROW_MULTIPLE), length)),
         weight=weight,

@@ -1,19 +1,22 @@
-"""Partial statistics on their way from a kernel's registers to XLA: which there are, writing, reading, joining."""
+"""Partial statistics on their way from a kernel's registers to XLA: one of each row and column block."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Place
-from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
-from pallas_ce.statistics.row import Partial, fields_for, merge
-from pallas_ce.statistics.table import FIELDS
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Place
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
+from pallas_ce.statistics.row import Partial, fields_for, joined, merge
+from pallas_ce.streaming.loops import fori_loop
 
 _OUTPUT = "partial_"
+
+# A program holds so many launches in place of a loop: of a choice between branches with loops the host is told.
+_MOST_WITHOUT_LOOP = 16
 
 
 def vectors(names: frozenset[str]) -> int:
@@ -26,39 +29,61 @@ def vectors(names: frozenset[str]) -> int:
     return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
 
 
-def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:
-    """An array `[slots, padded rows]` for each field, so that reading one needs no slice."""
-    return {_OUTPUT + field: jax.ShapeDtypeStruct((slots, padded_rows), jnp.float32) for field in fields}
-
-
-def staging(config: Config) -> dict[str, Any]:
-    """Shared memory that `write` passes through."""
-    return {"partials_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, config.rows), jnp.float32)}
+def outputs(fields: tuple[str, ...], column_blocks: int, padded_rows: int) -> dict[str, Any]:
+    """An array `[column blocks, padded rows]` for each field."""
+    return {_OUTPUT + field: jax.ShapeDtypeStruct((column_blocks, padded_rows), jnp.float32) for field in fields}
 
 
 def write(refs: dict[str, Any], place: Place, partial: Partial) -> None:
-    """Writes a warpgroup's `Partial` to the `outputs`."""
-    staged = refs["partials_smem"].at[place.warpgroup]
+    """Writes the `Partial` of a warpgroup's part of a tile to the `outputs`."""
     for field, value in partial._asdict().items():
         if value is not None:
-            staged[...] = value.astype(jnp.float32)  # a column number is exact in float32
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, refs[_OUTPUT + field].at[place.slot, pl.ds(place.row, staged.shape[0])])
-            plgpu.wait_smem_to_gmem(0)
+            rows = pl.ds(place.row, value.shape[0])
+            refs[_OUTPUT + field][place.block, rows] = value.astype(jnp.float32)  # column numbers are exact in float32
 
 
 def read(
-    found: dict[str, jax.Array],
-    fields: tuple[str, ...],
-    rows: int,
-    join: Callable[[Partial, Partial], Partial] = merge,
+    found: dict[str, jax.Array], fields: tuple[str, ...], join: Callable[[Partial, Partial], Partial] = merge
 ) -> Partial:
-    """Joins the windows of a kernel's outputs into one `Partial` of `[rows]`.
+    """Joins the column blocks of a kernel's outputs into one `Partial`."""
+    whole = joined(Partial(**{field: found[_OUTPUT + field] for field in fields}), join)
+    return whole if whole.argmax is None else whole._replace(argmax=whole.argmax.astype(jnp.int32))
 
-    One reduction of XLA's, a few instructions long however many windows there are; `join` is associative and
-    commutative, so that it may take them in any order (always the same one).
+
+def in_launches(
+    rows: int,
+    columns: int,
+    fields: int,
+    config: Config,
+    launch: Callable[[Any, int], Partial],
+    partial_bytes: int = PARTIALS_BYTES,
+) -> Partial:
+    """The `Partial` `[rows]` of launches of nearly equal size, of whose tiles the partial statistics fit.
+
+    Args:
+        rows: how many in all.
+        columns: how many each has.
+        fields: how many each tile leaves of a row.
+        config: the tiles.
+        launch: `(first, count)` to the `Partial` `[count]` of so many rows, whole tiles, from the first one on.
+        partial_bytes: what partial statistics may take; those of one row of tiles are made whatever they take.
     """
-    windows = Partial(**{field: found[_OUTPUT + field] for field in fields})
-    neutral = Partial(**{field: jnp.float32(FIELDS[field].neutral) for field in fields})
-    joined = jax.tree.map(lambda x: x[:rows], jax.lax.reduce(windows, neutral, join, (0,)))
-    return joined if joined.argmax is None else joined._replace(argmax=joined.argmax.astype(jnp.int32))
+    blocks = config.row_blocks(rows)
+    fit = partial_bytes // (4 * fields * config.column_blocks(columns)) // config.tile_rows
+    launches = -(-blocks // max(1, fit))
+    count = -(-blocks // launches) * config.tile_rows
+    launches = -(-rows // count)
+    if launches <= _MOST_WITHOUT_LOOP:
+        each = [launch(0, count)]
+        for index in range(1, launches):  # one after the other, in the same memory
+            first, each[-1] = lax.optimization_barrier((jnp.int32(index * count), each[-1]))
+            each.append(launch(first, count))
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:rows], *each)
+
+    def one(index: jax.Array, whole: Partial) -> Partial:
+        first = index * count
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, (first,)), whole, launch(first, count))
+
+    some = jax.eval_shape(lambda: launch(0, count))
+    empty = jax.tree.map(lambda x: lax.empty((launches * count,), x.dtype), some)
+    return jax.tree.map(lambda x: x[:rows], fori_loop(0, launches, one, empty))

@@ -1,7 +1,7 @@
 """The gradient products, from a stored `[n, V]` of exponentials or dlogits: for hidden states and for the weight.
 
 *For hidden*, `stored·weight [n, H]` has few tiles, each a sum over the whole vocabulary. To fill the chip, the
-vocabulary is cut into windows. XLA adds up their partial products in a fixed order, which atomics would not keep.
+vocabulary is cut into parts. XLA adds up their partial products in a fixed order, which atomics would not keep.
 
 *For the weight*, `storedᵀ·rows [V, H]` has many tiles, each a sum over the n rows of the block. The sum over blocks is
 kept in float32 in memory. The first block stores its tiles; for the others the copy engine adds them where they lie,
@@ -18,18 +18,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, walk
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.launch import Numbers
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place, multiply
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels.operands import LENGTH_MULTIPLE, Part, apart
-from pallas_ce.backends.mosaic_gpu.schedule.config import (
-    PING_PONG,
-    Config,
-    Product,
-    Schedule,
-    cost,
-    schedule,
-)
+from pallas_ce.backends.mosaic_gpu.schedule import TALL, WIDE, Config, Product, cost
 from pallas_ce.head import HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 
@@ -42,23 +35,16 @@ _LEAST_WIDTH = 256
 # Blocks of rows end where a pipeline stage does.
 _STAGE_ROWS = 64
 
-_MOST_WINDOWS = 8
+_MOST_PARTS = 8
 
-# A window's partial product is written and read again: on an H200 about as long as this many vocabulary entries take.
-_WINDOW_COST = 700
+# A partial product is written and read again: on an H200 about as long as this many vocabulary entries take.
+_PART_COST = 700
 
-# Windows take memory, so that a gain below this share of the time is left.
+# Partial products take memory, so that a gain below this share of the time is left.
 _NEGLIGIBLE = 0.02
 
-# Tiles that measured fastest where few of them sum over the whole vocabulary.
-HIDDEN = Config(rows=64, columns=256, cluster=None, in_flight=1)
-
-# Those of sums over less: of these the one that loses least to its edges.
-_SUMS = (
-    Config(rows=64, columns=256, cluster="columns", in_flight=1),
-    dataclasses.replace(PING_PONG, piece=None),
-    dataclasses.replace(PING_PONG, rows=192, columns=128, piece=None),
-)
+# Of these the one that loses least to its edges; the first where they lose alike.
+_TILES = (TALL, WIDE, Config(rows=128, columns=128))
 
 # Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
 # product ends where the next one's begins.
@@ -83,41 +69,28 @@ def skips(spec: HeadSpec, block: RowBlock) -> bool:
     return block.filled is not None and not small and serves(spec, rows)
 
 
-def hidden_sum_config(rows: int, hidden_size: int) -> Config:
-    """Tiles of `add_for_hidden`."""
-    return min(_SUMS, key=lambda c: cost(c, rows, hidden_size))
-
-
-def hidden_config(rows: int, hidden_size: int, vocab_size: int, *, splits: bool) -> Config:
-    """Tiles of `for_hidden`, in windows of the vocabulary only if it `splits`."""
-    if splits and hidden_schedule(HIDDEN, rows, hidden_size, vocab_size).windows > 1:
-        return HIDDEN
-    if rows <= _LEAST_ROWS:
-        return dataclasses.replace(hidden_sum_config(rows, hidden_size), windows=1)
-    # The two blocks of a cluster, whose tiles lie beside each other, load the same rows once.
-    paired = hidden_size % (2 * HIDDEN.columns) == 0
-    return dataclasses.replace(HIDDEN, windows=1, cluster="rows" if paired else None)
+def hidden_config(rows: int, hidden_size: int) -> Config:
+    """Tiles of hidden's product."""
+    return min(_TILES, key=lambda c: cost(c, rows, hidden_size))
 
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int) -> Config:
     """Tiles of `for_weight`, for so many vocabulary entries."""
     sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
-    fitting = [c for c in _SUMS if COLUMN_STEP % (c.block_rows, c.block_columns)[vocab_axis] == 0]
+    fitting = [c for c in _TILES if COLUMN_STEP % (c.tile_rows, c.columns)[vocab_axis] == 0]
     return min(fitting, key=lambda c: cost(c, *sides))
 
 
-def hidden_schedule(config: Config, rows: int, hidden_size: int, vocab_size: int) -> Schedule:
-    """The fewest windows of the vocabulary with which the SMs lose little time at the end."""
-    row_blocks, column_blocks = -(-rows // config.block_rows), -(-hidden_size // config.block_columns)
-    clusters, tiles = config.clusters, row_blocks * column_blocks
+def parts(config: Config, rows: int, hidden_size: int, vocab_size: int) -> int:
+    """The fewest parts of the vocabulary with which the multiprocessors lose little time at the end."""
+    tiles, workers = config.row_blocks(rows) * config.column_blocks(hidden_size), config.workers
 
-    def time(windows: int) -> float:
-        rounds = -(-tiles * windows // clusters)
-        return rounds * clusters / (tiles * windows) + (windows - 1) * _WINDOW_COST / vocab_size
+    def time(count: int) -> float:
+        rounds = -(-tiles * count // workers)
+        return rounds * workers / (tiles * count) + (count - 1) * _PART_COST / vocab_size
 
-    times = [time(windows) for windows in range(1, _MOST_WINDOWS + 1)]
-    windows = config.windows or 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
-    return Schedule(row_blocks, column_blocks, windows, min(clusters, tiles * windows), split=True)
+    times = [time(count) for count in range(1, 1 + min(_MOST_PARTS, -(-vocab_size // config.depth)))]
+    return 1 + next(i for i, t in enumerate(times) if t <= min(times) + _NEGLIGIBLE)
 
 
 def for_hidden(
@@ -126,24 +99,31 @@ def for_hidden(
     vocab_axis: int,
     config: Config,
     valid_rows: jax.Array | None = None,
-    part: Part | None = None,
+    *,
+    splits: bool = True,
 ) -> jax.Array:
     """`stored·weight [n, H]` float32.
 
     Args:
-        stored: `[n, V]`, or that of `part` only.
+        stored: `[n, V]`.
         weight: `[V, H]`, or `[H, V]` with `vocab_axis` 1.
         vocab_axis: of the weight.
         config: of the kernel.
         valid_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
-        part: the vocabulary entries; None: all.
+        splits: whether there is memory for partial products.
     """
     (rows, length), hidden_size = stored.shape, weight.shape[1 - vocab_axis]
-    schedule = hidden_schedule(config, rows, hidden_size, length)
-    product = Product(length, 0, 1 - vocab_axis, config, schedule)
-    by_window = jax.ShapeDtypeStruct((schedule.windows, rows, hidden_size), jnp.float32)
-    numbers = _limits(part, valid_rows)
-    return _run("pallas_ce_for_hidden", product, stored, weight, by_window, numbers).sum(axis=0)
+    count = parts(config, rows, hidden_size, length) if splits else 1
+    product = _hidden_product(config, rows, hidden_size, length, vocab_axis, count)
+    by_part = jax.ShapeDtypeStruct((count, rows, hidden_size), jnp.float32)
+    return _run("pallas_ce_for_hidden", product, stored, weight, by_part, _limits(None, valid_rows)).sum(axis=0)
+
+
+def _hidden_product(
+    config: Config, rows: int, hidden_size: int, length: int, vocab_axis: int, parts: int = 1
+) -> Product:
+    blocks = config.row_blocks(rows), config.column_blocks(hidden_size)
+    return Product(config, *blocks, length, right_axis=1 - vocab_axis, parts=parts)
 
 
 def add_for_hidden(
@@ -159,9 +139,7 @@ def add_for_hidden(
 ) -> jax.Array:
     """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`."""
     (rows, length), hidden_size = stored.shape, weight.shape[1 - vocab_axis]
-    if to_row is None and hidden_schedule(config, rows, hidden_size, length).windows > 1:
-        return total + for_hidden(stored, weight, vocab_axis, config, valid_rows, part)[: total.shape[0]]
-    product = Product(length, 0, 1 - vocab_axis, config, schedule(config, rows, hidden_size, bytes_per_row=0))
+    product = _hidden_product(config, rows, hidden_size, length, vocab_axis)
     numbers = _limits(part, valid_rows) | ({} if to_row is None else {"to_row": to_row})
     return _run("pallas_ce_add_for_hidden", product, stored, weight, total, numbers, adds=True)
 
@@ -199,7 +177,7 @@ def for_weight(
     """
     rows = apart(rows)
     left, right = (stored, rows) if vocab_axis == 0 else (rows, stored)
-    tiles = schedule(config, left.shape[1], right.shape[1], bytes_per_row=0)
+    blocks = config.row_blocks(left.shape[1]), config.column_blocks(right.shape[1])
     numbers = {} if valid_rows is None else {"valid_length": valid_rows}
     limit = part.valid if part is not None else stored.shape[1]
     if valid_rows is not None and replaced is not True:  # nothing is added where no row is valid
@@ -211,7 +189,7 @@ def for_weight(
     if not isinstance(replaced, bool):
         numbers["first"] = replaced
     inputs = {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
-    product = Product(stored.shape[0], 1, 1, config, tiles)
+    product = Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1)
     return _run("pallas_ce_for_weight", product, left, right, into, numbers, inputs, adds=replaced is not True)
 
 
@@ -226,10 +204,10 @@ def _run(
     *,
     adds: bool = False,
 ) -> jax.Array:
-    """`into` after the kernel, `[rows, columns]` or `[windows, rows, columns]`: changed in place, if it is an array."""
+    """`into` after the kernel, `[rows, columns]` or `[parts, rows, columns]`: changed in place, if it is an array."""
     epilogue = ProductEpilogue(jnp.dtype(into.dtype), into.shape[-1], len(into.shape) == 3, adds)
 
-    start = functools.partial(launch.run, multiply, name, product, (left, right), epilogue, numbers=numbers)
+    start = functools.partial(launch.run, name, product, (left, right), epilogue, numbers=numbers)
     inputs = inputs or {}
     if isinstance(into, jax.ShapeDtypeStruct):
         return start(inputs, {"product": into})["product"]
@@ -245,34 +223,33 @@ class ProductEpilogue(Epilogue):
     """Stores a tile of the product, or adds it to what is there.
 
     A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
-    `walk.STEP`, are where the product begins in what is written to.
+    `loop.STEP`, are where the product begins in what is written to.
 
     Attributes:
         dtype: of what is stored.
         columns: of a row of it.
-        by_window: whether "product" is `[windows, rows, columns]`; else `[rows, columns]`.
+        by_part: whether "product" is `[parts, rows, columns]`; else `[rows, columns]`.
         adds: whether tiles are added, except those of the first launch.
     """
 
     dtype: Any
     columns: int
-    by_window: bool
+    by_part: bool
     adds: bool
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return {"product_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
+        return {"product_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Whether to add."""
         return refs["first"][0] == 0 if "first" in refs else None
 
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the tile."""
         if "multiplier" in refs:
-            product = product * refs["multiplier"][0]
-        target = refs["product"].at[place.slot] if self.by_window else refs["product"]
-        row, column = place.row + walk.start(refs, "to_row"), place.column + walk.start(refs, "to_column")
+            values = values * refs["multiplier"][0]
+        target = refs["product"].at[place.part] if self.by_part else refs["product"]
+        row, column = place.row + loop.number(refs, "to_row"), place.column + loop.number(refs, "to_column")
         add = self.adds if carry is None else carry
-        layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, product, add=add)
-        return carry
+        layouts.store_piece(refs["product_smem"], place.warpgroup, target, row, column, 0, values, add=add)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule.config import Config
+from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
@@ -33,36 +33,36 @@ def stash(
     valid_rows: jax.Array | None = None,
     into: jax.Array | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
-    """`Block.exponentials` of `hidden [N, H]` over the `operands.covered` entries.
+    """`Block.exponentials` of `hidden [N, H]`.
 
-    `E` has the shape `operands.stored_shape`. It is 0 in columns that are not covered as far as tiles reach, and
-    undefined beyond and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
+    `E` has the shape `operands.stored_shape`. It is 0 in padding's columns as far as tiles reach, and undefined beyond
+    and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
     worked on; what is returned for the others is undefined. Given an earlier `E` to write `into`, those keep theirs.
     """
     spec = head.spec
-    fields = tuple(
-        field for field in fields_for(names | {"lse"}) if field != "sum_weights"
-    )  # those of all rows are one
-    given = operands.operands(head, hidden, config, reads_logit_weights(names), bytes_per_row=4 * len(fields))
+    # The sums of u are the same for all rows.
+    fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
+    given = operands.operands(head, hidden, config, reads_logit_weights(names))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
-    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
+    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.rows, config.width)
     # A program that learns when running whether rows are skipped, or E is to be made again, has one such kernel, not
     # several: it is told how many rows there are even where all are, and always writes where something lies.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
-    outputs = partials.outputs(fields, given.slots, given.padded_rows)
+    outputs = partials.outputs(fields, given.product.column_blocks, given.padded_rows)
     outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
+    stored = found.pop("stash")
 
     def partial() -> Partial:
-        joined = partials.read(found, fields, given.rows, add)
-        if joined.weighted_sum is None:
-            return joined
+        whole = jax.tree.map(lambda x: x[: given.rows], partials.read(found, fields, add))
+        if whole.weighted_sum is None:
+            return whole
         u = head.tile_logit_weights(0, given.logits.columns)
         if head.valid_columns is not None:
             u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
-        return joined._replace(sum_weights=jnp.full(given.rows, u.sum()))
+        return whole._replace(sum_weights=jnp.full(given.rows, u.sum()))
 
-    return partial, found["stash"]
+    return partial, stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +73,31 @@ class StashEpilogue(Epilogue):
     fields: tuple[str, ...]
     columns: int
     dtype: Any
+    rows: int
     width: int
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for what is written."""
-        return partials.staging(config) | {"stash_smem": layouts.tile_staging(config.staged, self.columns, self.dtype)}
+        return {"stash_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Vectors by row that the whole window needs."""
-        rows = refs["partials_smem"].shape[1]
-        return layouts.rows_of(refs["reference"], place.row, rows), epilogues.no_columns(rows, self.fields)
+        """The rows' references."""
+        return layouts.rows_of(refs["reference"], place.row, self.rows)
 
-    def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores exponentials of the unrounded values that are summed."""
-        reference, window = carry
+        whole = None
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
-        for first, piece in epilogues.pieces(product, self.width):
+        for first, piece in epilogues.pieces(values, self.width):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
-            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, reference)
-            joined = add(window, part)
-            part, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, reference)
+            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, carry)
+            sums, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, carry)
             assert exp is not None
-            sums = add(window, part)
-            window = Partial(*(x if y is None else y for x, y in zip(joined, sums, strict=True)))
+            part = Partial(*(x if y is None else y for x, y in zip(part, sums, strict=True)))
+            whole = part if whole is None else add(whole, part)
             layouts.store_piece(refs["stash_smem"], place.warpgroup, refs["stash"], place.row, place.column, first, exp)
-        return reference, window
-
-    def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes the window's statistics."""
-        partials.write(refs, place, carry[1])
+        assert whole is not None
+        partials.write(refs, place, whole)

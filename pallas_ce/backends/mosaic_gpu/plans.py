@@ -5,14 +5,7 @@ import functools
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule.config import (
-    PARTIALS_BYTES,
-    Config,
-    cost,
-    default_tiles,
-    schedule,
-)
-from pallas_ce.backends.mosaic_gpu.tuning import tuning
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, TALL, Config, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
@@ -22,16 +15,16 @@ _RECOMPUTE_BYTES = 184 * 2**20
 # 16-bit numbers of a row that XLA's products read at once.
 _ALIGNED_COLUMNS = 8
 
-# Statistics that a window may leave of each row.
+# Statistics that a tile may leave of each row.
 _PARTIAL_FIELDS = 7
 
 # Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
 _ROW_STEP = 128
 
-# In_forward: rows that the kernels' clusters work on together; rows whose products take as long as adding a block's
+# In_forward: rows of two tiles; rows whose products take as long as adding a block's
 # product to the sum for the weight (8 bytes an entry at 4 TB/s, to 6 operations a row and entry at 700 TFLOP/s: 233, of
 # which the product hides about half); and operations in the 80 us that a block's small kernels take.
-_CLUSTER_ROWS = 256
+_FULL_ROWS = 256
 _ROWS_PER_SUM = 100
 _OPERATIONS_PER_BLOCK = 56 * 10**9
 _MORE_BLOCKS = 4
@@ -74,7 +67,7 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
     splits = bytes_beside(rows, blocks, splits=True) <= scratch_bytes
     needed = bytes_beside(rows, blocks, splits=splits)
     if mode is None:
-        needed += _partial_bytes(spec, rows)
+        needed += _partial_bytes(spec, rows) - _partial_bytes(spec, 1)
     skips = mode is None or recomputation.in_place(spec, rows, spec.vocab_size)
     slower = _slower(spec) if mode == "in_forward" else None
     return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips, splits, slower)
@@ -122,7 +115,7 @@ def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Pla
 def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
     """Rows that so many blocks of in_forward amount to."""
     fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
-    return blocks * (operands.round_up(_even_rows(tokens, blocks), _CLUSTER_ROWS) + fixed)
+    return blocks * (operands.round_up(_even_rows(tokens, blocks), _FULL_ROWS) + fixed)
 
 
 def _even_rows(tokens: int, blocks: int) -> int:
@@ -156,9 +149,9 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
     last = spec.vocab_size - (tiles - 1) * columns
 
     def products(width: int) -> float:
-        for_hidden = cost(product_kernel.hidden_sum_config(rows, size), rows, size) * width / size
+        for_hidden = cost(product_kernel.hidden_config(rows, size), rows, size) * width / size
         for_weight = cost(product_kernel.weight_config(width, size, 0), width, size) * rows / size
-        return cost(default_tiles("dlogits", 2, 0), rows, width) + for_hidden + for_weight
+        return cost(rule("dlogits", spec, 2, 0), rows, width) + for_hidden + for_weight
 
     moved = 8 * tokens * tiles
     if blocks > 1:
@@ -181,18 +174,19 @@ def _scratch(
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
     term = narrow * operands.round_up(spec.rank, _DEPTH) * (stored_rows + spec.weight_rows)
     copied, several = operands.weight_copy_bytes(spec), blocks > 1
-    partial = _PARTIAL_FIELDS * wide * 2 * stored_rows
     if mode is None:
-        return term + copied + partial + (narrow * rows * spec.hidden_size if several else 0)
+        return term + copied + _partial_bytes(spec, 1) + (narrow * rows * spec.hidden_size if several else 0)
     # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
     stored = term + _stash(spec, rows, columns)
     if columns % operands.LENGTH_MULTIPLE:
         stored += narrow * stored_rows * columns
     if mode == "in_forward":
-        windows = 1
+        parts = 1
         if splits and product_kernel.serves(spec, rows):
-            windows = product_kernel.hidden_schedule(product_kernel.HIDDEN, rows, spec.hidden_size, columns).windows
-        return copied + partial + stored + (2 * narrow + windows * wide) * rows * spec.hidden_size
+            config = product_kernel.hidden_config(rows, spec.hidden_size)
+            parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
+        partial = _PARTIAL_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
+        return copied + partial + stored + (2 * narrow + parts * wide) * rows * spec.hidden_size
     tile, block = columns * spec.hidden_size, rows * spec.hidden_size
     if recomputation.in_place(spec, rows, columns):
         return stored + (narrow * block + wide * tile) * several
@@ -206,7 +200,6 @@ def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
 
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:
-    """What the forward leaves when every statistic is asked for and memory does not limit its windows."""
-    config = tuning.tiles_for("forward", spec, rows, spec.vocab_size, 2, 0).config
-    found = schedule(config, rows, spec.vocab_size, 4)
-    return min(PARTIALS_BYTES, _PARTIAL_FIELDS * 4 * found.windows * found.row_blocks * config.block_rows)
+    """What the forward leaves when every statistic is asked for, of as many rows at a time as may be."""
+    by_row = _PARTIAL_FIELDS * 4 * TALL.column_blocks(spec.vocab_size)
+    return min(PARTIALS_BYTES, by_row * operands.round_up(rows, TALL.tile_rows))

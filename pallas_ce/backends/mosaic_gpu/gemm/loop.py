@@ -1,0 +1,244 @@
+"""The loop that every kernel is: tiles brought through shared memory, multiplied, and handed to an epilogue.
+
+A persistent thread block of 256 threads runs on each multiprocessor. Its two warpgroups each hold the accumulator of
+one half of a tile, with up to 255 registers a thread. No warpgroup only loads: the first issues the loads of both. A
+ring of `stages` slots holds the operands of as many steps. One product is always in flight: once the product of a step
+has been issued, the product before it is awaited, and its slot is filled for the step `stages` later. So loads run
+ahead across tiles, and the next tile's operands arrive while an epilogue runs.
+
+Tiles are handed out one by one, so that no multiprocessor gets more than `⌈tiles / multiprocessors⌉`. Those that run at
+one time lie in a group of row blocks, whose rows stay in the L2 cache, and go through the columns side by side. Each
+group goes back the way that the last one came, so that it begins with columns that are in the cache.
+"""
+
+import abc
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.gemm import layouts
+from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config, Product
+
+Carry = Any
+
+# Copies may begin at multiples of this, whatever the operands' layouts in shared memory.
+STEP = 64
+
+
+class Place(NamedTuple):
+    """Where a warpgroup's part of a tile lies.
+
+    Attributes:
+        warpgroup: 0 or 1.
+        row: first row.
+        column: first column.
+        block: which column block.
+        part: which part of the length.
+    """
+
+    warpgroup: jax.Array
+    row: jax.Array
+    column: jax.Array
+    block: jax.Array
+    part: jax.Array
+
+
+class Epilogue(abc.ABC):
+    """What a kernel does with a tile; `refs` holds inputs, outputs and scratch by name. Hashable."""
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Shared memory to allocate, by name."""
+        return {}
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Reads what `tile` needs; called before the product, which hides the wait."""
+        return None
+
+    @abc.abstractmethod
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Takes `values [rows, columns]` float32, in the layout of a wgmma accumulator."""
+
+
+def number(refs: dict[str, Any], name: str) -> jax.Array | int:
+    """The number of that name, at which something begins; 0 if it is not given."""
+    return pl.multiple_of(refs[name][0], STEP) if name in refs else 0
+
+
+def _blocks(refs: dict[str, Any], name: str, size: int, most: int) -> jax.Array:
+    return lax.div(refs[name][0] + (size - 1), size) if name in refs else jnp.int32(most)
+
+
+class Walk:
+    """The order of work of one thread block: `tiles`, each of `steps` along the operands' length."""
+
+    def __init__(self, product: Product, refs: dict[str, Any]) -> None:
+        self._product, config = product, product.config
+        self._row_blocks = _blocks(refs, "valid_rows", config.tile_rows, product.row_blocks)
+        self._column_blocks = _blocks(refs, "valid_columns", config.columns, product.column_blocks)
+        self._first_row, self._worker = number(refs, "first_row"), lax.axis_index("worker")
+        every = self._row_blocks * self._column_blocks * product.parts
+        self.tiles = lax.div(every + (product.workers - 1) - self._worker, jnp.int32(product.workers))
+        # Without a valid row of the length there is one step, which reads zeros beyond the end of the operands.
+        steps = _blocks(refs, "valid_length", config.depth, product.steps)
+        self.steps = jnp.maximum(steps, 1)
+        self._skip = jnp.where(steps == 0, product.steps, 0) if "valid_length" in refs else 0
+
+    def place(self, tile: jax.Array, warpgroup: jax.Array | int = 0) -> Place:
+        """The place of a warpgroup's part of this thread block's tile of that index; rows begin at 0."""
+        product, config = self._product, self._product.config
+        rest = tile * product.workers + self._worker
+        part = jnp.int32(0)
+        if product.parts > 1:  # what runs at one time works on the same part of the length
+            of_part = self._row_blocks * self._column_blocks
+            part, rest = lax.div(rest, of_part), lax.rem(rest, of_part)
+        in_group = min(config.row_group, product.row_blocks)
+        group_tiles = self._column_blocks * in_group
+        group, rest = lax.div(rest, group_tiles), lax.rem(rest, group_tiles)
+        width = jnp.minimum(in_group, self._row_blocks - group * in_group)
+        block, row_block = lax.div(rest, width), group * in_group + lax.rem(rest, width)
+        block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
+        row = row_block * config.tile_rows + warpgroup * config.rows
+        return Place(jnp.int32(warpgroup), row, block * config.columns, block, part)
+
+    def depth(self, step: jax.Array) -> tuple[Place, jax.Array]:
+        """Of a step of this thread block: its tile's place, and which step along the operands' length it is."""
+        place = self.place(lax.div(step, self.steps))
+        along = lax.rem(step, self.steps) + self._skip
+        if self._product.parts > 1:
+            along = along + place.part * self.steps
+        return place._replace(row=place.row + self._first_row), along
+
+
+def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: Epilogue) -> None:
+    """The kernel; for `launch.run`.
+
+    `matrices` are left and right operand, and those of a low-rank term, laid out like them: more steps of each tile.
+    Of stored numbers there is one matrix, whose tiles are handed on as they are; the epilogue finds it as "matrix", and
+    may overwrite it: each tile is read once, before anything is written in its place.
+
+    Numbers that it knows: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped, and left
+    undefined), "valid_length" (about as many numbers of each row are summed over), "first_row" (of the left operand,
+    the product's first), "first_column" (likewise, of the right one) and "first_length" (the right operand's number
+    that meets the left's first); the last three are multiples of `STEP`.
+    """
+    config, dtype = product.config, matrices[0].dtype
+    left_tile, right_tile = product.left_tile, product.right_tile
+    if product.stored:
+        transforms = layouts.swizzled(dtype, matrices[0].shape[1], config.columns)
+    else:  # both operands need the same swizzle
+        along = (config.rows if product.left_axis else config.depth, right_tile[1])
+        transforms = layouts.swizzled(dtype, matrices[0].shape[1], matrices[1].shape[1], *along)
+    slots = functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
+    ring = {
+        "left": slots((config.stages, *left_tile)),
+        "full": plgpu.Barrier(num_arrivals=1 if product.stored else 2, num_barriers=config.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+    }
+    if not product.stored:
+        ring["right"] = slots((config.stages, *right_tile))
+
+    def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
+        given = {"matrix": matrices[0], **refs} if product.stored else refs
+        _Thread(matrices, ring, {**given, **scratch}, product, epilogue).run()
+
+    pl.run_scoped(scoped, ring, epilogue.scratch(config), collective_axes="warpgroup")
+
+
+class _Thread:
+    """What a warpgroup does."""
+
+    def __init__(
+        self, matrices: list[Any], ring: dict[str, Any], refs: dict[str, Any], product: Product, epilogue: Epilogue
+    ) -> None:
+        self.matrices, self.ring, self.refs, self.product, self.epilogue = matrices, ring, refs, product, epilogue
+        self.config, self.warpgroup, self.walk = product.config, lax.axis_index("warpgroup"), Walk(product, refs)
+        self.first_column, self.first_length = (number(refs, name) for name in ("first_column", "first_length"))
+        self.rows = pl.ds(self.warpgroup * self.config.rows, self.config.rows)
+        self.steps = self.walk.tiles * self.walk.steps
+
+    def run(self) -> None:
+        """All tiles of the thread block."""
+        for step in range(self.config.stages):
+            pl.when((self.warpgroup == 0) & (step < self.steps))(functools.partial(self._load, jnp.int32(step), step))
+
+        def tile(index: jax.Array, _: None) -> None:
+            place = self.walk.place(index, self.warpgroup)
+            carry = self.epilogue.start(self.refs, place)
+            values = self._stored(index) if self.product.stored else self._product(index)
+            self.epilogue.tile(self.refs, place, values, carry)
+
+        lax.fori_loop(0, self.walk.tiles, tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _product(self, index: jax.Array) -> jax.Array:
+        def accumulated(accumulator: Any) -> jax.Array:
+            def step(k: jax.Array, _: None) -> None:
+                step = index * self.walk.steps + k
+                self._multiply(accumulator, lax.rem(step, jnp.int32(self.config.stages)))
+                plgpu.wgmma_wait(1)
+                pl.when(step > 0)(lambda: self._refill(step - 1))
+
+            lax.fori_loop(0, self.walk.steps, step, None)
+            value: jax.Array = accumulator[...]
+            return value
+
+        return pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
+
+    def _stored(self, index: jax.Array) -> jax.Array:
+        slot = lax.rem(index, jnp.int32(self.config.stages))
+        plgpu.barrier_wait(self.ring["full"].at[slot])
+        values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        self._refill(index)
+        return values
+
+    def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
+        """Issues the product of what a slot holds, once it is there."""
+        plgpu.barrier_wait(self.ring["full"].at[slot])
+        left, right = self.ring["left"], self.ring["right"].at[slot]
+        transposed = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else None
+        plgpu.wgmma(
+            accumulator,
+            left.at[slot, self.rows] if transposed is None else transposed,
+            right if self.product.right_axis else right.transpose((1, 0)),
+        )
+
+    def _refill(self, done: jax.Array) -> None:
+        """Gives back the slot of a step that is `done`, and loads into it for the step that comes `stages` later."""
+        slot, ahead = lax.rem(done, jnp.int32(self.config.stages)), done + self.config.stages
+
+        @pl.when(ahead < self.steps)
+        def _() -> None:
+            plgpu.barrier_arrive(self.ring["empty"].at[slot])
+
+            @pl.when(self.warpgroup == 0)
+            def _() -> None:
+                plgpu.barrier_wait(self.ring["empty"].at[slot])
+                self._load(ahead, slot)
+
+    def _load(self, step: jax.Array, slot: jax.Array | int) -> None:
+        product, config, full = self.product, self.config, self.ring["full"].at[slot]
+        place, along = self.walk.depth(step)
+        rows, columns = pl.ds(place.row, config.tile_rows), pl.ds(self.first_column + place.column, config.columns)
+        if product.stored:
+            plgpu.copy_gmem_to_smem(self.matrices[0].at[rows, columns], self.ring["left"].at[slot], full)
+            return
+
+        def copy(left: Any, right: Any, k: jax.Array) -> None:
+            depth, right_depth = (pl.ds(first + k * config.depth, config.depth) for first in (0, self.first_length))
+            left = left.at[depth, rows] if product.left_axis else left.at[rows, depth]
+            right = right.at[right_depth, columns] if product.right_axis else right.at[columns, right_depth]
+            plgpu.copy_gmem_to_smem(left, self.ring["left"].at[slot], full)
+            plgpu.copy_gmem_to_smem(right, self.ring["right"].at[slot], full)
+
+        operands = functools.partial(copy, *self.matrices[:2])
+        if not product.rank:
+            operands(along)
+            return
+        of_term = functools.partial(copy, *self.matrices[2:])
+        pl.when(along < product.own_steps)(lambda: operands(along))
+        pl.when(along >= product.own_steps)(lambda: of_term(along - product.own_steps))

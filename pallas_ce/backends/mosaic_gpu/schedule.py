@@ -1,0 +1,189 @@
+"""Static facts of a kernel: the shape of its tiles, how many there are, and the rule that chooses the shape."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from pallas_ce.backends import device as targets
+from pallas_ce.head import HeadSpec
+
+Kernel = Literal["forward", "stash", "dlogits"]
+
+WARPGROUPS = 2
+
+# Partial statistics are the forward's only temporary memory: a launch works on as many rows as fit in this.
+PARTIALS_BYTES = 48 * 2**20
+
+# Shared memory of a thread block on sm_90, and what barriers and alignment may take of it.
+SHARED_MEMORY_BYTES = 227 * 1024
+RESERVED_BYTES = 3072
+
+# Tiles are stored in blocks of so many rows, and bytes of each row.
+BLOCK = 64
+BLOCK_BYTES = 128
+
+_COMPUTE_CAPABILITY = "9.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of a kernel's tiles.
+
+    Attributes:
+        rows: of a warpgroup's half of a tile, a multiple of 64; two halves are stacked.
+        columns: of a tile.
+        depth: numbers of each row in one step.
+        stages: slots of the ring, in shared memory.
+        row_group: row blocks that are worked on at one time; their rows should stay in the L2 cache.
+        piece: columns that an epilogue works on at a time; it divides `columns`. None: all.
+        staged: blocks of a tile, 8 KiB each, that a warpgroup may have on their way to memory.
+        sms: how many thread blocks run at once; None: as many as the GPU has multiprocessors.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    row_group: int = 16
+    piece: int | None = None
+    staged: int = 2
+    sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows % 64:
+            raise ValueError(f"rows={self.rows} must be a multiple of 64, the rows of one wgmma instruction")
+        if self.columns % 16 or not 64 <= self.columns <= 256:
+            raise ValueError(f"columns={self.columns} must be a multiple of 16 from 64 to 256")
+        if self.width % 16 or self.columns % self.width:
+            raise ValueError(f"piece={self.piece} must be a multiple of 16 that divides columns={self.columns}")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+    @property
+    def width(self) -> int:
+        """Columns that an epilogue works on at a time."""
+        return self.piece or self.columns
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.rows * WARPGROUPS
+
+    @property
+    def workers(self) -> int:
+        """How many thread blocks run at once."""
+        return self.sms or targets.multiprocessors()
+
+    def row_blocks(self, rows: int) -> int:
+        """How many tiles it takes along `rows` rows."""
+        return -(-rows // self.tile_rows)
+
+    def column_blocks(self, columns: int) -> int:
+        """How many tiles it takes along `columns` columns."""
+        return -(-columns // self.columns)
+
+
+# 256 x 192 reads a quarter less than 128 x 256 for each product, and leaves the epilogue fewer registers.
+TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
+WIDE = Config()
+
+# Where tall tiles pay: with a shorter sum their epilogue shows, and with fewer entries few rows leave processors idle.
+_TALL_HIDDEN_SIZE, _TALL_VOCAB_SIZE = 2048, 2**16
+
+# Of kernels that make logits: with so many vectors by row no register spills, without options of a head and with some.
+_VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
+_PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 64}
+_MANY = Config(columns=128, stages=5, piece=64)
+
+
+def rule(kernel: Kernel, spec: HeadSpec, vectors: int, options: int) -> Config:
+    """Tiles of a kernel that makes logits. They do not depend on the rows, so neither do the bits of one of them.
+
+    Args:
+        kernel: which one.
+        spec: the head.
+        vectors: how many statistics or coefficients it has by row.
+        options: how many of bias, scale, soft cap and given u the head has.
+    """
+    long = spec.hidden_size >= _TALL_HIDDEN_SIZE and spec.vocab_size >= _TALL_VOCAB_SIZE
+    if long and vectors <= _VECTORS[kernel][options > 0]:
+        return TALL
+    if options >= 2 or (kernel != "forward" and vectors > 4):
+        return _MANY
+    return dataclasses.replace(WIDE, piece=_PIECES[kernel])
+
+
+def cost(config: Config, rows: int, columns: int) -> int:
+    """Time of a product of `rows` x `columns` for each number it sums over: entries of full tiles in full rounds."""
+    tiles, workers = config.row_blocks(rows) * config.column_blocks(columns), config.workers
+    return -(-tiles // workers) * workers * config.tile_rows * config.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product `[rows, columns]`, or stored numbers of that shape, in tiles.
+
+    Attributes:
+        config: shape of the tiles.
+        row_blocks: tiles along the rows.
+        column_blocks: tiles along the columns.
+        length: how many numbers each entry of the product sums over.
+        left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
+        right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
+        rank: how many numbers of a low-rank term each entry sums over besides, from operands of its own.
+        parts: into how many the length is cut; each tile of each part is one of work, and leaves a partial product.
+        stored: whether tiles are read from memory, and nothing is multiplied.
+    """
+
+    config: Config
+    row_blocks: int
+    column_blocks: int
+    length: int = 0
+    left_axis: int = 0
+    right_axis: int = 0
+    rank: int = 0
+    parts: int = 1
+    stored: bool = False
+
+    @property
+    def left_tile(self) -> tuple[int, int]:
+        """What a slot holds of the left operand, or of stored numbers."""
+        config = self.config
+        if self.stored:
+            return config.tile_rows, config.columns
+        return (config.depth, config.tile_rows) if self.left_axis else (config.tile_rows, config.depth)
+
+    @property
+    def right_tile(self) -> tuple[int, int]:
+        """What a slot holds of the right operand."""
+        return (self.config.depth, self.config.columns) if self.right_axis else (self.config.columns, self.config.depth)
+
+    @property
+    def own_steps(self) -> int:
+        """Steps along the operands' length, without those along the term's."""
+        return -(-self.length // self.config.depth)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return 1 if self.stored else -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
+
+    @property
+    def workers(self) -> int:
+        """Thread blocks of a launch."""
+        return min(self.config.workers, self.row_blocks * self.column_blocks * self.parts)
+
+
+def device_refusal() -> str | None:
+    """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    if compiled_for is None and targets.interpreted():
+        return None
+    if (kind := targets.cuda_kind()) is None:
+        return "its kernels are for Hopper GPUs, and this process has no CUDA device; use 'xla'"
+    capability = targets.compute_capability(kind)
+    if capability == _COMPUTE_CAPABILITY:
+        return None
+    told = kind if capability is None else f"{kind}, of {capability}"
+    return f"its kernels are for Hopper GPUs, of compute capability 9.0, and this one is {told}; use 'xla'"
