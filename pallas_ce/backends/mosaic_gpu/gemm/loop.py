@@ -235,10 +235,10 @@ class _Thread:
             plgpu.copy_gmem_to_smem(left, self.ring["left"].at[slot], full)
             plgpu.copy_gmem_to_smem(right, self.ring["right"].at[slot], full)
 
-        operands = functools.partial(copy, *self.matrices[:2])
-        if not product.rank:
-            operands(along)
+        left, right, *term = self.matrices
+        if not term:
+            copy(left, right, along)
             return
-        of_term = functools.partial(copy, *self.matrices[2:])
-        pl.when(along < product.own_steps)(lambda: operands(along))
-        pl.when(along >= product.own_steps)(lambda: of_term(along - product.own_steps))
+        low, up = term
+        pl.when(along < product.own_steps)(lambda: copy(left, right, along))
+        pl.when(along >= product.own_steps)(lambda: copy(low, up, along - product.own_steps))
