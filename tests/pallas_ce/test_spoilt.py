@@ -1,6 +1,6 @@
 """NaN and infinities in each input of each public function, at drawn places, beside plain JAX; and on GPUs.
 
-`python -m pytest -m gpu tests/pallas_ce/test_not_finite.py` runs the kernels at the sizes they are made for.
+`python -m pytest -m gpu tests/pallas_ce/test_spoilt.py` runs the kernels at the sizes they are made for.
 """
 
 from typing import Any
