@@ -160,7 +160,8 @@ class Stashing(Block):
         joined, exponentials = self.exponentials(reference, names)
         partial = joined()
         lse = finalise(partial._replace(max=reference), frozenset({"lse"}))["lse"]
-        fits = (lse - reference >= bounds.low) & (lse - reference <= bounds.high)
+        # A row with a NaN stays as it is: no reference would help.
+        fits = ~((lse - reference < bounds.low) | (lse - reference > bounds.high))
         if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
             fits |= head.valid_columns == 0
         bad_rows = self._all_rows_unless(fits)
@@ -247,17 +248,19 @@ class Multiplying(Block):
         bounds, lse, prob = _RANGES[self.head.spec.dtype.name], gradient.lse, gradient.coefficients.prob
         assert lse is not None
         assert prob is not None
-        scale, bad_rows, least = prob * jnp.exp(stash.reference - lse), jnp.int32(0), jnp.abs(prob)
+        # With a logit of +inf the others' exponentials are 0 by any factor.
+        scale = prob * jnp.exp(jnp.where(jnp.isinf(lse), 0.0, stash.reference - lse))
+        bad_rows, least = jnp.int32(0), jnp.abs(prob)
         for columns, exact in replaced:
-            size = jnp.where(columns < 0, 0.0, jnp.abs(exact))
-            fits = size <= bounds.largest * jnp.abs(spread(scale, size))
+            size = jnp.where((columns < 0) | jnp.isnan(exact), 0.0, jnp.abs(exact))  # NaN is NaN by any factor
+            fits = ~(size > bounds.largest * jnp.abs(spread(scale, size)))
             bad_rows = jnp.maximum(bad_rows, self._all_rows_unless(fits))
             least = jnp.maximum(least, size if size.ndim == 1 else size.max(axis=1))
         beyond = jnp.where(least > jnp.abs(prob), least / jnp.abs(prob), 1.0)
         reference = _usable(lse - bounds.below + jnp.log(beyond))
         _, exponentials = self.exponentials(reference, stash.names, (bad_rows, stash.exponentials))
         again = math.exp(-bounds.below) * jnp.where(prob < 0, -least, least)
-        return exponentials, jnp.where(bad_rows == 0, scale, again)
+        return exponentials, jnp.where((bad_rows == 0) | jnp.isnan(scale), scale, again)
 
     def _formed(self, gradient: Gradient, stash: Stash) -> jax.Array:
         """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
@@ -283,7 +286,7 @@ class Multiplying(Block):
         # room for it: there another power of two keeps them in range, and both are applied afterwards.
         late: jax.Array | None = None
         if spec.dtype == jnp.float16:
-            shift = exponent_above(jnp.max(jnp.abs(rows))) - 13
+            shift = exponent_above(rows) - 13
             late, factor = factor * power_of_two(shift, rows.dtype), power_of_two(-shift, rows.dtype)
         return (rows * factor).astype(spec.dtype), late
 
@@ -317,5 +320,5 @@ def _guess_lse(head: Head, batch: Batch) -> jax.Array:
 
 
 def _usable(reference: jax.Array) -> jax.Array:
-    """Finite; where it is infinite, that of a row without logits, or by which E is to be 0."""
+    """Finite; where it is infinite, that of a row without logits, or by which E is to be 0, but for logits of +inf."""
     return jnp.where(jnp.isfinite(reference), reference, jnp.where(reference > 0, _HIGHEST, 0.0))

@@ -125,7 +125,7 @@ def _for_down(head: Head, rows: RowArrays, for_low: jax.Array) -> jax.Array:
 
 def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
     """`x` as an operand, divided by the power of two that comes with it, so that it fits every dtype's range."""
-    shift = exponent_above(jnp.max(jnp.abs(x), initial=0.0))
+    shift = exponent_above(x)
     return (x * power_of_two(-shift, x.dtype)).astype(head.spec.dtype), power_of_two(shift, x.dtype)
 
 

@@ -27,7 +27,9 @@ from jax import lax
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, merge
+from pallas_ce.statistics.table import as_large
 
 Axes = tuple[str, ...]
 
@@ -167,7 +169,11 @@ class Shards:
         whole = functools.reduce(merge, each)
         if partial.argmax is not None:
             # Ties: the lowest id. Columns are counted from 0 again on the way out.
-            mine = jnp.where(partial.max == whole.max, partial.argmax + self._start(local), np.iinfo(np.int32).max)
+            mine = jnp.where(
+                as_large(present(partial.max), present(whole.max)),
+                partial.argmax + self._start(local),
+                np.iinfo(np.int32).max,
+            )
             whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
         return whole._replace(target_logit=added.target_logit, weighted_sum=added.weighted_sum)
 

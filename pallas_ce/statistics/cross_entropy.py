@@ -29,7 +29,7 @@ class Metrics(NamedTuple):
 
 def zero_safe_product(weight: jax.Array, value: jax.Array) -> jax.Array:
     """`weight·value` with 0·(±inf) = 0, in the value and both derivatives; the derivative in `weight` stays `value`."""
-    return weight * jnp.where((weight == 0) & ~jnp.isfinite(value), 0.0, value)
+    return weight * jnp.where((weight == 0) & jnp.isinf(value), 0.0, value)
 
 
 def safe_inverse(x: jax.Array) -> jax.Array:

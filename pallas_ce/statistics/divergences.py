@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.statistics.cross_entropy import zero_safe_product
-from pallas_ce.statistics.logits import present
+from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import Partial, gap, merge, partial_of_tile
 
 Name = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -106,7 +105,7 @@ def partial_of_tiles(
         )
         x = x if valid is None else jnp.where(valid, x, -jnp.inf)
         x, y = gap(x, x_max[:, None]), gap(y, y_max[:, None])
-        cross = zero_safe_product(jnp.exp(x), x - y).sum(axis=1)
+        cross = product(jnp.exp(x), x - y).sum(axis=1)
     return PairPartial(parts[0], parts[1], cross)
 
 
@@ -131,8 +130,8 @@ def _measured_from(divergence: Divergence, part: PairPartial, student: Partial, 
     x, y = _ordered(divergence, (part.student, student), (part.teacher, teacher))
     x_gap, y_gap = (gap(present(own.max), present(joint.max)) for own, joint in (x, y))
     weight = jnp.exp(x_gap)
-    moved = zero_safe_product(weight * present(x[0].sum_exp), x_gap - y_gap)
-    return zero_safe_product(weight, present(part.cross)) + moved
+    moved = product(weight * present(x[0].sum_exp), x_gap - y_gap)
+    return product(weight, present(part.cross)) + moved
 
 
 def _ordered[T](divergence: Divergence, student: T, teacher: T) -> tuple[T, T]:
@@ -168,8 +167,8 @@ def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> 
     Both sides' terms are added column by column: their sum is nowhere negative, so that little cancels.
     """
     log_m = _log_mixture(divergence, log_p, log_q)
-    student = zero_safe_product(jnp.exp(log_p), log_p - log_m)
-    teacher = zero_safe_product(jnp.exp(log_q), log_q - log_m)
+    student = product(jnp.exp(log_p), log_p - log_m)
+    teacher = product(jnp.exp(log_q), log_q - log_m)
     value = divergence.beta * teacher + (1 - divergence.beta) * student
     return value.sum(axis=1), student.sum(axis=1)
 
@@ -180,7 +179,7 @@ def slope(divergence: Divergence, log_p: jax.Array, log_q: jax.Array, expected: 
         return jnp.exp(log_p) - jnp.exp(log_q)
     other = log_q if divergence.name == "reverse_kl" else _log_mixture(divergence, log_p, log_q)
     share = 1.0 if divergence.name == "reverse_kl" else 1 - divergence.beta
-    return share * zero_safe_product(jnp.exp(log_p), log_p - other - expected[:, None])
+    return share * product(jnp.exp(log_p), log_p - other - expected[:, None])
 
 
 def largest_slope(expected: jax.Array) -> jax.Array:

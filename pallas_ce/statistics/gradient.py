@@ -90,7 +90,7 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     bounds += [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in entries]
     if coefficients.logit_weights is not None:
         bounds.append(abs(coefficients.logit_weights) * logit_weights_max)
-    bound = jnp.max(sum(bounds[1:], bounds[0]), initial=0.0)
+    bound = sum(bounds[1:], bounds[0])
     # Within the exponents whose powers are normal float32 numbers, in both directions.
     shift = jnp.clip(exponent_above(bound) - _TARGET_EXPONENT, -120, 120)
     down = power_of_two(-shift, bound.dtype)
@@ -126,9 +126,11 @@ def dlogits(
         assert lse is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
         # Above 0 by rounding only, of large logits by much: those of 1e9, as low temperatures make them, by up to 64.
-        log_p = jnp.minimum(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None], 0.0)
+        # A NaN stays, which `jnp.minimum` on a CPU would make a probability of 1.
+        log_p = logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        log_p = jnp.where(log_p > 0, 0.0, log_p)
         p = jnp.exp(log_p)
-        inner, some = coefficients.prob[:, None], jnp.where(p > 0, log_p, 0.0)
+        inner, some = coefficients.prob[:, None], jnp.where(p == 0, 0.0, log_p)
         for name, term in TERMS.items():
             if (coefficient := getattr(coefficients, name)) is not None and term.factor is not None:
                 inner = inner + coefficient[:, None] * term.factor(p, some, coefficients)

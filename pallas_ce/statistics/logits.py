@@ -25,18 +25,27 @@ class LogitsTile:
 
     @functools.cached_property
     def top(self) -> jax.Array:
-        """`[n]`, the tile's own m."""
+        """`[n]`, the tile's own m. A NaN shows in every sum, but not in a maximum that XLA makes for a CPU."""
+        return jnp.where(jnp.isnan(self.sum_exp), jnp.nan, self._largest)
+
+    @functools.cached_property
+    def _largest(self) -> jax.Array:
         return self.z.max(axis=1)
 
     @functools.cached_property
     def distance(self) -> jax.Array:
-        """`z - m`; a row of -inf only is measured from 0, where its exponentials are 0 instead of exp(nan)."""
-        return self.z - jnp.where(jnp.isneginf(self.top), 0.0, self.top)[:, None]
+        """`z - m`."""
+        return self.z - reference_of(self._largest)[:, None]
 
     @functools.cached_property
     def exp(self) -> jax.Array:
         """`e^{z-m}`."""
         return jnp.exp(self.distance)
+
+    @functools.cached_property
+    def sum_exp(self) -> jax.Array:
+        """`Σ e^{z-m}`, `[n]`."""
+        return self.exp.sum(axis=1)
 
     def target(self) -> jax.Array:
         """The targets' logits in the labels' shape, 0 where they lie elsewhere."""
@@ -55,6 +64,19 @@ class LogitsTile:
         # Selected before it is multiplied, for the sake of derivatives; and after, or XLA on a CPU stores the products.
         z = jnp.where(counts[None, :], self.logits, 0.0)
         return jnp.where(counts[None, :], u[None, :] * z, 0.0).sum(axis=1)
+
+
+def reference_of(m: jax.Array) -> jax.Array:
+    """What a row with the largest logit m is measured from: m, but 0 where that is infinite.
+
+    So exponentials are 0 in a row of -inf only, and inf for a logit of +inf, instead of e^nan.
+    """
+    return jnp.where(jnp.isinf(m), 0.0, m)
+
+
+def product(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """weight·value, and 0 where the weight is 0: 0·(±inf) = 0. A NaN of the weight stays."""
+    return jnp.where(weight == 0, 0.0, weight * value)
 
 
 def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -13,9 +13,13 @@ from jax import lax
 
 
 def exponent_above(x: jax.Array) -> jax.Array:
-    """int32: the least e with `x < 2**e`, for a normal number x > 0; 1 for 0 and what is not finite."""
+    """`[]` int32: the least e with `|x| < 2**e` for all of `x` that are finite; 1 where none is a normal number but 0.
+
+    What is not finite fits no range, and must not decide how the others fit.
+    """
     facts = np.finfo(x.dtype)
-    x = jnp.where((x > 0) & jnp.isfinite(x), x, jnp.ones((), x.dtype))
+    x = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), initial=0.0)
+    x = jnp.where(x == 0, jnp.ones((), x.dtype), x)
     return (lax.bitcast_convert_type(x, _integers(facts)) >> facts.nmant).astype(jnp.int32) - (facts.maxexp - 2)
 
 

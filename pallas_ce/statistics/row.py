@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.statistics.logits import LogitsTile
-from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values
+from pallas_ce.statistics.logits import LogitsTile, reference_of
+from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, Values, larger
 from pallas_ce.statistics.table import Partial as Partial
 from pallas_ce.statistics.table import RowStatistics as RowStatistics
 from pallas_ce.statistics.table import spread as spread
@@ -90,10 +90,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Both sides are measured from the larger maximum M: `f = e^{m-M}`, then `Σ e^{z-M} = f·Σ e^{z-m}`,
     `Σ e^{z-M}(z-M) = f·(Σ e^{z-m}(z-m) + (m-M)·Σ e^{z-m})` and `Σ e^{2(z-M)} = f²·Σ e^{2(z-m)}`.
-    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral.
+    Associative up to rounding, and commutative. `Partial`s without columns (m = -inf) are neutral. A NaN on either side
+    is one of the whole, and so is +inf.
     """
     if a.max is not None and b.max is not None:
-        top = jnp.maximum(a.max, b.max)
+        top = larger(a.max, b.max)
         a, b = moved(a, gap(a.max, top)), moved(b, gap(b.max, top))
     return add(a, b)
 
@@ -123,21 +124,21 @@ def add(a: Partial, b: Partial) -> Partial:
 def from_reference(partial: Partial, reference: jax.Array) -> Partial:
     """A `Partial` as statistics are made of it, from one whose sums are measured from `reference [rows]`.
 
-    They are moved to the maximum, as `merge` would.
+    They are moved to the maximum, as `merge` would. An infinite one is measured from whatever number.
     """
     assert partial.max is not None
-    return moved(partial, jnp.where(jnp.isneginf(partial.max), 0.0, reference - partial.max))
+    return moved(partial, jnp.where(jnp.isinf(partial.max), 0.0, reference - partial.max))
 
 
 def gap(part_max: jax.Array, joint_max: jax.Array) -> jax.Array:
-    """m - M; -inf, and not nan, where both are."""
-    return part_max - jnp.where(jnp.isneginf(joint_max), 0.0, joint_max)
+    """m - M; ±inf, and not nan, where both are."""
+    return part_max - reference_of(joint_max)
 
 
 def finalise(partial: Partial, names: frozenset[str]) -> Values:
     """The primitive statistics in `names` whose fields a `Partial` over the whole vocabulary holds.
 
-    A row of -inf only has lse -inf, and 0 for whatever comes from its probabilities.
+    A row of -inf only has lse -inf, and 0 for whatever comes from its probabilities. A row with a NaN has NaN in all.
     """
     return {
         name: statistic.finalise(partial)

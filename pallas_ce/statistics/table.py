@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.statistics.logits import LogitsTile, Row, present
+from pallas_ce.statistics.logits import LogitsTile, Row, present, product
 
 
 class RowStatistics(NamedTuple):
@@ -32,7 +32,7 @@ class RowStatistics(NamedTuple):
         expected_logit: `Σ_v p_v z_v = lse - entropy`.
         sum_sq_probs: `Σ_v p_v²`.
         max_logit: `max_v z_v`.
-        argmax: the index of the largest logit, the lowest one where several tie.
+        argmax: the index of the largest logit, the lowest one where several tie; that of the first NaN, where one is.
         varentropy: `Σ_v p_v log² p_v - entropy²`, the variance of `log p` under `p`, in nats².
     """
 
@@ -63,13 +63,13 @@ class Partial(NamedTuple):
     a common offset of all logits changes only `max` and `weighted_sum`.
     """
 
-    max: jax.Array | None = None  # m
+    max: jax.Array | None = None  # m; NaN where a logit is, as in the sums
     sum_exp: jax.Array | None = None  # Σ e^{z-m}
     sum_exp_shifted: jax.Array | None = None  # Σ e^{z-m} (z-m): for the entropy, without the cancellation of Σ e^z z
     sum_exp_sq: jax.Array | None = None  # Σ e^{2(z-m)}
     target_logit: jax.Array | None = None  # z_t where a column seen is the target, else 0; [n] or [n, K]
     weighted_sum: jax.Array | None = None  # Σ u z
-    argmax: jax.Array | None = None  # lowest column where z = m
+    argmax: jax.Array | None = None  # lowest column where z = m; the first NaN's
     # Σ e^{z-m} (z-μ)² with μ the mean of z under the weights e^{z-m} of the columns seen. Measured from m instead, the
     # variance of 65536 equal logits and one that is 2 to 5 larger would be off by 1e-4 to 4e-3 of it in float32; so it
     # is by 1e-6.
@@ -98,17 +98,12 @@ class Coefficients(NamedTuple):
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
 
 
-def _product(weight: jax.Array, distance: jax.Array) -> jax.Array:
-    """weight·distance with 0·(-inf) = 0."""
-    return jnp.where(weight > 0, weight * distance, 0.0)
-
-
 # The least normal number of float32: keeps what is divided by a weight finite where it is 0.
 _TINY = 2.0**-126
 
 
 def mean_distance(part: Partial) -> jax.Array:
-    """`μ - m`; 0 where there is no weight."""
+    """`μ - m`; 0 where there is no weight. A NaN is in the numerator, whatever a maximum makes of it."""
     return present(part.sum_exp_shifted) / jnp.maximum(present(part.sum_exp), _TINY)
 
 
@@ -129,15 +124,25 @@ class Field:
     neutral: float = 0.0
 
 
+def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The larger of the two, NaN where either is: `jnp.maximum`, but for XLA on a CPU, which drops NaN."""
+    return jnp.where((a > b) | jnp.isnan(a), a, b)
+
+
+def as_large(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether they are equal in the order of maxima, in which NaN comes last."""
+    return (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+
+
 def _lowest_argmax(a: Partial, b: Partial) -> jax.Array:
     (a_top, a_place), (b_top, b_place) = ((present(x.max), present(x.argmax)) for x in (a, b))
-    lowest = jnp.where(b_top == a_top, jnp.minimum(a_place, b_place), a_place)
-    return jnp.where(b_top > a_top, b_place, lowest)
+    lowest = jnp.where(as_large(a_top, b_top), jnp.minimum(a_place, b_place), a_place)
+    return jnp.where((b_top > a_top) | (jnp.isnan(b_top) & ~jnp.isnan(a_top)), b_place, lowest)
 
 
 def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:
     deviation = tile.distance - mean_distance(found)[:, None]
-    return jnp.where(tile.exp > 0, tile.exp * jnp.square(deviation), 0.0).sum(axis=1)
+    return product(tile.exp, jnp.square(deviation)).sum(axis=1)
 
 
 def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
@@ -151,13 +156,13 @@ def _added_deviation_sq(a: Partial, b: Partial) -> jax.Array:
 FIELDS: dict[str, Field] = {
     "max": Field(
         lambda tile, _: tile.top,
-        added=lambda a, b: jnp.maximum(present(a.max), present(b.max)),
+        added=lambda a, b: larger(present(a.max), present(b.max)),
         neutral=-jnp.inf,
     ),
-    "sum_exp": Field(lambda tile, _: tile.exp.sum(axis=1), lambda part, f, d: f * present(part.sum_exp)),
+    "sum_exp": Field(lambda tile, _: tile.sum_exp, lambda part, f, d: f * present(part.sum_exp)),
     "sum_exp_shifted": Field(
-        lambda tile, _: jnp.where(tile.exp > 0, tile.exp * tile.distance, 0.0).sum(axis=1),
-        lambda part, f, d: f * present(part.sum_exp_shifted) + _product(f * present(part.sum_exp), d),
+        lambda tile, _: product(tile.exp, tile.distance).sum(axis=1),
+        lambda part, f, d: f * present(part.sum_exp_shifted) + product(f * present(part.sum_exp), d),
     ),
     "sum_exp_sq": Field(
         lambda tile, _: (tile.exp * tile.exp).sum(axis=1), lambda part, f, d: f * f * present(part.sum_exp_sq)
@@ -232,7 +237,7 @@ class Statistic:
 def total(part: Partial) -> jax.Array:
     """`Σ e^{z-m}`; 1 for a row of -inf only, which so has lse -inf and nothing else but 0."""
     sum_exp = present(part.sum_exp)
-    return jnp.where(sum_exp > 0, sum_exp, 1.0)
+    return jnp.where(sum_exp == 0, 1.0, sum_exp)
 
 
 # With `S0 = Σ e^{z-m}` and `S1 = Σ e^{z-m}(z-m)`: `lse = m + log S0`; `entropy = lse - Σ p z = log S0 - S1/S0`.

@@ -12,7 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src import callback as jax_callback
+from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 import pallas_ce.backends.mosaic_gpu
@@ -68,6 +70,25 @@ def _is_index(x: Any) -> bool:
     return np.ndim(x) == 0 and np.issubdtype(np.result_type(x), np.integer)
 
 
+def _larger(a: Any, b: Any) -> Any:
+    return jnp.where((a > b) | (a != a), a, b)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return jnp.where((a < b) | (a != a), a, b)
+
+
+def _least(dtype: Any) -> Any:
+    return -np.inf if np.issubdtype(dtype, np.floating) else jnp.iinfo(dtype).min
+
+
+# A GPU's maxima keep NaN, and those that XLA makes for a CPU do not.
+_AS_ON_A_GPU = {
+    lax.max_p: _larger,
+    lax.min_p: _smaller,
+    lax.reduce_max_p: lambda x, axes, **_: lax.reduce(x, np.array(_least(x.dtype), x.dtype), _larger, axes),
+}
+
 RACE = "RACE DETECTED"
 
 
@@ -91,6 +112,9 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        stack.enter_context(mock.patch.dict(mlir._platform_specific_lowerings["cpu"]))
+        for primitive, rule in _AS_ON_A_GPU.items():
+            mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
         stack.enter_context(mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add))
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))

@@ -96,19 +96,19 @@ def hits(labels: jax.Array, v: int) -> jax.Array:
 
 def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
     top = z.max(axis=1)
-    y = z - jnp.where(jnp.isneginf(top), 0, top)[:, None]
+    y = z - jnp.where(jnp.isinf(top), 0, top)[:, None]
     e = jnp.exp(y)
-    total, shifted = e.sum(axis=1), jnp.where(e > 0, e * y, 0).sum(axis=1)
-    mean = shifted / jnp.where(total > 0, total, 1)
+    total, shifted = e.sum(axis=1), jnp.where(e == 0, 0, e * y).sum(axis=1)
+    mean = shifted / jnp.where(total == 0, 1, total)
     u, target = head.tile_logit_weights(0, z.shape[1])[None, :], None
     if batch.labels is not None:
         target = jnp.where(hits(batch.labels, z.shape[1]), z[:, None, :], 0).sum(axis=2).reshape(batch.labels.shape)
     return Partial(
-        top, total, shifted, sum_exp_sq=(e * e).sum(axis=1),
+        jnp.where(jnp.isnan(total), jnp.nan, top), total, shifted, sum_exp_sq=(e * e).sum(axis=1),
         target_logit=target,
         weighted_sum=jnp.where((u != 0) & (jnp.isfinite(z) | (head.valid_columns is None)), u * z, 0).sum(axis=1),
         argmax=z.argmax(axis=1).astype(jnp.int32),
-        sum_exp_deviation_sq=jnp.where(e > 0, e * (y - mean[:, None]) ** 2, 0).sum(axis=1),
+        sum_exp_deviation_sq=jnp.where(e == 0, 0, e * (y - mean[:, None]) ** 2).sum(axis=1),
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.A
     if c.prob is not None and lse is not None:
         log_p = z - jnp.where(jnp.isneginf(lse), 0, lse)[:, None]
         p = jnp.exp(log_p)
-        log_p = jnp.where(p > 0, log_p, 0)
+        log_p = jnp.where(p == 0, 0, log_p)
         factors = [(c.prob, 1.0), (c.prob_log_prob, log_p), (c.prob_sq, p)]
         if c.prob_deviation_sq is not None and c.entropy is not None:
             factors.append((c.prob_deviation_sq, (log_p + c.entropy[:, None]) ** 2))

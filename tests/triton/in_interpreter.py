@@ -16,7 +16,7 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.triton import backend, binding
 from pallas_ce.backends.triton.configs import Config
-from tests.pallas_ce import oracle, spoilt, test_contract
+from tests.pallas_ce import not_finite, oracle, spoilt, test_contract
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     assert_near_oracle,
@@ -195,6 +195,16 @@ def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
     (_, lse), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(p.arrays["hidden"]))
     assert np.all(np.isneginf(lse))
     assert np.all(gradient == 0)
+
+
+@few
+@hypothesis.given(
+    place=st.sampled_from(["hidden", "weight", "bias"]), value=st.sampled_from([np.nan, np.inf]),
+    dtype=st.sampled_from([np.float16, np.float32]), backward=st.sampled_from(MODES),
+)  # fmt: skip
+def test_what_is_not_finite_shows_where_plain_jax_shows_it(place: str, value: float, dtype: Any, backward: Any) -> None:
+    not_finite.assert_as_plain_jax(place, value, dtype, implementation="triton", backward=backward)
+    not_finite.assert_statistics_as_defined(place, value, dtype, implementation="triton")
 
 
 @both_modes

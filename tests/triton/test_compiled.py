@@ -182,6 +182,15 @@ def test_no_entry_of_the_table_spills_or_is_too_large(
     assert names == sorted(names, key=binding._function("head_kernel").arg_names.index)
 
 
+@pytest.mark.parametrize("use", PASSES)
+def test_clamps_and_maxima_of_logits_are_instructions_that_keep_nan(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each logit one, as it would be with those that drop NaN."""
+    monkeypatch.setattr(binding, "capability", lambda: 90)
+    found = binding.compiled(kernel_of(use, "plain", 0, jnp.bfloat16, 8192, None)).ptx
+    assert re.search(r"\bmax\.NaN\.f32", found)
+    assert not re.search(r"\b(max|min)\.f32", found)
+
+
 @pytest.mark.parametrize("capability", list(configs.PRODUCTS))
 def test_products_read_only_rows_of_dlogits_that_are_written(capability: int) -> None:
     tiles = [config for config in configs.NARROW[capability] if isinstance(config, configs.Config)]

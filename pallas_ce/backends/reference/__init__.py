@@ -11,7 +11,7 @@ from pallas_ce.statistics.table import PRIMITIVES
 
 
 def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
-    """Logits `[N, V]`; those of 0 in place of hidden states that `mask [N]` turns off."""
+    """Logits `[N, V]`; 0 in rows that `mask [N]` turns off."""
     spec = head.spec
     hidden, inverse_temperature = batch.hidden, batch.inverse_temperature
     if mask is not None:
@@ -22,7 +22,8 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     z = _product(hidden, weight, 1 - spec.vocab_axis, spec)
     if head.up is not None:
         z = z + _product(_product(hidden, present(head.down), 1, spec), head.up[: spec.vocab_size], 1, spec)
-    return head.cap(z, bias, inverse_temperature)
+    z = head.cap(z, bias, inverse_temperature)
+    return z if mask is None else jnp.where(mask[:, None], z, 0)  # 0·inf of the weight's
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:
@@ -36,13 +37,13 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     z = logits(batch, head, mask)
     # Rows that are -inf throughout have no distribution, and columns of probability 0 contribute 0·(-inf) = 0. Both are
     # replaced before the logarithm is differentiated, since 0·nan is not 0.
-    any_finite = jnp.any(z > -jnp.inf, axis=1, keepdims=True)
+    some = jnp.any(z != -jnp.inf, axis=1, keepdims=True)
     if "sum_exp" in fields_of(names):
-        z = jnp.where(any_finite, z, jax.lax.stop_gradient(z))
-    lse = jax.nn.logsumexp(jnp.where(any_finite, z, 0.0), axis=1)
+        z = jnp.where(some, z, jax.lax.stop_gradient(z))
+    lse = jax.nn.logsumexp(jnp.where(some, z, 0.0), axis=1)
     log_p = z - lse[:, None]
-    p = jnp.where(any_finite, jnp.exp(log_p), 0.0)
-    lse, log_p = jnp.where(any_finite[:, 0], lse, -jnp.inf), jnp.where(p > 0, log_p, 0.0)
+    p = jnp.where(some, jnp.exp(log_p), 0.0)
+    lse, log_p = jnp.where(some[:, 0], lse, -jnp.inf), jnp.where(p == 0, 0.0, log_p)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
     row = Row(LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size)), log_p, p, lse)
     values = {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()}

@@ -18,7 +18,8 @@ term of the weight. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to 
 polynomial of degree 9 is good to 1e-8 of the result.
 
 Exponentials are base 2, which is the instruction: `e^y = 2^{y·log2e}`. Distances below -200 count as -200, where
-float32 has 0, so that 0·(-inf) does not arise.
+float32 has 0, so that 0·(-inf) does not arise. Maxima and minima are those that keep NaN (`max.NaN`), or a clamp would
+make a small number of it.
 
 COLUMNS columns are worked on, those from `bounds[3]` on. Only those below `bounds[1]` count, of dlogits those from
 `bounds[0]` on, and rows up to `bounds[2]`: behind it nothing is computed, because fewer tiles are visited. Offsets of
@@ -45,6 +46,12 @@ def in_bands(tile, row_blocks, column_blocks: tl.constexpr, GROUP: tl.constexpr)
     start = (tile // band) * GROUP
     height = tl.minimum(row_blocks - start, GROUP)
     return start + in_band % height, in_band // height
+
+
+@triton.jit
+def larger(a, b):  # type: ignore[no-untyped-def]
+    """NaN where either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -206,7 +213,8 @@ def head_kernel(  # type: ignore[no-untyped-def]
         if GRADIENT:
             dz = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
             if prob is not None:
-                log_p = tl.maximum(tl.minimum(z - _by_row(lse, rows, ROWS), 0.0), FARTHEST)
+                log_p = tl.minimum(z - _by_row(lse, rows, ROWS), 0.0, propagate_nan=tl.PropagateNan.ALL)
+                log_p = larger(log_p, FARTHEST)
                 p = tl.exp2(log_p * LOG2E)
                 inner = _by_row(prob, rows, ROWS)
                 if prob_log_prob is not None:
@@ -235,17 +243,17 @@ def head_kernel(  # type: ignore[no-untyped-def]
                 z = tl.where(counts[None, :], z, float("-inf"))
             part = column_block.to(tl.int64) * ROWS + rows
             if max is not None:
-                top = tl.max(z, axis=1)
+                top = tl.reduce(z, 1, larger)
                 tl.store(max + part, top, mask=has_row)
             if argmax is not None:
-                place = tl.where(z == top[:, None], columns[None, :], 2147483647)
+                place = tl.where((z == top[:, None]) | (z != z), columns[None, :], 2147483647)
                 tl.store(argmax + part, tl.min(place, axis=1), mask=has_row)
             if sum_exp is not None:
                 if reference is not None:
                     distance = z - _by_row(reference, rows, ROWS)
                 else:
-                    distance = z - tl.where(top == float("-inf"), 0.0, top)[:, None]
-                distance = tl.maximum(distance, FARTHEST)
+                    distance = z - tl.where(tl.abs(top) == float("inf"), 0.0, top)[:, None]
+                distance = larger(distance, FARTHEST)
                 e = tl.exp2(distance * LOG2E)
                 total = tl.sum(e, axis=1)
                 tl.store(sum_exp + part, total, mask=has_row)

@@ -67,11 +67,6 @@ class LogitSpec:
         return jnp.where(self.valid(refs, column, z.shape), z, -jnp.inf)
 
 
-def finite_or_zero(top: jax.Array) -> jax.Array:
-    """A row's reference for exponentials: a row of -inf only is measured from 0, where all its exponentials are 0."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
-
-
 def no_columns(rows: int, fields: tuple[str, ...]) -> Partial:
     """The neutral `Partial` with these fields."""
     dtypes = {f: jnp.int32 if f == "argmax" else jnp.float32 for f in fields}
@@ -119,8 +114,9 @@ def piece_partial(
     if "max" in fields:
         found["max"] = z.max(axis=1)
     if "argmax" in fields:
-        # The lowest column that attains the maximum.
-        place = jnp.where(z == layouts.along_columns(found["max"], shape), layouts.column_ids(shape), shape[1])
+        # The lowest column that attains the maximum, of which NaN is one.
+        largest = (z == layouts.along_columns(found["max"], shape)) | (z != z)
+        place = jnp.where(largest, layouts.column_ids(shape), shape[1])
         found["argmax"] = column + place.min(axis=1)
     exp = None
     if "sum_exp" in fields:

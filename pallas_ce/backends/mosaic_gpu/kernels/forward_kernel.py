@@ -16,6 +16,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
 from pallas_ce.head import Head
+from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial, add, fields_for, merge
 
 
@@ -70,7 +71,7 @@ class StatisticsEpilogue(Epilogue):
             for first, piece in epilogues.pieces(z, self.width)
         ]
         top = functools.reduce(jnp.maximum, [piece.max(axis=1) for _, piece in parts]) if "max" in self.fields else None
-        reference = None if top is None else epilogues.finite_or_zero(top)
+        reference = None if top is None else reference_of(top)
 
         def of_all(fields: tuple[str, ...]) -> Partial:
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)

@@ -18,6 +18,7 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
 from pallas_ce.head import Head
+from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial, merge
 
 # Columns of a group: 128 bytes, which is what memory hands out at a time. A tile's width is a multiple.
@@ -105,9 +106,7 @@ class LogitsEpilogue(Epilogue):
         top = functools.reduce(jnp.maximum, maxima)
         if inverse_temperature is not None:
             z, top = z * layouts.along_columns(inverse_temperature, z.shape), top * inverse_temperature
-        part, _ = epilogues.piece_partial(
-            self.logits, ("sum_exp",), refs, place.column, z, epilogues.finite_or_zero(top)
-        )
+        part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))
         self._store_maxima(refs, place, maxima)
         return inverse_temperature, merge(window, part._replace(max=top))
 
