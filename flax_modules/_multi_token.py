@@ -13,7 +13,15 @@ from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls
 from pallas_ce import Metrics
-from pallas_ce.integration import NO_TARGET, Reduction, canonical_labels, counted_labels, label_array, precision_name, read_ids
+from pallas_ce.integration import (
+    NO_TARGET,
+    Reduction,
+    canonical_labels,
+    counted_labels,
+    label_array,
+    precision_name,
+    read_ids,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,12 @@ from pallas_ce.streaming.tiles import Tile
 def accumulator_of(dtype: np.dtype) -> np.dtype:
     """The dtype of sums, statistics and losses over operands of `dtype`: float32, or float64 for float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def common_dtype(a: Any, b: Any) -> np.dtype:
+    """What two dtypes promote to by JAX's standard rule, whichever one is set for the program around."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(a, b))
 
 
 def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:

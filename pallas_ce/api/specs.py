@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_ce.api import checks
 from pallas_ce.api.precision import resolve
-from pallas_ce.head import HeadSpec, LogitsSpec
+from pallas_ce.head import HeadSpec, LogitsSpec, common_dtype
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _SUPPORTED = "supported are bfloat16, float16, float32 and float64"
@@ -96,7 +96,7 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:
     which = f"dtype={dtype!r}" if dtype is not None else f"hidden {hidden.dtype} with weight {weight.dtype}"
     try:
-        chosen = jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
+        chosen = common_dtype(hidden.dtype, weight.dtype) if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError) as error:  # no such dtype, or 8-bit floats, which promote to nothing
         raise TypeError(f"{which} names no compute dtype; {_SUPPORTED}") from error
     if chosen not in _DTYPES:

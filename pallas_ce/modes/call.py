@@ -174,7 +174,9 @@ def finish(
     scale = upstream if head.logit_scale is None else upstream * head.logit_scale
 
     def rounded(total: jax.Array | None, like: jax.Array | None, axes: Axes) -> jax.Array | None:
-        return None if total is None or like is None else psum(scale * total, axes).astype(like.dtype)
+        return (
+            None if total is None or like is None else psum(scale * total.astype(scale.dtype), axes).astype(like.dtype)
+        )
 
     return Gradients(
         rounded(sums.hidden, operands.batch.hidden, axes.hidden),

@@ -51,7 +51,7 @@ def with_handle(
     `inputs`, agree on which outputs are batched, as JAX requires.
     """
     firsts = (lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in jax.tree.leaves((found, inputs)))
-    zero = sum((jnp.sum(jnp.where(x != x, 0, 0)) for x in firsts), jnp.zeros((), jnp.int32))
+    zero = sum((jnp.sum(jnp.where(x != x, 0, 0), dtype=jnp.int32) for x in firsts), jnp.zeros((), jnp.int32))
     return {k: x + zero.astype(x.dtype) for k, x in found.items()}, total(zero.astype(dtype))
 
 

@@ -9,6 +9,7 @@ between them, the largest logit up to each and the smallest above; so both ends 
 that many times, until they meet. The same columns have the same sum in each pass.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -106,7 +107,8 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
     target = p * present(partial.sum_exp)
     # More than 1 - p lies at the threshold and below it, in V columns at most; what is rounded on the way may be less.
     lse = finalise(partial, LSE)["lse"]
-    least = lse + jnp.log1p(-p) - np.log(head.spec.vocab_size) - (1.0 + 8 * np.finfo(lse.dtype).eps * jnp.abs(lse))
+    rounded = 1.0 + 8 * float(np.finfo(lse.dtype).eps) * jnp.abs(lse)
+    least = lse + jnp.log1p(-p) - math.log(head.spec.vocab_size) - rounded
     least = least if inverse_temperature is None else least / inverse_temperature
     everything = p >= 1
     low, high = (jnp.where(everything, -jnp.inf, end) for end in (least, largest))

@@ -44,7 +44,7 @@ def log_uniform(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
     """
     classes = jnp.arange(vocab_size, dtype=jnp.float32)
     log_p = jnp.log(jnp.log1p(1.0 / (classes + 1.0))) - jnp.log(jnp.log1p(jnp.float32(vocab_size)))
-    perturbed = log_p + jax.random.gumbel(key, (vocab_size,), mode="high")
+    perturbed = log_p + jax.random.gumbel(key, (vocab_size,), log_p.dtype, mode="high")
     values, ids = lax.top_k(perturbed, min(num_samples + 1, vocab_size))
     # The others' S-th largest: for a class in the sample the first one outside, for one outside the last one inside.
     following = values[num_samples] if num_samples < vocab_size else jnp.float32(-jnp.inf)

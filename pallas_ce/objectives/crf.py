@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
+from pallas_ce.head import common_dtype
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
@@ -47,13 +48,14 @@ def linear_chain_crf(
             position to position, the i-th between positions i and i+1. -inf forbids. A closed candidate's may be
             anything finite.
         mask: `[..., T]` bool, True up to the end of the sequence and False behind it; None: all True. Only positions
-            before the first False count, and a sequence without any does not.
+            before the first False count, and a sequence without any does not. Emissions, tags and transitions that
+            only other positions would use may hold anything.
         reduction: "mean" over the sequences that count, "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, in place of the number of sequences.
 
     Returns:
         Array: `[]`, or `[...]` for "none", float32 (float64 for float64). +inf, with gradient 0, for tags that a
-        transition or emission of -inf forbids.
+        transition or emission of -inf forbids; NaN where a score that is read is NaN.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -119,7 +121,7 @@ def _linear_chain_crf(
     normalizer: Any | None,
 ) -> jax.Array:
     *batch, length, k = emissions.shape
-    wide = jnp.promote_types(jnp.promote_types(emissions.dtype, transitions.dtype), jnp.float32)
+    wide = common_dtype(common_dtype(emissions.dtype, transitions.dtype), jnp.float32)
     emissions, transitions = emissions.reshape(-1, length, k).astype(wide), transitions.astype(wide)
     if transitions.ndim > 2:
         transitions = transitions.reshape(len(emissions), length - 1, k, k)
@@ -132,12 +134,13 @@ def _linear_chain_crf(
 
 
 def _losses(emissions: jax.Array, tags: jax.Array, transitions: jax.Array, live: jax.Array) -> jax.Array:
-    """`log Σ_y e^{s(y)} - s(tags)` `[B]`, from scores less those of the tags:
+    """`log Σ_y e^{s(y)} - s(tags)` `[B]`, from scores less the tags' own.
 
-        α_t[j] = emissions[t, j] - emissions[t, y_t] + log Σ_i e^{α_{t-1}[i] + transitions[i, j] - transitions[y_{t-1}, y_t]}
+        α_t[j] = E_t[j] - E_t[y_t] + log Σ_i e^{α_{t-1}[i] + A[i, j] - A[y_{t-1}, y_t]}
 
-    where α's largest entry, a constant, is taken off at each position and added up beside it. So numbers are small where
-    a tagger is sure, whatever its scores have in common, the tags' own path stays at 0, and no marginal is taken from 1.
+    with emissions E and transitions A, where the largest entry of α_t, a constant, is taken off at each position and
+    added up beside it. So numbers are small where a tagger is sure, whatever its scores have in common, and the tags'
+    own path stays at 0.
 
     Args:
         emissions: `[B, T, K]`.
@@ -177,7 +180,7 @@ def _possible(scores: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _without_largest(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`alpha [B, K]` less each row's largest entry, a constant, and that entry; 0 in its place where it is not finite."""
+    """`alpha [B, K]` less each row's largest entry, a constant, and that entry; where it is not finite, 0 for it."""
     largest = lax.stop_gradient(jnp.max(alpha, axis=1))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return alpha - largest[:, None], largest

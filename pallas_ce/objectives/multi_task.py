@@ -13,6 +13,7 @@ from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.head import common_dtype
 from pallas_ce.statistics.cross_entropy import Metrics
 
 
@@ -97,7 +98,7 @@ def multi_task_cross_entropy(
     hidden = arguments.array("hidden", hidden)
     # The heads read it in float32, exactly, and round it back: their gradients then meet in float32, and the transpose
     # of this conversion is the one rounding.
-    wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    wide = hidden.astype(common_dtype(hidden.dtype, jnp.float32))
     losses, metrics, weights = {}, {}, {}
     for name, task in tasks.items():
         try:
@@ -109,7 +110,7 @@ def multi_task_cross_entropy(
                 raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
             if task.options.get("reduction", "mean") == "none":
                 raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
-            compute = dtype or jnp.promote_types(hidden.dtype, low_rank.read(task.weight).weight.dtype)
+            compute = dtype or common_dtype(hidden.dtype, low_rank.read(task.weight).weight.dtype)
             options = {"dtype": compute, "precision": precision, **task.options}
             weights[name] = arguments.scalar("task_weight", task.task_weight)
             losses[name], metrics[name] = linear_cross_entropy(
@@ -118,5 +119,5 @@ def multi_task_cross_entropy(
         except (ValueError, TypeError) as error:
             error.add_note(f"This is about the task {name!r}.")
             raise
-    total = sum(weights[name] * loss for name, loss in losses.items())
+    total = sum(jnp.asarray(weights[name], loss.dtype) * loss for name, loss in losses.items())
     return MultiTaskLoss(jnp.asarray(total), losses, metrics)

@@ -62,7 +62,7 @@ def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
         total, repeated = carry
         label, value = (jax.lax.dynamic_slice_in_dim(x, k, 1, axis=1) for x in (labels, values))
         equal = labels == label
-        return total + jnp.where(equal, value, 0), repeated | (equal & (order > k))
+        return total + jnp.where(equal, value, 0), repeated | (equal & (order > k)[None, :])
 
     init = (jnp.zeros_like(values), jnp.zeros(labels.shape, bool))
     total, repeated = fori_loop(0, labels.shape[1], body, init)

@@ -154,7 +154,7 @@ def _prefix_sum(x: jax.Array) -> jax.Array:
     n = x.shape[0]
     size = n if n <= _FEW_ROWS else _PART_ROWS
     ids = jnp.arange(size)
-    parts = jnp.pad(x, (0, -n % size)).reshape(-1, 1, size)
+    parts = jnp.pad(x.astype(jnp.int32), (0, -n % size)).reshape(-1, 1, size)
     within = jnp.sum(jnp.where((ids[None, :] <= ids[:, None])[None], parts, 0), axis=2, dtype=jnp.int32)
     if len(parts) == 1:
         return within[0, :n]

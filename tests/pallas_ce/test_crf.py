@@ -221,7 +221,9 @@ def test_what_is_not_finite_shows_where_it_does_in_plain_jax(data: Any) -> None:
         return _plain(emissions, tags, jnp.broadcast_to(transitions, (batch, length - 1, k, k)), lengths)
 
     got, want = (jax.value_and_grad(f, (0, 1))(*map(jnp.asarray, given)) for f in (ours, plain))
-    if want[0] == np.inf and np.isneginf(spoilt).any():  # forbidden tags have gradients of 0, plain JAX those of its lse
+    if (
+        want[0] == np.inf and np.isneginf(spoilt).any()
+    ):  # forbidden tags have gradients of 0, plain JAX those of its lse
         hypothesis.assume(batch - lengths.count(0) == 1)
         want = want[0], jax.tree.map(jnp.zeros_like, want[1])
     # Differences to the tags' score carry a NaN to all gradients of a position.
@@ -257,6 +259,16 @@ def test_transitions_that_no_sequence_uses_are_not_read(unused: str) -> None:
         loss, gradients = run(emissions, tags, jnp.full(shape, jnp.nan))
         np.testing.assert_allclose(loss, np.log(2) if unused == "one position" else 0.0, rtol=1e-6)
         assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_tags_of_any_integer_dtype_are_compared_with_k_as_they_are() -> None:
+    emissions, transitions = jnp.zeros((1, 2, 200)), jnp.zeros((200, 200))
+    for dtype in (np.int8, np.uint8, np.int32, np.uint64):
+        np.testing.assert_allclose(
+            linear_chain_crf(emissions, np.array([[0, 1]], dtype), transitions), 2 * np.log(200), rtol=1e-6
+        )
+    for beyond in (np.array([[0, 2**32 + 1]]), [[0, 2**32 + 1]], np.array([[0, 255]], np.uint8)):
+        assert linear_chain_crf(emissions, beyond, transitions) == 0
 
 
 def test_transitions_alone_may_vary_over_a_mesh() -> None:

@@ -216,8 +216,9 @@ REFERENCE = {"reference": functools.partial(FUNCTIONS["linear_cross_entropy"], i
 
 
 @pytest.mark.parametrize("name", FUNCTIONS | MODES | REFERENCE)
-def test_nothing_of_ours_is_promoted_in_rank(name: str) -> None:
-    """A program may run under `jax_numpy_rank_promotion="raise"`."""
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nothing_of_ours_is_promoted_in_rank_or_dtype(name: str, dtype: Any) -> None:
+    """A program may run under `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"`."""
     shape = (2, N // 2)
     options: dict[str, Any] = {"logit_softcap": 5.0, "scratch_bytes": 4096}
     if name in TEMPERED:
@@ -236,7 +237,9 @@ def test_nothing_of_ours_is_promoted_in_rank(name: str) -> None:
     def summed(arrays: dict[str, Any]) -> Any:
         return total((FUNCTIONS | MODES | REFERENCE)[name](labels=LABELS.reshape(shape), **arrays, **options))
 
-    arrays = {"hidden": HIDDEN.reshape(*shape, H), "weight": WEIGHT, "bias": jnp.linspace(-1.0, 1.0, V),
+    # The hidden states' dtype is the compute dtype beside a wider weight.
+    arrays = {"hidden": HIDDEN.reshape(*shape, H).astype(dtype), "weight": WEIGHT, "bias": jnp.linspace(-1.0, 1.0, V),
               "logit_scale": jnp.float32(1.5)}  # fmt: skip
-    with jax.numpy_rank_promotion("raise"):
+    options["dtype"] = dtype
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(dtype == jnp.bfloat16):
         jax.jit(jax.value_and_grad(summed)).lower(arrays)

@@ -152,18 +152,18 @@ def policy_loss(
         ("kl_coefficient", kl_coefficient, "ref_log_probs", 1, kl),
         ("entropy_coefficient", entropy_coefficient, "entropy", -1, entropy),
     ):
-        arguments.scalar(name, coefficient)
+        coefficient = arguments.scalar(name, coefficient)
         if not arguments.is_known(coefficient, 0.0):
             if term is None:
                 raise ValueError(f"{name}={coefficient!r} needs {needed}, which is None")
-            loss = loss + sign * coefficient * term
+            loss = loss + sign * jnp.asarray(coefficient, term.dtype) * term
     value = sequences.aggregate(loss, mask, aggregation, length, normalizer)
     if not return_metrics:
         return value
     metrics = PolicyMetrics(
         sequences.masked_mean(ratio, mask),
-        sequences.masked_mean((ratio < 1 - clip_low) & (advantages < 0), mask),
-        sequences.masked_mean((ratio > 1 + clip_high) & (advantages > 0), mask),
+        sequences.masked_mean(((ratio < 1 - clip_low) & (advantages < 0)).astype(ratio.dtype), mask),
+        sequences.masked_mean(((ratio > 1 + clip_high) & (advantages > 0)).astype(ratio.dtype), mask),
         None if kl is None else sequences.masked_mean(kl, mask),
         None if entropy is None else sequences.masked_mean(entropy, mask),
     )
@@ -176,7 +176,8 @@ def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, 
     by_token = _limit(sequences.difference(log_probs, old_log_probs))
     if level == "token":
         return by_token
-    of_sequence = jnp.sum(by_token, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    tokens = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(by_token.dtype)
+    of_sequence = jnp.sum(by_token, axis=-1, keepdims=True) / tokens
     if level == "sequence":
         return of_sequence
     return jax.lax.stop_gradient(of_sequence) + sequences.difference(log_probs, jax.lax.stop_gradient(log_probs))

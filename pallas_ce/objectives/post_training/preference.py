@@ -53,7 +53,7 @@ def sequence_log_probs(log_probs: ArrayLike, mask: ArrayLike | None = None, *, a
         raise ValueError("log_probs is a scalar; it must be [..., T]")
     mask = sequences.token_mask(mask, log_probs.shape)
     total = jnp.sum(sequences.keep(mask, log_probs), axis=-1)
-    return total * safe_inverse(jnp.sum(mask, axis=-1)) if average else total
+    return total * safe_inverse(jnp.sum(mask, axis=-1).astype(total.dtype)) if average else total
 
 
 def dpo_loss(
@@ -133,5 +133,5 @@ def dpo_loss(
     value = {"mean": sequences.masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
     if not return_metrics:
         return value
-    rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, delta > 0)
+    rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, (delta > 0).astype(delta.dtype))
     return value, PreferenceMetrics(*(jax.lax.stop_gradient(sequences.masked_mean(x, mask)) for x in rewards))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
+from pallas_ce.head import common_dtype
 from pallas_ce.statistics.cross_entropy import safe_inverse
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "none"]
@@ -16,7 +17,7 @@ def floats(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
     x = arguments.floating(name, arguments.array(name, value))
     if shapes and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(common_dtype(x.dtype, jnp.float32))
 
 
 def constants(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
@@ -49,7 +50,7 @@ def difference(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean where `mask` is on; 0 where it is nowhere."""
-    return jnp.sum(keep(mask, x)) * safe_inverse(jnp.sum(mask))
+    return jnp.sum(keep(mask, x)) * safe_inverse(jnp.sum(mask).astype(x.dtype))
 
 
 def aggregate(
@@ -76,7 +77,7 @@ def aggregate(
         return values
     tokens = jnp.sum(mask, axis=-1)
     if how == "sequence_mean":
-        values = values * safe_inverse(tokens)[..., None]
+        values = values * safe_inverse(tokens.astype(values.dtype))[..., None]
     normalizer = arguments.normalizer(normalizer)
     if normalizer is None:
         normalizer = jnp.sum(tokens) if how == "token_mean" else tokens.size
