@@ -53,8 +53,7 @@ def ids(name: str, value: Any) -> np.ndarray | jax.Array:
         values = None if held else np.asarray(value)
     except (TypeError, ValueError):
         values = None
-    integers = values is not None and jnp.issubdtype(values.dtype, jnp.integer)
-    return values if integers else array(name, value)
+    return array(name, value) if values is None or not jnp.issubdtype(values.dtype, jnp.integer) else values
 
 
 def count(name: str, value: Any, most: int, in_words: str) -> int:

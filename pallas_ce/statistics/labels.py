@@ -66,6 +66,8 @@ def check(labels: np.ndarray | jax.Array, ignore_index: int | None, vocab_size: 
             "where labels outside the vocabulary count as ignored"
         )
     values = np.asarray(labels)
+    if values.dtype.itemsize < 8:  # 4 bits cannot be compared with what they do not hold
+        values = values.astype(np.int64)
     bad = (values < 0) | (values >= vocab_size)
     if ignore_index is not None:
         bad &= values != ignore_index

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_ce.api.checks import ids
-from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, counted
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical, check, counted
 
 DTYPES = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 VOCABULARIES = [1, 5, 100, 127, 128, 129, 200, 256, 300, 40_000, 100_000, 2**31 - 1]
@@ -59,3 +59,13 @@ def test_lists_of_integers_do_not_wrap_around_either() -> None:
     for given in ([2, 2**32 + 2], [np.int64(2), np.int64(2**32 + 2)]):
         assert canonical(ids("labels", given), 5).tolist() == [2, NO_TARGET]
     assert canonical(ids("labels", [jnp.int32(2), 1]), 5).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_any_integer_dtype_are_validated(dtype: str) -> None:
+    with jax.enable_x64(True):
+        labels = jnp.asarray([3, 7]).astype(dtype)
+    check(labels, -100, 200)
+    check(labels, 7, 5)
+    with pytest.raises(ValueError, match=r"labels\[1\]=7 is neither in \[0, vocab_size=5\) nor ignore_index=-100"):
+        check(labels, -100, 5)
