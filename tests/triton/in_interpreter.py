@@ -227,7 +227,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("name", "way"), SPOILT)
 @few
 @hypothesis.given(seed=st.integers(0, 2**16))
