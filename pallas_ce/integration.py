@@ -39,7 +39,7 @@ from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.call import Known
 from pallas_ce.modes.materialized import MaterializedRows, MaterializedSettings
-from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
+from pallas_ce.modes.materialized import row_gradient_from_lse as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
 from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
 from pallas_ce.statistics.cross_entropy import Reduction

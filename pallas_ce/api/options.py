@@ -44,7 +44,7 @@ class Options:
     @property
     def extra_names(self) -> frozenset[str]:
         """The statistics that metrics read beside the loss."""
-        return frozenset({"argmax"}) if self.return_metrics else frozenset()
+        return frozenset({"argmax", "lse"}) if self.return_metrics else frozenset()
 
     def logit_weights(self, vocab_size: int, wide: Any) -> jax.Array | None:
         """The u of `mean_logit` that smoothing reads, c/V; None where it is 1/V throughout or not read."""
@@ -85,7 +85,6 @@ class Options:
             if not class_weights.size:  # nothing counts in an empty vocabulary
                 class_weights = jnp.zeros(1, wide)
             by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
-            shared["mean_class_weight"] = jnp.mean(class_weights)
             normalizer = total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
         if self.label_smoothing is not None:
             shared["smoothing"] = jnp.asarray(self.label_smoothing, wide)
@@ -96,7 +95,8 @@ class Options:
         if self.reduction == "sum":
             normalizer = z_normalizer = jnp.ones((), wide)
         shared["inverse_normalizer"], shared["inverse_z_normalizer"] = map(safe_inverse, (normalizer, z_normalizer))
-        return CrossEntropy(self.label_smoothing is not None, self.reduction == "mean"), (by_row, shared)
+        loss = CrossEntropy(self.label_smoothing is not None, self.z_loss is not None, self.reduction == "mean")
+        return loss, (by_row, shared)
 
 
 def read_options(

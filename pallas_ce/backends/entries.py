@@ -14,7 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
-from pallas_ce.statistics.row import Partial, spread
+from pallas_ce.statistics.row import Partial, fields_of, spread
 
 # Of a float32 number: sign, exponent and what TF32 has of the significand.
 _TF32_BITS = 0xFFFFE000
@@ -61,7 +61,7 @@ def _operand(x: jax.Array, spec: HeadSpec) -> jax.Array:
 
 def with_targets(partial: Partial, head: Head, batch: Batch, names: frozenset[str]) -> Partial:
     """`partial` with the targets' logits, if they are among the statistics in `names`."""
-    if "target_logit" not in names:
+    if "target_logit" not in fields_of(names):
         return partial
     assert batch.labels is not None
     return partial._replace(target_logit=logits(head, batch, batch.labels))
@@ -77,17 +77,19 @@ def exact(head: Head, batch: Batch, gradient: Gradient) -> Entries:
 
 def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, gradient: Gradient) -> jax.Array:
     """Exact dlogits of `columns`, `[n]` or `[n, K]`, whose logits are given."""
-    spec, (coefficients, lse, argmax, *_) = head.spec, gradient
+    spec, (coefficients, reference, argmax, *_) = head.spec, gradient
     u = None
     if coefficients.logit_weights is not None:
         given = head.logit_weights
         u = jnp.full(columns.shape, spec.uniform_weight) if given is None else given[jnp.maximum(columns, 0)]
 
     def one(column: Any, logit: Any, u: Any, *of_row: Any) -> jax.Array:
-        column, logit, u, (c, lse, label, argmax, inverse) = jax.tree.map(lambda x: x[None], (column, logit, u, of_row))
-        return coef.dlogits(c, logit[None], lse, column, None, label, argmax, u, head.bound(inverse))[0, 0]
+        column, logit, u, (c, reference, label, argmax, inverse) = jax.tree.map(
+            lambda x: x[None], (column, logit, u, of_row)
+        )
+        return coef.dlogits(c, logit[None], reference, column, None, label, argmax, u, head.bound(inverse))[0, 0]
 
-    of_rows = (coefficients, lse, batch.labels, argmax, batch.inverse_temperature)
+    of_rows = (coefficients, reference, batch.labels, argmax, batch.inverse_temperature)
     every = jax.vmap(one)
     if columns.ndim == 2:
         every = jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, *[None] * len(of_rows))))

@@ -1,8 +1,9 @@
 """The in-forward mode's work on a block of rows whose logits are kept as exponentials in the operands' dtype.
 
-With a reference `e_i` near row i's lse, `E_ij = e^{z_ij - e_i}` needs no maximum to be known in advance, and the
-softmax is `p_ij = e^{e_i - lse_i}·E_ij`: a factor by row, which both gradient products can apply to an operand or to a
-result of theirs. So dlogits need not be formed: with `s_i = A_i·e^{e_i - lse_i}`, the term `A·p` contributes
+With a reference `e_i` near row i's lse, `E_ij = e^{z_ij - e_i}` needs no maximum to be known in advance. Beside the
+largest logit m, which gradients are measured from, `e^{z_ij - m_i} = e^{e_i - m_i}·E_ij`: a factor by row, which both
+gradient products can apply to an operand or to a result of theirs. So dlogits need not be formed: with
+`s_i = A_i·e^{e_i - m_i}`, the term `A·e^{z-m}` contributes
 
     s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to that of W_j
 
@@ -19,7 +20,7 @@ There are two ways, one of which is chosen when compiling (A to G are the terms 
 
 Two things show when running, and for either the block's E is made again, in the same memory and by the same kernel. If
 some row's reference was too far from its lse for E, references are the rows' largest logits, which are found with the
-sums. If a replaced entry `d` would not fit because A is small beside it, they are `lse + log max(1, |d|/|A|)`, which
+sums. If a replaced entry `d` would not fit because A is small beside it, they are `m + log max(1, |d|/|A|)`, which
 makes `|s| >= |d|`.
 
 float16 has no range for logarithms, so there dlogits that need them are not formed but recomputed, by another kernel.
@@ -42,7 +43,8 @@ from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
-from pallas_ce.statistics.row import Partial, finalise, from_reference, spread
+from pallas_ce.statistics.row import Partial, from_reference, spread
+from pallas_ce.statistics.table import log_sum
 from pallas_ce.streaming.tiles import pad
 
 # Vocabulary entries, evenly spaced, from which an lse is guessed; their exponentials may reach e^80 each.
@@ -159,9 +161,9 @@ class Stashing(Block):
         reference = _usable(_reference(head, self.batch, bounds)).astype(head.spec.accumulator)
         joined, exponentials = self.exponentials(reference, names)
         partial = joined()
-        lse = finalise(partial._replace(max=reference), frozenset({"lse"}))["lse"]
+        height = log_sum(partial)  # lse - reference
         # A row with a NaN stays as it is: no reference would help.
-        fits = ~((lse - reference < bounds.low) | (lse - reference > bounds.high))
+        fits = ~((height < bounds.low) | (height > bounds.high))
         if head.valid_columns is not None:  # a shard of padding only has nothing to be measured
             fits |= head.valid_columns == 0
         bad_rows = self._all_rows_unless(fits)
@@ -245,11 +247,11 @@ class Multiplying(Block):
 
     def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
         """E and s, `[n]`, from references by which the entries that are to be replaced fit."""
-        bounds, lse, prob = _RANGES[self.head.spec.dtype.name], gradient.lse, gradient.coefficients.prob
-        assert lse is not None
+        bounds, largest, prob = _RANGES[self.head.spec.dtype.name], gradient.reference, gradient.coefficients.prob
+        assert largest is not None
         assert prob is not None
         # With a logit of +inf the others' exponentials are 0 by any factor.
-        scale = prob * jnp.exp(jnp.where(jnp.isinf(lse), 0.0, stash.reference - lse))
+        scale = prob * jnp.exp(jnp.where(jnp.isinf(largest), 0.0, stash.reference - largest))
         bad_rows, least = jnp.int32(0), jnp.abs(prob)
         for columns, exact in replaced:
             size = jnp.where((columns < 0) | jnp.isnan(exact), 0.0, jnp.abs(exact))  # NaN is NaN by any factor
@@ -257,7 +259,7 @@ class Multiplying(Block):
             bad_rows = jnp.maximum(bad_rows, self._all_rows_unless(fits))
             least = jnp.maximum(least, size if size.ndim == 1 else size.max(axis=1))
         beyond = jnp.where(least > jnp.abs(prob), least / jnp.abs(prob), 1.0)
-        reference = _usable(lse - bounds.below + jnp.log(beyond))
+        reference = _usable(largest - bounds.below + jnp.log(beyond))
         _, exponentials = self.exponentials(reference, stash.names, (bad_rows, stash.exponentials))
         again = math.exp(-bounds.below) * jnp.where(prob < 0, -least, least)
         return exponentials, jnp.where((bad_rows == 0) | jnp.isnan(scale), scale, again)
@@ -265,7 +267,7 @@ class Multiplying(Block):
     def _formed(self, gradient: Gradient, stash: Stash) -> jax.Array:
         """dlogits from exponentials, without single entries, rounded; one elementwise pass."""
         head, spec, rows = self.head, self.head.spec, stash.reference.shape[0]
-        coefficients, lse = gradient.coefficients, gradient.lse
+        coefficients, largest = gradient.coefficients, gradient.reference
         logits = jnp.log(stash.exponentials[:rows, : spec.vocab_size].astype(spec.accumulator))
         logits, bound = stash.reference[:, None] + logits, head.bound(self.batch.inverse_temperature)
         if bound is not None:
@@ -273,7 +275,7 @@ class Multiplying(Block):
         u = None if coefficients.logit_weights is None else head.tile_logit_weights(0, spec.vocab_size)
         columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
         valid = None if head.valid_columns is None else columns < head.valid_columns
-        formed = coef.dlogits(coefficients, logits, lse, columns, valid, None, None, u, bound)
+        formed = coef.dlogits(coefficients, logits, largest, columns, valid, None, None, u, bound)
         return pad(formed.astype(spec.dtype), stash.exponentials.shape)
 
     def _scaled(

@@ -52,8 +52,8 @@ class Gradient(NamedTuple):
     """What the gradients of n rows are made of.
 
     Attributes:
-        coefficients: `[n]` each, normalised; 0 in rows that are not valid.
-        lse: `[n]`; None where no term needs it.
+        coefficients: `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid.
+        reference: `[n]`, what logits are measured from: each row's largest one; None where no term needs it.
         argmax: `[n]`; None where no term needs it.
         needs: which gradients.
         factor: `[]`, what undoes the normalisation.
@@ -61,7 +61,7 @@ class Gradient(NamedTuple):
     """
 
     coefficients: Coefficients
-    lse: jax.Array | None = None
+    reference: jax.Array | None = None
     argmax: jax.Array | None = None
     needs: NeedsGrad = NeedsGrad()
     factor: jax.Array | float = 1.0

@@ -132,9 +132,10 @@ def _statistics_and_sums(
             cotangents = jax.tree.map(lambda g: cotangent * g, cotangents)
         coefficients = coef.from_cotangents(cotangents, statistics, block_batch)
         coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
+        coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
         gradient = Gradient(
             coefficients,
-            statistics["lse"] if coefficients.need_probabilities else None,
+            statistics["max_logit"] if coefficients.need_probabilities else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs_grad,
             factor,

@@ -93,7 +93,7 @@ def _forward(
     settings: MaterializedSettings, names: frozenset[str], primals: Any
 ) -> tuple[Statistics, tuple[MaterializedRows, Statistics]]:
     rows = evaluate.values_of(primals)
-    saved = coef.saved_statistics(names | ({"lse"} if "log_prob" in names else set()))
+    saved = coef.saved_statistics(names)
     found = _forward_statistics(settings, names | saved, evaluate.first_order_only(rows, _INSTEAD))
     return only(found, names), (rows, only(found, saved))
 
@@ -108,6 +108,14 @@ def _backward(
         (rows, kept), cotangents = evaluate.first_order_only((saved, cotangents), _INSTEAD)
         gradient = gradient._replace(logits=row_gradient(settings, rows, kept, cotangents))
     return (gradient,)
+
+
+def row_gradient_from_lse(
+    settings: MaterializedSettings, rows: MaterializedRows, kept: Statistics, cotangents: Statistics
+) -> jax.Array:
+    """`row_gradient` for callers that keep the "lse" alone, which is rounded to the size of the logits."""
+    lse = kept["lse"]
+    return row_gradient(settings, rows, {"max_logit": lse, "log_sum": jnp.zeros_like(lse)}, cotangents)
 
 
 def row_gradient(
@@ -137,12 +145,10 @@ def row_gradient(
 
 
 def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
-    """As `gradient.from_cotangents`, with `log_prob` among the statistics and targets of the labels' shape."""
+    """As `gradient.from_cotangents`, with targets of the labels' shape; nothing comes from where there is none."""
     if "log_prob" in cotangents:
         assert labels is not None
-        g = jnp.where(labels >= 0, cotangents["log_prob"], 0.0)
-        added = {"target_logit": g, "lse": -g.reshape(g.shape[0], -1).sum(axis=1)}
-        cotangents = cotangents | {name: x + cotangents[name] if name in cotangents else x for name, x in added.items()}
+        cotangents = cotangents | {"log_prob": jnp.where(labels >= 0, cotangents["log_prob"], 0.0)}
     return coef.from_cotangents(cotangents, statistics)
 
 

@@ -13,9 +13,7 @@ from pallas_ce.dispatch.select import Default
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes.forward import Statistics
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.logits import present
-from pallas_ce.statistics.row import Partial, finalise, gap, partial_of_tile
-from pallas_ce.statistics.table import total
+from pallas_ce.statistics.row import Partial, fields_for, fields_of, finalise, needs_labels, partial_of_tile
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows
 
@@ -129,32 +127,21 @@ def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> s
 
 
 def block_statistics(settings: MaterializedSettings, names: frozenset[str], block: MaterializedRows) -> Statistics:
-    """Primitive statistics of a block of rows; `target_logit` and `log_prob` have the labels' shape.
-
-    `log_prob` is a statistic of its own here, free of the rounding of `target_logit - lse`.
-    """
+    """Primitive statistics of a block of rows; those of targets have the labels' shape, and are 0 where none is."""
     spec, (logits, labels, *_) = settings.spec, block
-    targets = names & {"target_logit", "log_prob"}
-    streamed = names - targets | ({"lse"} if "log_prob" in names else set())
-    partial = _partial(settings, block, streamed)
-    found = {name: value for name, value in finalise(partial, streamed).items() if name in names}
-    if targets:
-        assert labels is not None
-        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
-        picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
-        if "target_logit" in names:
-            found["target_logit"] = jnp.where(labels >= 0, picked.reshape(labels.shape), 0.0)
-        if "log_prob" in names:
-            # As log-softmax does: the distance from the maximum is exact where it matters, at any offset of the row.
-            distance = gap(picked, present(partial.max)[:, None])
-            log_prob = (distance - jnp.log(total(partial)[:, None])).reshape(labels.shape)
-            found["log_prob"] = jnp.where(labels >= 0, log_prob, 0.0)
-    return found
+    partial = _partial(settings, block, names)
+    if "target_logit" not in fields_of(names):
+        return finalise(partial, names)
+    assert labels is not None
+    ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+    picked = spec.capped(jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds"))
+    found = finalise(partial._replace(target_logit=picked.reshape(labels.shape)), names)
+    return {name: jnp.where(labels >= 0, x, 0.0) if needs_labels(name) else x for name, x in found.items()}
 
 
 def _partial(settings: MaterializedSettings, block: MaterializedRows, names: frozenset[str]) -> Partial:
     """The `Partial` over the whole vocabulary, of statistics that need no target."""
-    if settings.kernels is not None and names:
+    if settings.kernels is not None and fields_for(names):
         return settings.kernels.statistics(settings.spec, block.logits, block.logit_weights, names)
     columns, valid = _columns(settings.spec)
     return partial_of_tile(settings.spec.capped(block.logits), columns, valid, None, block.logit_weights, names)
@@ -168,14 +155,16 @@ def block_gradient(
     With labels `[n, K]` the target's coefficient is `[n, K]` too, and all of an id's stands at its first occurrence.
     """
     spec, (logits, labels, mask, logit_weights) = settings.spec, block
+    coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
+    reference = statistics["max_logit"] if coefficients.need_probabilities else None
     if settings.kernels is not None:
-        made_of = Gradient(coefficients, statistics.get("lse"), statistics.get("argmax"))
+        made_of = Gradient(coefficients, reference, statistics.get("argmax"))
         return settings.kernels.dlogits(spec, made_of, logits, logit_weights, labels, mask)
     columns, valid = _columns(spec)
     gradient = coef.dlogits(
         coefficients,
         spec.capped(logits),
-        statistics.get("lse"),
+        reference,
         columns,
         valid,
         labels,

@@ -82,7 +82,8 @@ def _gradients(
     if rows.mask is not None:
         coefficients = coef.select(coefficients, rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
-    lse = kept["lse"] if coefficients.need_probabilities else None
+    coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
+    reference = kept["max_logit"] if coefficients.need_probabilities else None
     argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
     plan = settings.block_sizes(head.spec, tokens, "recompute")
@@ -91,8 +92,8 @@ def _gradients(
         block_coefficients = jax.tree.map(block.take, coefficients)
         if block.valid is not None:
             block_coefficients = coef.select(block_coefficients, block.valid)
-        block_batch, block_lse, block_argmax = jax.tree.map(block.take, (rows.batch, lse, argmax))
-        gradient = Gradient(block_coefficients, block_lse, block_argmax, needs_grad, factor)
+        block_batch, block_reference, block_argmax = jax.tree.map(block.take, (rows.batch, reference, argmax))
+        gradient = Gradient(block_coefficients, block_reference, block_argmax, needs_grad, factor)
         return backend.recompute(head, block_batch, gradient, plan, block)
 
     return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, needs_grad, factor, products)

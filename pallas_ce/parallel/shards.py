@@ -154,8 +154,7 @@ class Shards:
         """
         if not self.vocabulary:
             return partial
-        own = partial._replace(target_logit=None, weighted_sum=None, argmax=None)
-        added = Partial(target_logit=partial.target_logit, weighted_sum=partial.weighted_sum)
+        own, added = partial._replace(target_logit=None, argmax=None), partial.target_logit
         devices = jnp.arange(axis_size(self.vocabulary))
         here = devices == lax.axis_index(self.vocabulary)
         table = jax.tree.map(lambda x: jnp.where(here[:, None], x, 0), own)
@@ -175,7 +174,7 @@ class Shards:
                 np.iinfo(np.int32).max,
             )
             whole = whole._replace(argmax=lax.pmin(mine, self.vocabulary))
-        return whole._replace(target_logit=added.target_logit, weighted_sum=added.weighted_sum)
+        return whole._replace(target_logit=added)
 
     def own_rows[Tree](self, rows: Tree) -> Tree:
         """Of values `[N, ...]` that all devices agree on, those of the rows that came in on this one."""

@@ -71,40 +71,41 @@ class CrossEntropy:
 
     With c the class weights (all 1 without), α the smoothing, β the z-loss factor, w the token's weight:
 
-        cross entropy   w·[ (1-α)·c_t·(lse - z_t) + α·(c̄·lse - Σ_v (c_v/V)·z_v) ],   c̄ = Σ_v c_v / V
+        cross entropy   -w·[ (1-α)·c_t·log p_t + α·Σ_v (c_v/V)·log p_v ]
         z part          w·β·lse²
 
-    The smoothing term is `α/V·Σ_v c_v·(lse - z_v)`, PyTorch's rule; its sum over the vocabulary is `mean_logit` with
-    `u = c/V`.
+    The smoothing term is `α/V·Σ_v c_v·(lse - z_v)`, PyTorch's rule: `mean_log_prob` with `u = c/V`. Neither part is a
+    difference of rounded logits.
 
     A factor or term whose c, α, β or w the inputs lack is left out.
 
     Attributes:
         smoothing: whether α is there.
+        regularised: whether β is there.
         normalised: whether each row is divided by the normalisers.
     """
 
     smoothing: bool
+    regularised: bool
     normalised: bool
     defined_at_zero: ClassVar[bool] = True
 
     @property
     def names(self) -> frozenset[str]:
         """The statistics it reads."""
-        return frozenset({"lse", "target_logit"} | ({"mean_logit"} if self.smoothing else set()))
+        further = {"mean_log_prob": self.smoothing, "lse": self.regularised}
+        return frozenset({"log_prob"} | {name for name, read in further.items() if read})
 
     def parts(self, statistics: dict[str, jax.Array], inputs: tuple[Any, Any]) -> tuple[jax.Array, jax.Array | None]:
         """Cross entropy and z part `[n]`, weighted but not normalised."""
         by_row, shared = inputs
-        lse = statistics["lse"]
-        loss = lse - statistics["target_logit"]
+        loss = -statistics["log_prob"]
         if "class_weight" in by_row:
             loss = zero_safe_product(by_row["class_weight"], loss)
         if self.smoothing:
-            mean_class_weight = shared.get("mean_class_weight", jnp.ones((), lse.dtype))
-            spread = zero_safe_product(mean_class_weight, lse) - statistics["mean_logit"]
+            spread = -statistics["mean_log_prob"]
             loss = zero_safe_product(1.0 - shared["smoothing"], loss) + zero_safe_product(shared["smoothing"], spread)
-        z_part = zero_safe_product(shared["z_loss"], lse * lse) if "z_loss" in shared else None
+        z_part = zero_safe_product(shared["z_loss"], jnp.square(statistics["lse"])) if self.regularised else None
         if "token_weight" in by_row:
             loss = zero_safe_product(by_row["token_weight"], loss)
             z_part = None if z_part is None else zero_safe_product(by_row["token_weight"], z_part)

@@ -4,18 +4,24 @@ For a row `z` of logits with label `t`, `p = softmax(z)` and entropy H, differen
 
     dz_j = p_j·(A + B·log p_j + C·p_j + G·(log p_j + H)²) + D·1[j = t] + E·u_j + F·1[j = argmax]
 
-with per-row numbers only, to which each statistic's entry in `table` adds. In `log p_j = z_j - lse` it is invariant to
-a common shift of the logits; written in `z_j` it would cancel. A row with K targets has K of D, and repeated targets
-add up. Logits are `z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the
-capped logits, `dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the
-end.
+with per-row numbers only, to which each statistic's entry in `table` adds. In `log p_j` it is invariant to a common
+shift of the logits; written in `z_j` it would cancel. `log p_j = y_j - l` with `y_j = z_j - m`, m the row's largest
+logit and `l = log Σ e^y`; their sum, the lse, is never subtracted, as it is rounded to the size of the logits. So
+tiles are measured from m alone, and l goes into the coefficients (`measured_from_largest`):
+
+    dz_j = e^{y_j}·(A' + B'·y_j + C'·e^{y_j} + G'·(y_j + H')²) + …
+    A' = e^{-l}·(A - B·l),  B' = e^{-l}·B,  C' = e^{-2l}·C,  G' = e^{-l}·G,  H' = H - l
+
+A row with K targets has K of D, and repeated targets add up. Logits are
+`z = softcap(scale·(hidden·weight + bias)) / T`: `Coefficients` are divided by T and so belong to the capped logits,
+`dlogits` also applies the cap's derivative `1 - (z·T/c)²`, and the scale is applied in float32 at the end.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch
-from pallas_ce.statistics.logits import places_in_tile, present
+from pallas_ce.statistics.logits import places_in_tile, present, reference_of
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import primitive_names, spread
 from pallas_ce.statistics.table import PRIMITIVES, TERMS, Values
@@ -46,8 +52,26 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     coefficients = Coefficients(**found)
     if batch is not None and (inverse := batch.inverse_temperature) is not None:
         coefficients = coefficients.map(lambda c: c * spread(inverse, c))
+    if coefficients.prob is None:
+        return coefficients
     # A row of -inf only has no distribution to change: gradient 0.
-    return select(coefficients, ~jnp.isneginf(statistics["lse"])) if "lse" in statistics else coefficients
+    return select(coefficients, ~jnp.isneginf(statistics["max_logit"]))
+
+
+def measured_from_largest(coefficients: Coefficients, log_sum: jax.Array | None) -> Coefficients:
+    """A' to H' of the module, with which `dlogits` is given m as its reference; `log_sum [n]` is l.
+
+    Where a logit is +inf, so is l, and the others have probability 0 by any factor.
+    """
+    if not coefficients.need_probabilities:
+        return coefficients
+    log_sum = reference_of(present(log_sum))
+    scale, found = jnp.exp(-log_sum), Values()
+    for name, term in TERMS.items():
+        if getattr(coefficients, name) is not None:
+            for key, value in term.measured(coefficients, scale, log_sum).items():
+                found[key] = found[key] + value if key in found else value
+    return coefficients._replace(**found)
 
 
 def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
@@ -100,7 +124,7 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
 def dlogits(
     coefficients: Coefficients,
     logits: jax.Array,
-    lse: jax.Array | None,
+    reference: jax.Array | None,
     columns: jax.Array,
     valid: jax.Array | None,
     labels: jax.Array | None,
@@ -113,7 +137,8 @@ def dlogits(
     Args:
         coefficients: of the rows, each `[n]`; that of the target in the labels' shape.
         logits: `[n, c]`.
-        lse: `[n]`; needed where `coefficients.need_probabilities`.
+        reference: `[n]`, not less than the logits, where `coefficients.need_probabilities`: m, for coefficients that
+            are `measured_from_largest`; or the lse.
         columns: `[c]` int32 vocabulary ids.
         valid: `[c]` bool, False for columns that belong to another tile; None where all are valid.
         labels: `[n]` or `[n, K]` int32, -1 for no target.
@@ -123,11 +148,11 @@ def dlogits(
     """
     terms = []
     if coefficients.prob is not None:
-        assert lse is not None
+        assert reference is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
         # Above 0 by rounding only, of large logits by much: those of 1e9, as low temperatures make them, by up to 64.
         # A NaN stays, which `jnp.minimum` on a CPU would make a probability of 1.
-        log_p = logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
+        log_p = logits - jnp.where(jnp.isneginf(reference), 0.0, reference)[:, None]
         log_p = jnp.where(log_p > 0, 0.0, log_p)
         p = jnp.exp(log_p)
         inner, some = coefficients.prob[:, None], jnp.where(p == 0, 0.0, log_p)

@@ -33,9 +33,14 @@ class LogitsTile:
         return self.z.max(axis=1)
 
     @functools.cached_property
+    def reference(self) -> jax.Array:
+        """`[n]`, what distances are measured from."""
+        return reference_of(self._largest)
+
+    @functools.cached_property
     def distance(self) -> jax.Array:
         """`z - m`."""
-        return self.z - reference_of(self._largest)[:, None]
+        return self.z - self.reference[:, None]
 
     @functools.cached_property
     def exp(self) -> jax.Array:
@@ -57,13 +62,19 @@ class LogitsTile:
         hit = hit if self.valid is None else hit & self.valid[None, :]
         return jnp.where(hit, self.logits, 0.0).sum(axis=1)
 
-    def weighted(self) -> jax.Array:
-        """`Σ u z`, to which columns with u = 0 add nothing, even if they are infinite."""
+    def weighted(self, reference: jax.Array) -> jax.Array:
+        """`Σ u (z - reference)` `[n]`, to which columns with u = 0 add nothing, even if they are infinite."""
         u = present(self.logit_weights)
         counts = u != 0 if self.valid is None else self.valid & (u != 0)
         # Selected before it is multiplied, for the sake of derivatives; and after, or XLA on a CPU stores the products.
-        z = jnp.where(counts[None, :], self.logits, 0.0)
-        return jnp.where(counts[None, :], u[None, :] * z, 0.0).sum(axis=1)
+        distance = jnp.where(counts[None, :], self.logits - reference[:, None], 0.0)
+        return jnp.where(counts[None, :], u[None, :] * distance, 0.0).sum(axis=1)
+
+    @functools.cached_property
+    def sum_weights(self) -> jax.Array:
+        """`Σ u`, `[n]`."""
+        u = present(self.logit_weights)
+        return jnp.broadcast_to(jnp.sum(u if self.valid is None else jnp.where(self.valid, u, 0.0)), self.z.shape[:1])
 
 
 def reference_of(m: jax.Array) -> jax.Array:
@@ -104,6 +115,8 @@ class Row(NamedTuple):
     log_p: jax.Array  # 0 where p is 0
     p: jax.Array  # 0 in rows of -inf only
     lse: jax.Array  # [n]
+    reference: jax.Array  # [n], m
+    log_sum: jax.Array  # [n], lse - m, which is kept apart
 
     def argmax(self) -> jax.Array:
         """`[n]` int32."""

@@ -56,8 +56,13 @@ def fields_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field in needed)
 
 
+def reads_logit_weights(names: Iterable[str]) -> bool:
+    """Whether some primitive statistic is one of `logit_weights`."""
+    return "sum_weights" in fields_of(names)
+
+
 def fields_for(names: frozenset[str]) -> tuple[str, ...]:
-    """The fields of `Partial` that the statistics in `names` need of a kernel, in order; none for `target_logit`."""
+    """The fields of `Partial` that the statistics in `names` need beside the targets' logits, in order."""
     return tuple(field for field in fields_of(names) if field != "target_logit")
 
 
@@ -75,12 +80,12 @@ def partial_of_tile(
         logits: `[n, c]`, float32 or float64.
         columns: `[c]` int32, ascending vocabulary ids of the tile's columns.
         valid: `[c]` bool, False for columns that another tile covers; None where all are valid.
-        labels: `[n]` or `[n, K]` int32, -1 for no target; needed for `target_logit`.
+        labels: `[n]` or `[n, K]` int32, -1 for no target; None: the targets' logits are added elsewhere.
         logit_weights: `[c]`, the u of `mean_logit`.
         names: primitive statistics to prepare.
     """
     tile, found = LogitsTile(logits, columns, valid, labels, logit_weights), Partial()
-    for field in fields_of(names):
+    for field in fields_for(names) if labels is None else fields_of(names):
         found = found._replace(**{field: FIELDS[field].tile(tile, found)})
     return found
 

@@ -1,9 +1,10 @@
 """The table of row statistics: everything that is known of one stands in its entry.
 
-`PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, `FIELDS` for each of `Partial`, `TERMS` for
-the terms of dlogits that probabilities scale. A new statistic is a field of `RowStatistics` and an entry here, with a
-field of `Partial` or a term where those that exist do not serve. `row` and `gradient` hold the rules that read this. A
-backend with a language of its own translates fields and terms; tests compare its translations with these.
+`PRIMITIVES` and `DERIVED` have an entry for each field of `RowStatistics`, and for what only derivatives read; `FIELDS`
+for each of `Partial`, `TERMS` for the terms of dlogits that probabilities scale. A new statistic is a field of
+`RowStatistics` and an entry here, with a field of `Partial` or a term where those that exist do not serve. `row` and
+`gradient` hold the rules that read this. A backend with a language of its own translates fields and terms; tests
+compare its translations with these.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.statistics.logits import LogitsTile, Row, present, product
+from pallas_ce.statistics.logits import LogitsTile, Row, present, product, reference_of
 
 
 class RowStatistics(NamedTuple):
@@ -26,7 +27,8 @@ class RowStatistics(NamedTuple):
     Attributes:
         lse: `log Σ_v exp z_v`.
         target_logit: `z_t`; 0 where `t` is not in `[0, V)`.
-        log_prob: `target_logit - lse`; -inf in a row of -inf only.
+        log_prob: `target_logit - lse`, but not as a difference of these rounded numbers: a common offset of the logits
+            costs it nothing. -inf in a row of -inf only.
         mean_logit: `Σ_v u_v z_v` with the given `logit_weights` u, or `1/V` each.
         entropy: `-Σ_v p_v log p_v`, in nats.
         expected_logit: `Σ_v p_v z_v = lse - entropy`.
@@ -34,6 +36,7 @@ class RowStatistics(NamedTuple):
         max_logit: `max_v z_v`.
         argmax: the index of the largest logit, the lowest one where several tie; that of the first NaN, where one is.
         varentropy: `Σ_v p_v log² p_v - entropy²`, the variance of `log p` under `p`, in nats².
+        mean_log_prob: `Σ_v u_v log p_v`, with u as for `mean_logit`; an offset costs it nothing either.
     """
 
     lse: jax.Array | None = None
@@ -46,6 +49,7 @@ class RowStatistics(NamedTuple):
     max_logit: jax.Array | None = None
     argmax: jax.Array | None = None
     varentropy: jax.Array | None = None
+    mean_log_prob: jax.Array | None = None
 
     # A type checker finds unknown names itself, unless it sees a `__getattr__`.
     if not TYPE_CHECKING:  # type: ignore[misc]
@@ -59,8 +63,8 @@ class RowStatistics(NamedTuple):
 class Partial(NamedTuple):
     """What is kept of each row while streaming over columns; None where no requested statistic needs it.
 
-    With `m` the maximum over the columns seen so far, sums of exponentials are relative to it, so nothing overflows and
-    a common offset of all logits changes only `max` and `weighted_sum`.
+    With `m` the maximum over the columns seen so far, sums are relative to it, so nothing overflows and a common offset
+    of all logits changes only `max` and `target_logit`. A row whose m is infinite is measured from 0.
     """
 
     max: jax.Array | None = None  # m; NaN where a logit is, as in the sums
@@ -68,12 +72,13 @@ class Partial(NamedTuple):
     sum_exp_shifted: jax.Array | None = None  # Σ e^{z-m} (z-m): for the entropy, without the cancellation of Σ e^z z
     sum_exp_sq: jax.Array | None = None  # Σ e^{2(z-m)}
     target_logit: jax.Array | None = None  # z_t where a column seen is the target, else 0; [n] or [n, K]
-    weighted_sum: jax.Array | None = None  # Σ u z
+    weighted_sum: jax.Array | None = None  # Σ u (z-m)
     argmax: jax.Array | None = None  # lowest column where z = m; the first NaN's
     # Σ e^{z-m} (z-μ)² with μ the mean of z under the weights e^{z-m} of the columns seen. Measured from m instead, the
     # variance of 65536 equal logits and one that is 2 to 5 larger would be off by 1e-4 to 4e-3 of it in float32; so it
     # is by 1e-6.
     sum_exp_deviation_sq: jax.Array | None = None
+    sum_weights: jax.Array | None = None  # Σ u of the columns seen
 
 
 class Coefficients(NamedTuple):
@@ -168,7 +173,11 @@ FIELDS: dict[str, Field] = {
         lambda tile, _: (tile.exp * tile.exp).sum(axis=1), lambda part, f, d: f * f * present(part.sum_exp_sq)
     ),
     "target_logit": Field(lambda tile, _: tile.target()),
-    "weighted_sum": Field(lambda tile, _: tile.weighted()),
+    "weighted_sum": Field(
+        lambda tile, _: tile.weighted(tile.reference),
+        lambda part, f, d: present(part.weighted_sum) + product(present(part.sum_weights), d),
+    ),
+    "sum_weights": Field(lambda tile, _: tile.sum_weights),
     "argmax": Field(
         lambda tile, _: tile.columns[0] + tile.z.argmax(axis=1).astype(jnp.int32),
         added=_lowest_argmax,
@@ -179,6 +188,9 @@ FIELDS: dict[str, Field] = {
 }
 
 
+Values = dict[str, jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """A term `p_j · coefficient · factor_j` of dlogits.
@@ -186,31 +198,43 @@ class Term:
     Attributes:
         factor: `(p, log p, coefficients)`, `[n, c]` each of the first two; None: 1. `log p` is 0 where p is.
         bound: the largest `|p_j · coefficient · factor_j|` `[n]`.
+        measured: `(coefficients, e^{-l}, l)`: what the term is made of with `e^y` for p and y for log p, where
+            `log p = y - l`, by the names of `Coefficients`, in which values add up.
     """
 
     factor: Callable[[jax.Array, jax.Array, Coefficients], jax.Array] | None
     bound: Callable[[Coefficients], jax.Array]
+    measured: Callable[[Coefficients, jax.Array, jax.Array], Values]
 
 
 # By the names of `Coefficients`.
 TERMS: dict[str, Term] = {
-    "prob": Term(None, lambda c: abs(present(c.prob))),
+    "prob": Term(None, lambda c: abs(present(c.prob)), lambda c, scale, log_sum: {"prob": scale * present(c.prob)}),
     "prob_log_prob": Term(
         lambda p, log_p, c: log_p,
         lambda c: 0.37 * abs(present(c.prob_log_prob)),  # -p log p ≤ 1/e
+        lambda c, scale, log_sum: {
+            "prob": -scale * present(c.prob_log_prob) * log_sum,
+            "prob_log_prob": scale * present(c.prob_log_prob),
+        },
     ),
-    "prob_sq": Term(lambda p, log_p, c: p, lambda c: abs(present(c.prob_sq))),
+    "prob_sq": Term(
+        lambda p, log_p, c: p,
+        lambda c: abs(present(c.prob_sq)),
+        lambda c, scale, log_sum: {"prob_sq": scale * scale * present(c.prob_sq)},
+    ),
     # Measured from the mean of log p: written as p·log²p beside the others, what is left of a flat row's terms is ten
     # times less accurate.
     "prob_deviation_sq": Term(
         lambda p, log_p, c: jnp.square(log_p + present(c.entropy)[:, None]),
         # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e².
         lambda c: jnp.maximum(0.55, jnp.square(present(c.entropy))) * abs(present(c.prob_deviation_sq)),
+        lambda c, scale, log_sum: {
+            "prob_deviation_sq": scale * present(c.prob_deviation_sq),
+            "entropy": present(c.entropy) - log_sum,
+        },
     ),
 }
-
-
-Values = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,14 +264,45 @@ def total(part: Partial) -> jax.Array:
     return jnp.where(sum_exp == 0, 1.0, sum_exp)
 
 
+def log_sum(part: Partial) -> jax.Array:
+    """`l = lse - m`, from 0 to log V."""
+    return jnp.log(total(part))
+
+
+# What `log p = (z - m) - l` is made of. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
+_NORMALISER = ("max_logit", "log_sum")
+
+
+def _log_prob(target: jax.Array, m: jax.Array, log_sum: jax.Array) -> jax.Array:
+    m, log_sum = spread(m, target), spread(log_sum, target)
+    return jnp.where(jnp.isneginf(m), m, (target - reference_of(m)) - log_sum)
+
+
 # With `S0 = Σ e^{z-m}` and `S1 = Σ e^{z-m}(z-m)`: `lse = m + log S0`; `entropy = lse - Σ p z = log S0 - S1/S0`.
 PRIMITIVES: dict[str, Statistic] = {
     "lse": Statistic(
         ("max", "sum_exp"),
-        finalise=lambda part: present(part.max) + jnp.log(total(part)),
+        finalise=lambda part: present(part.max) + log_sum(part),
         definition=lambda row: row.lse,
-        saved=("lse",),
+        saved=_NORMALISER,
         coefficients=lambda g, saved: {"prob": g},
+    ),
+    # Not to be asked for, and so the next one: constants that derivatives read.
+    "log_sum": Statistic(("max", "sum_exp"), finalise=log_sum, definition=lambda row: row.log_sum),
+    "sum_weights": Statistic(
+        ("sum_weights",),
+        finalise=lambda part: present(part.sum_weights),
+        definition=lambda row: row.tile.sum_weights,
+    ),
+    "log_prob": Statistic(
+        ("max", "sum_exp", "target_logit"),
+        finalise=lambda part: _log_prob(present(part.target_logit), present(part.max), log_sum(part)),
+        definition=lambda row: _log_prob(
+            row.tile.target(), jnp.where(jnp.isneginf(row.lse), row.lse, row.reference), row.log_sum
+        ),
+        saved=_NORMALISER,
+        coefficients=lambda g, saved: {"prob": -g.reshape(g.shape[0], -1).sum(axis=1), "target": g},
+        of_targets=True,
     ),
     "target_logit": Statistic(
         ("target_logit",),
@@ -257,23 +312,32 @@ PRIMITIVES: dict[str, Statistic] = {
         of_targets=True,
     ),
     "mean_logit": Statistic(
-        ("weighted_sum",),
-        finalise=lambda part: present(part.weighted_sum),
-        definition=lambda row: row.tile.weighted(),
+        ("max", "weighted_sum", "sum_weights"),
+        finalise=lambda part: (
+            present(part.weighted_sum) + product(present(part.sum_weights), reference_of(present(part.max)))
+        ),
+        definition=lambda row: row.tile.weighted(jnp.zeros_like(row.lse)),
         coefficients=lambda g, saved: {"logit_weights": g},
+    ),
+    "mean_log_prob": Statistic(
+        ("max", "sum_exp", "weighted_sum", "sum_weights"),
+        finalise=lambda part: present(part.weighted_sum) - product(present(part.sum_weights), log_sum(part)),
+        definition=lambda row: row.tile.weighted(row.reference) - product(row.tile.sum_weights, row.log_sum),
+        saved=(*_NORMALISER, "sum_weights"),
+        coefficients=lambda g, saved: {"prob": -g * saved["sum_weights"], "logit_weights": g},
     ),
     "entropy": Statistic(
         ("max", "sum_exp", "sum_exp_shifted"),
-        finalise=lambda part: jnp.log(total(part)) - present(part.sum_exp_shifted) / total(part),
+        finalise=lambda part: log_sum(part) - present(part.sum_exp_shifted) / total(part),
         definition=Row.entropy,
-        saved=("lse", "entropy"),
+        saved=(*_NORMALISER, "entropy"),
         coefficients=lambda g, saved: {"prob": -g * saved["entropy"], "prob_log_prob": -g},
     ),
     "sum_sq_probs": Statistic(
         ("max", "sum_exp", "sum_exp_sq"),
         finalise=lambda part: present(part.sum_exp_sq) / (total(part) * total(part)),
         definition=lambda row: (row.p * row.p).sum(axis=1),
-        saved=("lse", "sum_sq_probs"),
+        saved=(*_NORMALISER, "sum_sq_probs"),
         coefficients=lambda g, saved: {"prob": -2 * g * saved["sum_sq_probs"], "prob_sq": 2 * g},
     ),
     "max_logit": Statistic(
@@ -293,7 +357,7 @@ PRIMITIVES: dict[str, Statistic] = {
         ("max", "sum_exp", "sum_exp_shifted", "sum_exp_deviation_sq"),
         finalise=lambda part: present(part.sum_exp_deviation_sq) / total(part),
         definition=lambda row: (row.p * jnp.square(row.log_p + row.entropy()[:, None])).sum(axis=1),
-        saved=("lse", "entropy", "varentropy"),
+        saved=(*_NORMALISER, "entropy", "varentropy"),
         coefficients=lambda g, saved: {
             "prob": g * (2 * saved["entropy"] - saved["varentropy"]),
             "prob_log_prob": 2 * g,
@@ -309,11 +373,6 @@ def spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
-def _log_prob(values: Values) -> jax.Array:
-    lse = spread(values["lse"], values["target_logit"])
-    return jnp.where(jnp.isneginf(lse), lse, values["target_logit"] - lse)
-
-
 @dataclasses.dataclass(frozen=True)
 class Derived:
     """A statistic that is a sum or difference of primitive ones; backends never see its name."""
@@ -323,6 +382,5 @@ class Derived:
 
 
 DERIVED: dict[str, Derived] = {
-    "log_prob": Derived(("target_logit", "lse"), _log_prob),
     "expected_logit": Derived(("lse", "entropy"), lambda values: values["lse"] - values["entropy"]),
 }

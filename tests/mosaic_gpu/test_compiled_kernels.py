@@ -76,7 +76,7 @@ def compiled_kernel(
     ],
 )
 def test_kernels(kernel: Any, n: int, v: int, axis: int, names: frozenset[str], options: tuple[str, ...]) -> None:
-    vectors = partials.vectors(names)
+    vectors = partials.vectors(names) + (kernel == "stash")  # with the reference
     if kernel == "dlogits":
         vectors = sum(c is not None for c in coefficients_of(names, jnp.ones(1)))
     config = default_tiles(kernel, vectors, len(options))

@@ -103,11 +103,13 @@ def statistics(logits: Logits, labels: np.ndarray, u: np.ndarray | None = None) 
         "varentropy": varentropy,
     }
     values["log_prob"] = values["target_logit"] - logits.lse[rows]
+    values["mean_log_prob"] = log_p @ u
     slopes = {
         "lse": p,
         "target_logit": target * 1.0,
         "log_prob": target - p[rows],
         "mean_logit": np.broadcast_to(u, z.shape),
+        "mean_log_prob": u - u.sum() * p,
         "entropy": -p * (log_p + entropy[:, None]),
         "expected_logit": p * (1 + z - values["expected_logit"][:, None]),
         "sum_sq_probs": 2 * p * (p - ssq[:, None]),

@@ -9,12 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.statistics.gradient import Coefficients, dlogits, from_cotangents, normalise, saved_statistics
+from pallas_ce.statistics.gradient import (
+    Coefficients,
+    dlogits,
+    from_cotangents,
+    measured_from_largest,
+    normalise,
+    saved_statistics,
+)
 from pallas_ce.statistics.row import finalise, partial_of_tile
 from tests.pallas_ce.checks import relative_error
 
 N, V = 6, 17
-PRIMITIVES = ("lse", "target_logit", "mean_logit", "entropy", "sum_sq_probs", "max_logit", "varentropy")
+PRIMITIVES = (
+    "lse", "target_logit", "log_prob", "mean_logit", "mean_log_prob", "entropy", "sum_sq_probs", "max_logit",
+    "varentropy",
+)  # fmt: skip
 COLUMNS = jnp.arange(V, dtype=jnp.int32)
 LABELS = jnp.array([0, 3, -1, V - 1, 5, 5], jnp.int32)
 U = jnp.linspace(-1, 2, V)
@@ -27,9 +37,9 @@ def _statistics(logits: jax.Array, *names: str) -> dict[str, jax.Array]:
 def _dlogits(logits: jax.Array, cotangents: dict[str, jax.Array], softcap: float | None = None) -> jax.Array:
     """As the modes form them: from the statistics that `saved_statistics` names, and no others."""
     saved = _statistics(logits, *saved_statistics(frozenset(cotangents)))
-    coefficients = from_cotangents(cotangents, saved)
-    lse, argmax = saved.get("lse"), saved.get("argmax")
-    return dlogits(coefficients, logits, lse, COLUMNS, None, LABELS, argmax, U, softcap)
+    coefficients = measured_from_largest(from_cotangents(cotangents, saved), saved.get("log_sum"))
+    top, argmax = saved.get("max_logit"), saved.get("argmax")
+    return dlogits(coefficients, logits, top, COLUMNS, None, LABELS, argmax, U, softcap)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -1,145 +1,134 @@
-"""A common offset of a row's logits changes no loss and no gradient by more than `F.cross_entropy` lets it."""
+"""A common offset of a row's logits changes neither its loss nor its gradient, beside the logits' own rounding."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_ce as P
-
-N, V, H = 10, 1003, 8
-LABELS = (np.arange(N) * 7 % V).astype(np.int32)
-SEVERAL = np.stack([LABELS, LABELS[::-1], (LABELS * 5 + 1) % V], axis=1)
-OFFSETS = st.one_of(
-    st.sampled_from([0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6, -1e5, -1e6]), st.integers(0, 10**6).map(float)
+from pallas_ce import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+    selective_log_softmax,
 )
-CLASSES = np.linspace(0.5, 2.0, V).astype(np.float32)
-# By name, labels and options of the loss; K labels have log-probabilities.
-LOSSES: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
-    "plain": (LABELS, {}),
-    "smoothing": (LABELS, {"label_smoothing": 0.1}),
-    "class weights": (LABELS, {"class_weights": CLASSES}),
-    "smoothing, class weights": (LABELS, {"label_smoothing": 0.1, "class_weights": CLASSES}),
-    "K labels": (SEVERAL, {}),
-}
-Rows = Callable[..., Any]
-KERNELS = ("triton",)  # in float32, which the others for a GPU do not serve
+from pallas_ce.statistics.row import finalise, merge, partial_of_tile
+from pallas_ce.statistics.table import PRIMITIVES
+from tests.pallas_ce.problems import WAYS
+
+N, V = 16, 300
+OFFSETS = [0.0, 1e2, 1e4, 1e5, 1e6, -1e6]
+every_offset = pytest.mark.parametrize("offset", OFFSETS)
+RNG = np.random.default_rng(0)
+PLAIN = (3 * RNG.normal(size=(N, V))).astype(np.float32)
+LABELS = RNG.integers(0, V, N)
+CLASSES = RNG.uniform(0.5, 2, V).astype(np.float32)
+OPTIONS: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "class_weights": CLASSES}]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothed", "classes"])
 
 
-def plain(z: Any, labels: Any, label_smoothing: float = 0.0, class_weights: Any = None) -> Any:
-    """As `F.cross_entropy`: the maximum is subtracted, then the logarithm of the sum."""
-    z = z - jax.lax.stop_gradient(jnp.max(z, axis=1, keepdims=True))
-    log_p = z - jnp.log(jnp.sum(jnp.exp(z), axis=1, keepdims=True))
-    if labels.ndim == 2:
-        return jnp.take_along_axis(log_p, labels, axis=1)
-    c = jnp.ones(V, z.dtype) if class_weights is None else jnp.asarray(class_weights, z.dtype)
-    nll = -c[labels] * jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
-    smoothed = (1 - label_smoothing) * nll - label_smoothing / V * jnp.sum(c * log_p, axis=1)
-    return smoothed if label_smoothing else nll
+def log_probs(z: np.ndarray) -> np.ndarray:
+    """In float64."""
+    wide = z.astype(np.float64) - z.max(axis=1, keepdims=True)
+    found: np.ndarray = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return found
 
 
-def stored(z: Any, labels: Any, **options: Any) -> Any:
-    """By the functions of stored logits."""
-    if labels.ndim == 2:
-        return P.selective_log_softmax(z, labels)
-    return P.cross_entropy(z, labels, reduction="none", **options)
+def exact(z: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's loss, and the gradient of their sum, of float32 logits, in float64."""
+    smoothing, c = options.get("label_smoothing", 0.0), np.float64(options.get("class_weights", np.ones(V)))
+    log_p = log_probs(z)
+    losses = -(1 - smoothing) * c[LABELS] * log_p[np.arange(N), LABELS] - smoothing / V * log_p @ c
+    p, hit = np.exp(log_p), np.eye(V)[LABELS]
+    return losses, (1 - smoothing) * c[LABELS][:, None] * (p - hit) + smoothing / V * (c.sum() * p - c)
 
 
-def chunked(z: Any, labels: Any, **options: Any) -> Any:
-    """In chunks of three rows."""
-    return P.chunked_cross_entropy(z, labels, 3, reduction="none", **options)
+def assert_near(losses: Any, gradient: Any, z: np.ndarray, options: dict[str, Any]) -> None:
+    """Within a few roundings of the distances from the maximum, which are no larger than 40, weighted by 2."""
+    want, right = exact(z, options)
+    np.testing.assert_allclose(losses, want, rtol=0, atol=8e-6)
+    np.testing.assert_allclose(gradient, right, rtol=0, atol=2e-6)
 
 
-def streamed(bias: Any, hidden: Any, weight: Any, labels: Any, *, implementation: Any, **options: Any) -> Any:
-    """In tiles."""
-    head = {"bias": bias, "implementation": implementation, "scratch_bytes": 20_000}
-    if labels.ndim == 2:
-        return P.linear_log_probs(hidden, weight, labels, **head)
-    return P.linear_cross_entropy(hidden, weight, labels, reduction="none", **head, **options)
+@every_offset
+@every_option
+def test_stored_logits(offset: float, options: dict[str, Any]) -> None:
+    z = PLAIN + np.float32(offset)
+    for reduction in ("none", "sum"):
+
+        def loss(z: Any, reduction: Any = reduction) -> Any:
+            return jnp.sum(cross_entropy(z, LABELS, reduction=reduction, **options))
+
+        assert_near(cross_entropy(z, LABELS, reduction="none", **options), jax.grad(loss)(jnp.asarray(z)), z, options)
 
 
-def in_forward(bias: Any, hidden: Any, weight: Any, labels: Any, *, implementation: Any, **options: Any) -> Any:
-    """The sum over the number of rows, whose gradients are made in the forward."""
-    head = {"bias": bias, "implementation": implementation, "backward": "in_forward"}
-    return P.linear_cross_entropy(hidden, weight, labels, normalizer=N, **head, **options)
+@every_offset
+@every_option
+@pytest.mark.parametrize(("implementation", "backward"), WAYS)
+def test_a_head_with_a_bias(offset: float, options: dict[str, Any], implementation: str, backward: Any) -> None:
+    """Hidden states that each choose a column of the weight, whose products are exact; in several tiles."""
+    z, hidden, weight = PLAIN + np.float32(offset), np.eye(N, dtype=np.float32), PLAIN.T
+    given = {"labels": LABELS, "bias": np.full(V, offset, np.float32), "implementation": implementation, **options}
+    budget = None if implementation == "reference" else 10_000
+
+    def loss(weight: Any, **how: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, **given, **how, scratch_bytes=budget)
+
+    losses = loss(weight, reduction="none")
+    gradient = jax.grad(lambda w: loss(w, reduction="sum", backward=backward))(weight)
+    assert_near(losses, gradient.T, z, options)
 
 
-def of_head(bias: Any, hidden: Any, weight: Any, labels: Any, *, whole: bool, **options: Any) -> Any:
-    """Plain, of a head."""
-    rows = plain(hidden.astype(bias.dtype) @ weight.T.astype(bias.dtype) + bias, labels, **options)
-    return jnp.sum(rows) / N if whole else rows
+@every_offset
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_log_probabilities_of_several_tokens_and_all_that_comes_of_them(offset: float, implementation: str) -> None:
+    z, hidden, weight = PLAIN + np.float32(offset), np.eye(N, dtype=np.float32), PLAIN.T
+    several, bias = RNG.integers(0, V, (N, 4)), np.full(V, offset, np.float32)
+    options: dict[str, Any] = {"bias": bias, "implementation": implementation}
+    want = np.take_along_axis(log_probs(z), several, axis=1)
+    np.testing.assert_allclose(linear_log_probs(hidden, weight, several, **options), want, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(selective_log_softmax(z, several), want, rtol=0, atol=4e-6)
+    names = ("mean_log_prob", "entropy", "sum_sq_probs", "varentropy", "mean_logit", "lse")
+    weights = CLASSES / V
+    p, log_p = np.exp(log_probs(z)), log_probs(z)
+
+    def total(weight: Any) -> Any:
+        found = linear_row_statistics(hidden, weight, statistics=names, logit_weights=weights, **options)
+        return jnp.sum(found.mean_log_prob + found.entropy + found.varentropy), found
+
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(weight)
+    entropy = -(p * log_p).sum(axis=1)
+    varentropy = (p * (log_p + entropy[:, None]) ** 2).sum(axis=1)
+    np.testing.assert_allclose(found.mean_log_prob, log_p @ np.float64(weights), rtol=0, atol=8e-6)
+    np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(found.varentropy, varentropy, rtol=1e-5, atol=4e-6)
+    wide = z.astype(np.float64)
+    np.testing.assert_allclose(found.mean_logit, wide @ np.float64(weights), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(found.lse, log_p[:, 0] * 0 + (wide - log_p)[:, 0], rtol=2e-7)
+    y = log_p + entropy[:, None]
+    right = weights - np.float64(weights).sum() * p - p * y + p * (y * y + 2 * y - varentropy[:, None])
+    np.testing.assert_allclose(gradient.T, right, rtol=0, atol=1e-5)
 
 
-@functools.cache
-def compiled(function: Rows, name: str, **fixed: Any) -> Any:
-    """Losses, and the gradient of their sum, each row's times another number, with respect to the first array."""
-    labels, options = LOSSES[name]
+@pytest.mark.parametrize("first", [[1.0, 5.0], [-np.inf, -np.inf], [2.0, -np.inf]])
+@pytest.mark.parametrize("weights", [[0.5, 0.25, 1.0, -2.0], [0.5, 0.0, 1.0, 3.0], [1.0, -1.0, 0.5, 0.25]])
+def test_weighted_sums_move_with_the_maximum(first: list[float], weights: list[float]) -> None:
+    """To which columns of weight 0 add nothing, even of -inf; also from a part that has no other."""
+    z, names = jnp.asarray([[*first, 40.0, 7.0]], jnp.float32), frozenset(PRIMITIVES)
 
-    def total(x: Any, *arrays: Any) -> Any:
-        found = function(x, *arrays, labels, **fixed, **options)
-        factors = jnp.linspace(0.5, 1.5, N, dtype=found.dtype).reshape(-1, *[1] * (found.ndim - 1))
-        return jnp.sum(found * factors if found.ndim else found), found
+    @jax.jit
+    def joined() -> dict[str, jax.Array]:
+        parts = (
+            partial_of_tile(z[:, i : i + 2], jnp.arange(i, i + 2), None, None, jnp.asarray(weights[i : i + 2]), names)
+            for i in (0, 2)
+        )
+        return finalise(merge(*parts), names)
 
-    return jax.jit(jax.grad(total, has_aux=True))
-
-
-def assert_as_plain(ours: Any, plainly: Any, x: np.ndarray, *arrays: np.ndarray) -> None:
-    """Losses and gradients err by no more than those of the plain function in float32, and 1e-6."""
-    got, baseline = ours(x, *arrays), plainly(x, *arrays)
-    with jax.enable_x64(True):
-        want = plainly(x.astype(np.float64), *arrays)
-    for what, *results in zip(("gradients", "losses"), got, baseline, want, strict=True):
-        found, float32, right = (np.asarray(y, np.float64) for y in results)
-        assert results[2].dtype == np.float64
-        error, allowed = np.max(np.abs(found - right)), np.max(np.abs(float32 - right)) + 1e-6
-        assert error <= allowed, f"{what}: {error}, where plain JAX's and 1e-6 are {allowed}"
-
-
-def exact(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and a weight whose logits are multiples of 1/16: exact in float32 at any offset below 2^20."""
-    rng = np.random.default_rng(seed)
-    shapes = (N, H), (V, H)
-    return tuple(rng.integers(-4, 5, size=shape).astype(np.float32) / 4 for shape in shapes)  # type: ignore[return-value]
-
-
-STREAMED = [
-    pytest.param(function, implementation, name, marks=[pytest.mark.gpu] if implementation in KERNELS else [])
-    for function in (streamed, in_forward)
-    for implementation in ("xla", "reference", *KERNELS)
-    for name in LOSSES
-    if function is streamed or not (implementation == "reference" or name == "K labels")
-]
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(stored, name) for name in LOSSES] + [(chunked, name) for name in LOSSES if name != "K labels"],
-)
-@hypothesis.example(offset=1e5, seed=0)
-@hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
-def test_stored_logits_at_any_offset(function: Rows, name: str, offset: float, seed: int) -> None:
-    z = (np.random.default_rng(seed).normal(size=(N, V)) * 3 + offset).astype(np.float32)
-    assert_as_plain(compiled(function, name), compiled(plain, name), z)
-
-
-def test_three_logits_at_an_offset_have_the_loss_that_they_have_without() -> None:
-    z = np.array([[0.0, 1.0, 3.0]], np.float32)
-    np.testing.assert_allclose(P.cross_entropy(z + np.float32(1e5), [0]), P.cross_entropy(z, [0]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.nightly(keep=7)
-@pytest.mark.parametrize(("function", "implementation", "name"), STREAMED)
-@hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
-def test_streamed_logits_at_any_offset(
-    function: Rows, implementation: Any, name: str, offset: float, seed: int
-) -> None:
-    """The gradient of the bias is the sum over rows of the logits' own."""
-    arrays = np.full(V, offset, np.float32), *exact(seed)
-    ours = compiled(function, name, implementation=implementation)
-    assert_as_plain(ours, compiled(of_head, name, whole=function is in_forward), *arrays)
+    wide, u = np.asarray(z, np.float64)[0], np.asarray(weights)
+    with np.errstate(invalid="ignore"):
+        want = np.where(u != 0, u * wide, 0).sum()
+        mean_log_prob = want - u.sum() * np.log(np.exp(wide).sum())
+    np.testing.assert_allclose(joined()["mean_logit"][0], want, rtol=1e-6)
+    np.testing.assert_allclose(joined()["mean_log_prob"][0], mean_log_prob, rtol=1e-6)

@@ -96,17 +96,20 @@ def hits(labels: jax.Array, v: int) -> jax.Array:
 
 def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
     top = z.max(axis=1)
-    y = z - jnp.where(jnp.isinf(top), 0, top)[:, None]
+    m = jnp.where(jnp.isinf(top), 0, top)
+    y = z - m[:, None]
     e = jnp.exp(y)
     total, shifted = e.sum(axis=1), jnp.where(e == 0, 0, e * y).sum(axis=1)
     mean = shifted / jnp.where(total == 0, 1, total)
     u, target = head.tile_logit_weights(0, z.shape[1])[None, :], None
+    valid = True if head.valid_columns is None else jnp.arange(z.shape[1])[None, :] < head.valid_columns
     if batch.labels is not None:
         target = jnp.where(hits(batch.labels, z.shape[1]), z[:, None, :], 0).sum(axis=2).reshape(batch.labels.shape)
     return Partial(
         jnp.where(jnp.isnan(total), jnp.nan, top), total, shifted, sum_exp_sq=(e * e).sum(axis=1),
         target_logit=target,
-        weighted_sum=jnp.where((u != 0) & (jnp.isfinite(z) | (head.valid_columns is None)), u * z, 0).sum(axis=1),
+        weighted_sum=jnp.where((u != 0) & valid, u * y, 0).sum(axis=1),
+        sum_weights=jnp.broadcast_to(jnp.where(valid, u, 0).sum(), top.shape),
         argmax=z.argmax(axis=1).astype(jnp.int32),
         sum_exp_deviation_sq=jnp.where(e == 0, 0, e * (y - mean[:, None]) ** 2).sum(axis=1),
     )  # fmt: skip
@@ -114,9 +117,9 @@ def partial(head: Head, batch: Batch, z: jax.Array) -> Partial:
 
 def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.Array:
     """`[n, V]`, before scale and normalisation."""
-    (c, lse, argmax), dz, v = gradient[:3], jnp.zeros_like(z), z.shape[1]
-    if c.prob is not None and lse is not None:
-        log_p = z - jnp.where(jnp.isneginf(lse), 0, lse)[:, None]
+    (c, top, argmax), dz, v = gradient[:3], jnp.zeros_like(z), z.shape[1]
+    if c.prob is not None and top is not None:
+        log_p = z - jnp.where(jnp.isneginf(top), 0, top)[:, None]
         p = jnp.exp(log_p)
         log_p = jnp.where(p == 0, 0, log_p)
         factors = [(c.prob, 1.0), (c.prob_log_prob, log_p), (c.prob_sq, p)]

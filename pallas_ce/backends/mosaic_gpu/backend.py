@@ -128,8 +128,7 @@ class MosaicGpuBackend(Backend):
         """One kernel; the tail and the targets by XLA."""
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
-        # The target's logit is no affair of the kernel's.
-        config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names - {"target_logit"}))
+        config = self._config("forward", head, batch.hidden.shape[0], partials.vectors(names))
         partial = forward_kernel.statistics(head, batch.hidden, names, config, partial_bytes, filled)
         if (rest := operands.tail(head, batch.hidden)) is not None:
             partial = merge(partial, rest.partial(names))
@@ -148,7 +147,7 @@ class MosaicGpuBackend(Backend):
         """See `exponentials`."""
         head = operands.padded_head(head)
         rows = batch.hidden.shape[0]
-        config = self._config("stash", head, rows, partials.vectors(names))
+        config = self._config("stash", head, rows, 1 + partials.vectors(names))
         skipped = in_forward.skipped_from(head.spec, block)
         return in_forward.Kernels(head, batch, skipped, config).make(names)
 
@@ -162,7 +161,7 @@ class MosaicGpuBackend(Backend):
         configs = self._gradient_configs(head, batch, gradient, hidden, plan)
         config = configs.dlogits
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
-            config = self._config("stash", head, rows, partials.vectors(stash.names))
+            config = self._config("stash", head, rows, 1 + partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
         return in_forward.Products(head, batch, skipped, config, configs.hidden, configs.weight).products(
             gradient, stash, sums, gradient.adds or block.number != 0

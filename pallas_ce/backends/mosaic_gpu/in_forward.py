@@ -78,16 +78,16 @@ class Products(_Exponentials, Multiplying):
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """A kernel that writes where the stash lies."""
-        head, hidden, (coefficients, lse, *_) = self.head, self.batch.hidden, gradient
+        head, hidden, (coefficients, reference, *_) = self.head, self.batch.hidden, gradient
 
         def write(stored: Any) -> None:
             config, rows = self.config, self.valid_rows
-            dlogits_kernel.dlogits(head, hidden, lse, coefficients, config, into=stored, valid_rows=rows)
+            dlogits_kernel.dlogits(head, hidden, reference, coefficients, config, into=stored, valid_rows=rows)
 
         operand = pl.run_state(write)(operand)
         if (rest := operands.tail(head, hidden)) is not None:
             u, cap, first = rest.head.logit_weights, head.spec.softcap, operands.covered(head.spec)
-            exact = coef.dlogits(coefficients, rest.logits, lse, rest.columns, None, None, None, u, cap)
+            exact = coef.dlogits(coefficients, rest.logits, reference, rest.columns, None, None, None, u, cap)
             operand = _put_tail(operand, exact, first)
         return operand
 

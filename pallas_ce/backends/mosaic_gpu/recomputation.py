@@ -62,8 +62,8 @@ class _Work:
 
     def dlogits(self, head: Head, **part: Any) -> jax.Array:
         """Those that the kernel makes, of a part of the head or a slice of it."""
-        coefficients, lse = self.gradient[:2]
-        stored = dlogits_kernel.dlogits(head, self.batch.hidden, lse, coefficients, self.configs.dlogits, **part)
+        coefficients, reference = self.gradient[:2]
+        stored = dlogits_kernel.dlogits(head, self.batch.hidden, reference, coefficients, self.configs.dlogits, **part)
         assert stored is not None
         return stored
 

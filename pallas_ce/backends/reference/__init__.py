@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.divergences import Divergence
-from pallas_ce.statistics.logits import LogitsTile, Row, present
+from pallas_ce.statistics.logits import LogitsTile, Row, present, reference_of
 from pallas_ce.statistics.row import fields_of, only, spread
 from pallas_ce.statistics.table import PRIMITIVES
 
@@ -42,12 +42,16 @@ def row_statistics(names: frozenset[str], batch: Batch, head: Head, mask: jax.Ar
     some = jnp.any(z != -jnp.inf, axis=1, keepdims=True)
     if "sum_exp" in fields_of(names):
         z = jnp.where(some, z, jax.lax.stop_gradient(z))
-    lse = jax.nn.logsumexp(jnp.where(some, z, 0.0), axis=1)
-    log_p = z - lse[:, None]
-    p = jnp.where(some, jnp.exp(log_p), 0.0)
-    lse, log_p = jnp.where(some[:, 0], lse, -jnp.inf), jnp.where(p == 0, 0.0, log_p)
+    reference = reference_of(jax.lax.stop_gradient(z.max(axis=1)))
+    distance = jnp.where(some, z - reference[:, None], 0.0)
+    log_sum = jax.nn.logsumexp(distance, axis=1)
+    log_p = jnp.where(some, distance - log_sum[:, None], -jnp.inf)
+    p = jnp.exp(log_p)
+    log_p = jnp.where(p == 0, 0.0, log_p)
+    lse, log_sum = jnp.where(some[:, 0], reference + log_sum, -jnp.inf), jnp.where(some[:, 0], log_sum, 0.0)
     columns = jnp.arange(spec.vocab_size, dtype=jnp.int32)
-    row = Row(LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size)), log_p, p, lse)
+    tile = LogitsTile(z, columns, None, batch.labels, head.tile_logit_weights(0, spec.vocab_size))
+    row = Row(tile, log_p, p, lse, reference, log_sum)
     values = {name: statistic.definition(row) for name, statistic in only(PRIMITIVES, names).items()}
     if mask is not None:
         values = {name: jnp.where(spread(mask, value), value, 0) for name, value in values.items()}

@@ -28,7 +28,7 @@ _LARGEST_RANK = 256
 _LARGEST_VOCABULARY = 2**30
 
 # Statistics that a tile may leave of each row.
-_PARTIAL_FIELDS = len(FIELDS) - 1  # no target's logit
+_PARTIAL_FIELDS = len(FIELDS) - 2  # no target's logit, and no sum of u
 
 # How large tiles of the recompute mode are at most and, if all rows are to be one block, at least; and what their
 # dlogits take where that leaves so many columns. Larger ones would save a few per cent.

@@ -4,7 +4,7 @@ A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never
 `stored` is asked for. What is made of it depends on which outputs there are:
 
 * *statistics* of each row over the tile's columns, one number for each row and tile. They are `Σ e^{z-m}`,
-  `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u z`, and the lowest column where z is largest. `m` is the
+  `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u (z-m)`, and the lowest column where z is largest. `m` is the
   tile's maximum, or the row's `reference` if there is one: the same for all tiles, so that it needs no maximum. XLA
   merges the tiles by the rules that all backends share. No tile waits for another, and nothing is added atomically, so
   the same inputs give the same bits.
@@ -82,8 +82,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
     low,  # [ROWS, RANK]
     up,  # [at least VOCABULARY, RANK], or [RANK, STRIDE]
     before,  # where `stored` is, if there is something that is kept where no tile is worked on; not read
-    reference,  # [ROWS]
-    lse,  # [ROWS], inf for a row of -inf only
+    reference,  # [ROWS]; of dlogits the rows' largest logits, inf for a row of -inf only
     prob,  # [ROWS], and so the next five
     prob_log_prob,
     prob_sq,
@@ -213,7 +212,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
         if GRADIENT:
             dz = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
             if prob is not None:
-                log_p = tl.minimum(z - _by_row(lse, rows, ROWS), 0.0, propagate_nan=tl.PropagateNan.ALL)
+                log_p = tl.minimum(z - _by_row(reference, rows, ROWS), 0.0, propagate_nan=tl.PropagateNan.ALL)
                 log_p = larger(log_p, FARTHEST)
                 p = tl.exp2(log_p * LOG2E)
                 inner = _by_row(prob, rows, ROWS)
@@ -248,12 +247,12 @@ def head_kernel(  # type: ignore[no-untyped-def]
             if argmax is not None:
                 place = tl.where((z == top[:, None]) | (z != z), columns[None, :], 2147483647)
                 tl.store(argmax + part, tl.min(place, axis=1), mask=has_row)
+            if reference is not None:
+                measured = z - _by_row(reference, rows, ROWS)
+            else:
+                measured = z - tl.where(tl.abs(top) == float("inf"), 0.0, top)[:, None]
             if sum_exp is not None:
-                if reference is not None:
-                    distance = z - _by_row(reference, rows, ROWS)
-                else:
-                    distance = z - tl.where(tl.abs(top) == float("inf"), 0.0, top)[:, None]
-                distance = larger(distance, FARTHEST)
+                distance = larger(measured, FARTHEST)
                 e = tl.exp2(distance * LOG2E)
                 total = tl.sum(e, axis=1)
                 tl.store(sum_exp + part, total, mask=has_row)
@@ -267,9 +266,9 @@ def head_kernel(  # type: ignore[no-untyped-def]
                     tl.store(sum_exp_deviation_sq + part, tl.sum(e * deviation * deviation, axis=1), mask=has_row)
             if weighted_sum is not None:
                 if u is not None:
-                    weighted = tl.where(counts[None, :] & (weights != 0.0), weights * z, 0.0)
+                    weighted = tl.where(counts[None, :] & (weights != 0.0), weights * measured, 0.0)
                 else:
-                    weighted = tl.where(counts[None, :], z, 0.0) * UNIFORM
+                    weighted = tl.where(counts[None, :], measured, 0.0) * UNIFORM
                 tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)
 
         if stored is not None:

@@ -14,7 +14,7 @@ from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
-from pallas_ce.statistics.row import Partial, add, fields_for, merge
+from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.tiles import pad
 
@@ -45,11 +45,12 @@ class Part(NamedTuple):
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
     """The `Partial` over the head's vocabulary, without targets; of rows from `filled []` on it means nothing."""
-    fields = fields_for(names)
+    fields = _fields(names)
     if not fields:
         return Partial()
     config = _config(head, batch, "forward", fields)
-    return _joined(_run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled), merge)
+    found = _run(head, batch, config, _u(head, names), _partials(head, batch, config, fields), filled)
+    return _joined(head, config, found, merge)
 
 
 def exponentials(
@@ -64,7 +65,7 @@ def exponentials(
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
-    fields = fields_for(names | {"lse"})
+    fields = _fields(names | {"lse"})
     config = _config(head, batch, "stash", fields)
     outputs = _partials(head, batch, config, fields)
     stored = jax.ShapeDtypeStruct((batch.hidden.shape[0], head.spec.vocab_size), head.spec.dtype)
@@ -73,7 +74,7 @@ def exponentials(
     inputs = _u(head, names) | {"reference": reference, binding.BEFORE: before}
     found = _run(head, batch, config, inputs, outputs, rows)
     exponentials = found.pop(binding.STORED)
-    return functools.partial(_joined, found, add), exponentials
+    return functools.partial(_joined, head, config, found, add), exponentials
 
 
 def dlogits(
@@ -98,8 +99,8 @@ def dlogits(
     coefficients = {name: c for name, c in gradient.coefficients._asdict().items() if c is not None}
     inputs = dict(coefficients)
     if gradient.coefficients.need_probabilities:
-        assert gradient.lse is not None
-        inputs["lse"] = jnp.where(jnp.isneginf(gradient.lse), jnp.inf, gradient.lse)
+        assert gradient.reference is not None
+        inputs["reference"] = jnp.where(jnp.isneginf(gradient.reference), jnp.inf, gradient.reference)
     if into is not None:
         inputs[binding.BEFORE] = into
     if "logit_weights" in coefficients and head.logit_weights is not None:
@@ -138,7 +139,12 @@ def _step(head: Head, part: Part | None) -> int:
 
 
 def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
-    return {"u": head.logit_weights} if "mean_logit" in names and head.logit_weights is not None else {}
+    return {"u": head.logit_weights} if reads_logit_weights(names) and head.logit_weights is not None else {}
+
+
+def _fields(names: frozenset[str]) -> tuple[str, ...]:
+    """Those that the kernel makes; the sums of u are the same for all rows."""
+    return tuple(field for field in fields_for(names) if field != "sum_weights")
 
 
 def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -147,8 +153,17 @@ def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -
     return {field: jax.ShapeDtypeStruct(shape, jnp.int32 if field == "argmax" else jnp.float32) for field in fields}
 
 
-def _joined(found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]) -> Partial:
+def _joined(
+    head: Head, config: Config, found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]
+) -> Partial:
     """One `Partial` `[n]` of those of the column blocks `[blocks, n]`."""
+    if "weighted_sum" in found:
+        blocks, rows = found["weighted_sum"].shape
+        u = head.tile_logit_weights(0, head.spec.vocab_size)
+        if head.valid_columns is not None:
+            u = jnp.where(jnp.arange(u.shape[0]) < head.valid_columns, u, 0.0)
+        of_blocks = pad(u, (blocks * config.columns,)).reshape(blocks, config.columns).sum(axis=1)
+        found = found | {"sum_weights": jnp.broadcast_to(of_blocks[:, None], (blocks, rows))}
     neutral = Partial(**{field: jnp.asarray(FIELDS[field].neutral, x.dtype) for field, x in found.items()})
     return lax.reduce(Partial(**found), neutral, rule, (0,))
 

@@ -16,7 +16,7 @@ from pallas_ce.backends.xla import tiling
 from pallas_ce.gradient_products import Products, TileStep, WeightSum, plus
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
-from pallas_ce.statistics.row import Partial, merge, partial_of_tile, without_columns
+from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -183,14 +183,14 @@ def _tiles(head: Head, plan: Plan) -> Tiles:
 
 
 def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None, names: frozenset[str]) -> Partial:
-    weights = head.tile_logit_weights(tile.start, tile.size) if "mean_logit" in names else None
+    weights = head.tile_logit_weights(tile.start, tile.size) if reads_logit_weights(names) else None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 
 
 def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Products:
     """The products of one tile."""
-    c, lse, argmax, needs, *_ = gradient
+    c, reference, argmax, needs, *_ = gradient
     weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
     bound = head.bound(batch.inverse_temperature)
-    dz = dlogits(c, logits, lse, tile.columns, tile.valid, batch.labels, argmax, weights, bound)
+    dz = dlogits(c, logits, reference, tile.columns, tile.valid, batch.labels, argmax, weights, bound)
     return head.tile_products(batch, dz, tile, needs)

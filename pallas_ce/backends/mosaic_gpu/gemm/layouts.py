@@ -48,7 +48,7 @@ def columns_of(ref: Any, column: jax.Array, columns: int) -> jax.Array:
     return plgpu.load(ref.at[pl.ds(column, columns)], layout=_BY_COLUMN, optimized=False)
 
 
-def constant_by_row(rows: int, value: float, dtype: Any = jnp.float32) -> jax.Array:
+def constant_by_row(rows: int, value: jax.Array | float, dtype: Any = jnp.float32) -> jax.Array:
     """A vector by row with one value."""
     return plgpu.layout_cast(jnp.full((rows,), value, dtype), _BY_ROW)
 

@@ -26,7 +26,7 @@ from pallas_ce.statistics.gradient import Coefficients
 def dlogits(
     head: Head,
     hidden: jax.Array,
-    lse: jax.Array | None,
+    reference: jax.Array | None,
     coefficients: Coefficients,
     config: Config,
     *,
@@ -42,7 +42,7 @@ def dlogits(
     Args:
         head: the head.
         hidden: `[N, H]`.
-        lse: `[N]` where terms need it.
+        reference: `[N]`, what logits are measured from, where terms need it.
         coefficients: `[N]` each; neither target nor argmax.
         config: of the kernel.
         part: the vocabulary entries; None: all that are `operands.covered`.
@@ -52,7 +52,7 @@ def dlogits(
     """
     spec, width = head.spec, None if part is None else part.width
     given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, 0, width=width)
-    vectors = vectors_by_row(coefficients, lse)
+    vectors = vectors_by_row(coefficients, reference)
     inputs: dict[str, Any] = {name: given.by_row(x) for name, x in vectors.items()}
     numbers = {} if part is None else {"first_column": part.first, "valid_columns": part.valid}
     if first is not None:
@@ -63,15 +63,15 @@ def dlogits(
     outputs = {"dlogits": jax.ShapeDtypeStruct(shape, spec.dtype)}
     if into is not None:
         inputs, outputs = {**inputs, "dlogits": into}, {}
-    present = frozenset(vectors) - {"lse"}
+    present = frozenset(vectors) - {"reference"}
     epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
     return given.run("pallas_ce_dlogits", epilogue, outputs, inputs, numbers).get("dlogits")
 
 
-def vectors_by_row(coefficients: Coefficients, lse: jax.Array | None) -> dict[str, jax.Array]:
-    """The coefficients that there are and "lse", as the epilogue reads them."""
+def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:
+    """The coefficients that there are and "reference", as the epilogue reads them."""
     found = {name: x.astype(jnp.float32) for name, x in coefficients._asdict().items() if x is not None}
-    return found if lse is None else found | {"lse": lse}
+    return found if reference is None else found | {"reference": reference}
 
 
 # The fields of `Coefficients` that the epilogue's formula has.
@@ -97,11 +97,11 @@ class DlogitsEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Vectors by row that the whole window needs, and numbers."""
-        names = (*sorted(self.present), "lse", "labels", "argmax_column", "counts")
+        names = (*sorted(self.present), "reference", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
-        if "lse" in carry:
+        if "reference" in carry:
             # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
-            carry["lse"] = jnp.where(carry["lse"] == -jnp.inf, jnp.inf, carry["lse"])
+            carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
     def tile(self, refs: dict[str, Any], place: Place, product: jax.Array, carry: Carry) -> Carry:
@@ -133,12 +133,10 @@ class DlogitsEpilogue(Epilogue):
         terms = []
         if "prob" in self.present:
             inner = row("prob")
+            log_p = z - row("reference")
             if self.present & {"prob_log_prob", "prob_deviation_sq"}:
-                log_p = jnp.maximum(z - row("lse"), epilogues.FARTHEST)
-                p = jnp.exp2(log_p * epilogues.LOG2E)
-            else:
-                scaled = layouts.along_columns(by_row["lse"] * epilogues.LOG2E, shape)
-                p = jnp.exp2(z * epilogues.LOG2E - scaled)
+                log_p = jnp.maximum(log_p, epilogues.FARTHEST)
+            p = jnp.exp2(log_p * epilogues.LOG2E)
             if "prob_log_prob" in self.present:
                 inner = inner + row("prob_log_prob") * log_p
             if "prob_sq" in self.present:

@@ -1,7 +1,7 @@
 """Row-wise arithmetic on a tile of logits in registers: what the kernels' epilogues are made of.
 
-Exponentials are base 2, because that is the instruction: `e^{z-m} = 2^{z·log2e - m·log2e}` is one multiply-add and one
-exponential.
+Exponentials are base 2, because that is the instruction: `e^{z-m} = 2^{(z-m)·log2e}`. As `2^{z·log2e - m·log2e}`,
+which a multiply-add would save an instruction, `m·log2e` would be rounded to the size of the logits.
 """
 
 import dataclasses
@@ -57,8 +57,16 @@ class LogitSpec:
 
     def valid(self, refs: dict[str, Any], column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`shape` bool: which entries belong to the vocabulary."""
-        count = refs["valid"][0] if self.counted else self.columns
-        return layouts.column_ids(shape) < count - column
+        return layouts.column_ids(shape) < self._count(refs) - column
+
+    def valid_count(self, refs: dict[str, Any], column: jax.Array, width: int) -> jax.Array | float:
+        """How many of `width` columns from `column` on belong to the vocabulary."""
+        if not self.ragged:
+            return float(width)
+        return jnp.clip(self._count(refs) - column, 0, width).astype(jnp.float32)
+
+    def _count(self, refs: dict[str, Any]) -> Any:
+        return refs["valid"][0] if self.counted else self.columns
 
     def mask(self, refs: dict[str, Any], column: jax.Array, z: jax.Array) -> jax.Array:
         """Logits with -inf where not valid."""
@@ -100,17 +108,27 @@ def piece_partial(
         refs: "u" `[padded V]` float32, 0 where not valid, if the mean is weighted.
         column: the piece's first vocabulary entry.
         z: logits `[rows, width]`, -inf where not valid.
-        reference: `[rows]`, what sums of exponentials are measured from.
+        reference: `[rows]`, what sums are measured from.
     """
     shape = z.shape
     found: dict[str, jax.Array] = {}
     if "weighted_sum" in fields:
+        assert reference is not None
+        measured = z - layouts.along_columns(reference, shape)
         if "u" in refs:
             u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
-            found["weighted_sum"] = jnp.where(u != 0, u * z, 0.0).sum(axis=1)
+            found["weighted_sum"] = jnp.where(u != 0, u * measured, 0.0).sum(axis=1)
         else:
-            counted = jnp.where(spec.valid(refs, column, shape), z, 0.0) if spec.ragged else z
+            counted = jnp.where(spec.valid(refs, column, shape), measured, 0.0) if spec.ragged else measured
             found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
+    if "sum_weights" in fields:
+        if "u" in refs:
+            u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
+            found["sum_weights"] = u.sum(axis=1)
+        else:
+            found["sum_weights"] = layouts.constant_by_row(
+                shape[0], spec.uniform_weight * spec.valid_count(refs, column, shape[1])
+            )
     if "max" in fields:
         found["max"] = z.max(axis=1)
     if "argmax" in fields:
@@ -121,12 +139,12 @@ def piece_partial(
     exp = None
     if "sum_exp" in fields:
         assert reference is not None
+        distance = z - layouts.along_columns(reference, shape)
         if "sum_exp_shifted" in fields:
-            distance = jnp.maximum(z - layouts.along_columns(reference, shape), FARTHEST)
-            exp = jnp.exp2(distance * LOG2E)
+            distance = jnp.maximum(distance, FARTHEST)
+        exp = jnp.exp2(distance * LOG2E)
+        if "sum_exp_shifted" in fields:
             found["sum_exp_shifted"] = (exp * distance).sum(axis=1)
-        else:
-            exp = jnp.exp2(z * LOG2E - layouts.along_columns(reference * LOG2E, shape))
         found["sum_exp"] = exp.sum(axis=1)
         if "sum_exp_sq" in fields:
             found["sum_exp_sq"] = (exp * exp).sum(axis=1)

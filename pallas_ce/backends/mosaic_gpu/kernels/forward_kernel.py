@@ -17,7 +17,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import PARTIALS_BYTES, Config, keeps_pace
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
-from pallas_ce.statistics.row import Partial, add, fields_for, merge
+from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
 
 
 def statistics(
@@ -36,7 +36,7 @@ def statistics(
     fields = fields_for(names)
     if not fields:
         return Partial()
-    weighted, bytes_per_row = "mean_logit" in names, 4 * len(fields)
+    weighted, bytes_per_row = reads_logit_weights(names), 4 * len(fields)
     given = operands.operands(head, hidden, config, weighted, bytes_per_row, partial_bytes=partial_bytes)
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)

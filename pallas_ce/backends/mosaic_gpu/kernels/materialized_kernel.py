@@ -19,7 +19,7 @@ from pallas_ce.backends.mosaic_gpu.kernels.forward_kernel import StatisticsEpilo
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config, device_refusal, schedule
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.head import LogitsSpec
-from pallas_ce.statistics.row import Partial, fields_for
+from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -44,7 +44,7 @@ def statistics(
     """
     fields = fields_for(names)
     config = config or tile_stream.tiles(spec.dtype.itemsize)
-    u = logit_weights if "mean_logit" in names else None
+    u = logit_weights if reads_logit_weights(names) else None
     facts, of_logits, inputs = _prepare(spec, logits, config, u, bytes_per_row=4 * len(fields))
     outputs = partials.outputs(fields, facts.schedule.windows, facts.padded_rows)
     epilogue, name = StatisticsEpilogue(of_logits, fields, config.width), "pallas_ce_materialized_statistics"
@@ -67,8 +67,8 @@ def dlogits(
         ValueError: the kernel cannot read such logits where they are.
     """
     config = config or tile_stream.tiles(spec.dtype.itemsize, _STAGED_BYTES, _PIECE)
-    by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.lse)
-    present = frozenset(by_row) - {"lse"}
+    by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
+    present = frozenset(by_row) - {"reference"}
     if "target" in present:
         assert labels is not None
         by_row["labels"] = labels

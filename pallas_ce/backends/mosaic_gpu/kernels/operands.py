@@ -91,7 +91,7 @@ class Tail(NamedTuple):
 
     def partial(self, names: frozenset[str]) -> Partial:
         """Their `Partial`, no targets."""
-        return partial_of_tile(self.logits, self.columns, None, None, self.head.logit_weights, names - {"target_logit"})
+        return partial_of_tile(self.logits, self.columns, None, None, self.head.logit_weights, names)
 
 
 def tail(head: Head, hidden: jax.Array) -> Tail | None:

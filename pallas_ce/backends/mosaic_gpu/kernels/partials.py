@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Place
 from pallas_ce.backends.mosaic_gpu.schedule.config import COMPUTE_WARPGROUPS, Config
-from pallas_ce.statistics.row import Partial, fields_of, merge
+from pallas_ce.statistics.row import Partial, fields_for, merge
 from pallas_ce.statistics.table import FIELDS
 
 _OUTPUT = "partial_"
@@ -19,9 +19,11 @@ _OUTPUT = "partial_"
 def vectors(names: frozenset[str]) -> int:
     """How many vectors by row a kernel keeps for these statistics, as the rule counts them; no targets' logits.
 
-    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
+    A maximum is there anyway, and sums of u take no registers to speak of. Deviations count as three: a piece's mean
+    must be known first, and its distances are held until then.
     """
-    return len(names) + 2 * ("sum_exp_deviation_sq" in fields_of(names))
+    fields = set(fields_for(names)) - {"max", "sum_weights"}
+    return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
 
 
 def outputs(fields: tuple[str, ...], slots: int, padded_rows: int) -> dict[str, Any]:

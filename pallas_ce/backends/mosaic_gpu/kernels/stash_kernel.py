@@ -19,10 +19,10 @@ from pallas_ce.backends.mosaic_gpu.gemm.pipeline import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule.config import Config
 from pallas_ce.head import Head
-from pallas_ce.statistics.row import Partial, add, fields_for
+from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
 # Of the fields, those that no exponential is needed for.
-_OF_LOGITS = ("weighted_sum", "max", "argmax")
+_OF_LOGITS = ("weighted_sum", "sum_weights", "max", "argmax")
 
 
 def stash(
@@ -42,7 +42,7 @@ def stash(
     """
     spec = head.spec
     fields = fields_for(names | {"lse"})
-    given = operands.operands(head, hidden, config, "mean_logit" in names, bytes_per_row=4 * len(fields))
+    given = operands.operands(head, hidden, config, reads_logit_weights(names), bytes_per_row=4 * len(fields))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
     # A program that learns when running whether rows are skipped, or E is to be made again, has one such kernel, not
@@ -82,7 +82,7 @@ class StashEpilogue(Epilogue):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
-            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, None)
+            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, reference)
             joined = add(window, part)
             part, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, reference)
             assert exp is not None
