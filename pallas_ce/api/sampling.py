@@ -78,7 +78,7 @@ def linear_sample(
         hidden: `[..., H]`.
         weight: `[V', H]` or `[H, V']`.
         temperature: T ≥ 0, a scalar or `[...]`; 0 takes the largest logit, the lowest id where several tie, with
-            log-probability 0.
+            log-probability 0 if that logit is finite.
         top_k: sample among the k largest logits only (ties to the lowest id); the log-probabilities are those among
             them. None: among all.
         top_p: p in (0, 1], a number, `[]` or `[...]`: sample among the most likely columns before which less than p of
@@ -97,7 +97,9 @@ def linear_sample(
         scratch_bytes: bound on scratch memory.
 
     Returns:
-        Samples: fields `[...]`. A row of -inf only has no distribution: its id is 0, its log-probability -inf.
+        Samples: fields `[...]`. A row of -inf only has no distribution: its id is 0, its log-probability -inf. A row
+        with a NaN has the first one's id, else a row with +inf the first one's, whatever the limits; log-probability
+        NaN, as `jax.nn.log_softmax` has it of both.
 
     Raises:
         ValueError: shapes or values that do not fit, a budget too small for one row.
@@ -148,7 +150,7 @@ def _draw(
     """From `logits [n, c]` of the columns `ids`, `[c]` or `[n, c]`; `argmax` prefers the first of equal ones."""
     added = noise.gumbel(keys, ids, logits.dtype)
     scores = logits + (added if inverse_temperature is None else added / inverse_temperature[:, None])
-    scores = scores if valid is None else jnp.where(valid, scores, -jnp.inf)
+    scores = scores if valid is None else jnp.where(valid[None, :], scores, -jnp.inf)
     place = scores.argmax(axis=1)[:, None]
 
     def chosen(x: jax.Array) -> jax.Array:
@@ -158,8 +160,9 @@ def _draw(
 
 
 def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
-    """The better of both, where the columns of `a` lie before those of `b`."""
-    return jax.tree.map(lambda x, y: jnp.where(b.score > a.score, y, x), a, b)
+    """The better of both, as `argmax` has it, where the columns of `a` lie before those of `b`: NaN is the best."""
+    better = ~(b.score <= a.score) & ~jnp.isnan(a.score)
+    return jax.tree.map(lambda x, y: jnp.where(better, y, x), a, b)
 
 
 def _finite(inverse_temperature: jax.Array | None) -> jax.Array | None:
@@ -172,7 +175,7 @@ def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | N
     scaled = drawn.logit if inverse is None else drawn.logit * inverse
     log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse)
     if inverse_temperature is not None:
-        log_probs = jnp.where(jnp.isinf(inverse_temperature) & ~jnp.isneginf(scaled), 0.0, log_probs)
+        log_probs = jnp.where(jnp.isinf(inverse_temperature) & jnp.isfinite(scaled), 0.0, log_probs)
     return Samples(drawn.id, log_probs)
 
 

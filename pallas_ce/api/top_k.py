@@ -18,7 +18,7 @@ from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_cou
 from pallas_ce.parallel.entry import at_lowering, program
 from pallas_ce.statistics.row import Partial, finalise
 from pallas_ce.streaming.loops import varying
-from pallas_ce.streaming.selection import Largest
+from pallas_ce.streaming.selection import Largest, top_k
 from pallas_ce.streaming.tiles import Tile
 
 
@@ -56,7 +56,8 @@ def linear_top_k(
 ) -> TopK:
     r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
 
-    Exact: values, ids and order are those of `jax.lax.top_k` on the whole row, ties going to the lowest id. The row's
+    Exact: values, ids and order are those of `jax.lax.top_k` on the whole row, ties going to the lowest id, and NaN
+    first, of either sign. The row's
     log-sum-exp is found in the same pass, so that `log_probs = logits/temperature - lse(logits/temperature)` are
     log-probabilities over the whole vocabulary, not over the k.
 
@@ -83,7 +84,8 @@ def linear_top_k(
         scratch_bytes: bound on scratch memory.
 
     Returns:
-        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf.
+        TopK: fields `[..., k]`, float32 (float64 for float64) and int32. A logit of -inf has log-probability -inf. In a
+        row with a NaN every log-probability is NaN; where the largest logit is +inf, that is NaN.
 
     Raises:
         ValueError: shapes or values that do not fit, k beyond the vocabulary, a budget too small for one row, a named
@@ -173,7 +175,7 @@ def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:
     best, partial = finder.find(head, batch, plan)
     scaled, lse = tempered(best.values, batch.inverse_temperature), finalise(partial, LSE)["lse"]
     # A row of -inf only: (-inf) - (-inf) would be nan.
-    log_probs = jnp.where(jnp.isneginf(scaled), -jnp.inf, scaled - lse[:, None])
+    log_probs = scaled - jnp.where(jnp.isneginf(lse), 0.0, lse)[:, None]
     return TopK(best.values, best.places, log_probs)
 
 
@@ -188,16 +190,16 @@ class _Tiled(Streams):
 
 def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
     """The k largest of a tile `[n, c]` with `c >= k`; of equal ones, those with the lowest ids."""
-    valid = logits if tile.valid is None else jnp.where(tile.valid, logits, -jnp.inf)
-    values, places = lax.top_k(valid, k)
-    return Largest(values, tile.start + places.astype(jnp.int32))
+    valid = logits if tile.valid is None else jnp.where(tile.valid[None, :], logits, -jnp.inf)
+    best = top_k(valid, k)
+    return best._replace(places=tile.start + best.places)
 
 
 def _merge_best(a: Largest, b: Largest) -> Largest:
     """The k largest of both, where the columns of `a` lie before those of `b`.
 
-    `lax.top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b`
-    that are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
+    `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b` that
+    are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.
     """
-    values, places = lax.top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
+    values, places = top_k(jnp.concatenate([a.values, b.values], 1), a.values.shape[1])
     return Largest(values, jnp.take_along_axis(jnp.concatenate([a.places, b.places], 1), places, axis=1))

@@ -51,16 +51,19 @@ class Cut(NamedTuple):
     def kept(
         self, logits: jax.Array, tile: Tile, inverse_temperature: jax.Array | None, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`logits [n, c]`, with -inf for what is not kept; and how many so far, from `before`, are at the threshold."""
+        """`logits [n, c]`, with -inf for what is not kept; and how many so far, from `before`, are at the threshold.
+
+        A NaN is kept, whatever its row's limits came to; and the infinite logits of a row whose largest one is +inf.
+        """
         kept = jnp.ones(logits.shape, bool) if tile.valid is None else jnp.broadcast_to(tile.valid, logits.shape)
         if self.threshold is not None:
             threshold, room = self.threshold[:, None], present(self.room)[:, None]
             at = kept & (logits == threshold)
             counted = before[:, None] + jnp.cumsum(at, axis=1, dtype=jnp.int32)
-            kept &= (logits > threshold) | (at & (counted - 1 < room))
+            kept &= ~(logits <= threshold) | (at & ~(counted - 1 >= room))
             before = counted[:, -1]
         if self.floor is not None:
-            kept &= tempered(logits, inverse_temperature) >= self.floor[:, None]
+            kept &= ~(tempered(logits, inverse_temperature) < self.floor[:, None])
         return jnp.where(kept, logits, -jnp.inf), before
 
 
@@ -89,7 +92,7 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
 
     def whole(tile: Tile) -> tuple[jax.Array, Partial]:
         logits = logits_of(head, batch, tile)
-        own = True if tile.valid is None else tile.valid
+        own = True if tile.valid is None else tile.valid[None, :]
         partial = lse_partial(logits, tile.columns, tile.valid, inverse_temperature)
         return jnp.max(logits, axis=1, where=own, initial=-jnp.inf), partial
 
@@ -117,11 +120,11 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
     def closer(search: _Search) -> _Search:
         low, high = search.low, search.high
         shares = jnp.arange(_PARTS, dtype=top.dtype)[:, None] / _PARTS
-        numbers = low + (high - low) * shares
+        numbers = low[None, :] + (high - low)[None, :] * shares
 
         def above(tile: Tile) -> _Above:
             logits = logits_of(head, batch, tile)
-            mass, valid = unit(tempered(logits, inverse_temperature)), True if tile.valid is None else tile.valid
+            mass, valid = unit(tempered(logits, inverse_temperature)), True if tile.valid is None else tile.valid[None]
 
             def at(number: jax.Array) -> _Above:
                 over = logits > number[:, None]
@@ -160,7 +163,7 @@ def _closer(search: _Search, found: _Above, target: jax.Array) -> _Search:
 
     A row that has its threshold keeps it.
     """
-    less = found.mass < target
+    less = found.mass < target[None]
     any_less, first = jnp.any(less, axis=0), jnp.argmax(less, axis=0)
 
     def at(values: jax.Array, place: jax.Array) -> jax.Array:
@@ -190,5 +193,5 @@ def kept_of_sorted(limits: Limits, logits: jax.Array, inverse_temperature: jax.A
         kept &= (before < p * jnp.sum(mass, axis=1, keepdims=True)) | (p >= 1)
         kept = kept.at[:, 0].set(True)
     if limits.min_p is not None:
-        kept &= scaled >= top + jnp.log(limits.min_p)[:, None]
+        kept &= ~(scaled < top + jnp.log(limits.min_p)[:, None])
     return jnp.where(kept, logits, -jnp.inf)

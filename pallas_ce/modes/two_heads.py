@@ -121,7 +121,7 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
             return pairs.mixture_sums(divergence, *_log_probs(logits, inverse, found, tile.valid))
 
         value, expected = tiles.fold(mixture_part, lambda a, b: (a[0] + b[0], a[1] + b[1]))
-        return found._replace(value=jnp.maximum(value, 0.0), expected=expected)  # rounding alone makes it negative
+        return found._replace(value=pairs.not_negative(value), expected=expected)
 
     def empty(rows: int) -> PairStatistics:
         zeros = jnp.zeros(rows, head.spec.accumulator)
@@ -139,10 +139,10 @@ def _gradients(
     teacher_hidden, found, cotangent = rows.more
     plan = pair.streams.block_sizes(rows.batch.hidden.shape[0], "recompute")
     tiles = Tiles(head.spec.vocab_size, plan.columns)
-    # Where the divergence is infinite no change of the logits helps: gradient 0.
-    valid = jnp.isfinite(found.value) if mask is None else jnp.isfinite(found.value) & mask
+    # Where the divergence is infinite no change of the logits helps: gradient 0. Where it is NaN so are the slopes.
+    valid = ~jnp.isinf(found.value) if mask is None else ~jnp.isinf(found.value) & mask
     cotangent = jnp.where(valid, cotangent if inverse is None else cotangent * inverse, 0.0)
-    bound = jnp.where(valid, abs(cotangent) * pairs.largest_slope(found.expected), 0.0)
+    bound = jnp.where(valid, abs(cotangent) * pairs.largest_slope(pair.divergence, found.expected), 0.0)
     _, factor = coef.normalise(coef.Coefficients(target=bound), 0.0)
     cotangent = cotangent / factor
 

@@ -141,7 +141,8 @@ def _sampled_softmax(
     hidden, ids = batch.hidden, batch.labels
     assert ids is not None
     assert mask is not None
-    hidden = jnp.where(mask[:, None], hidden, 0)  # a nan in a row that does not count would reach the gradients
+    # Of rows that do not count nothing may reach the gradients, neither a nan nor its product with a gradient of 0.
+    hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, ids, 0)
     drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
@@ -197,11 +198,13 @@ def _sampled_softmax(
     products = own(hidden, present(columns))
     if up is not None:
         products = products + own(present(head.with_low(Batch(hidden)).low), up)
-    target = head.cap(products, None if biases is None else biases[count:])
+    own_bias = None if biases is None else jnp.where(mask, biases[count:], 0)
+    target = head.cap(jnp.where(mask, products, 0), own_bias)
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET
     lse, target_in_sum = present(found.lse), present(found.target_logit)
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
-    values = values * jnp.where(different, 1.0, jnp.nan)  # and so are the gradients
+    # A label of logit +inf has no probability, as in a softmax of which the sum is +inf.
+    values = values * jnp.where(different & ~jnp.isposinf(target), 1.0, jnp.nan)  # and so are the gradients
     return options.reduced(values, mask, call.leading)

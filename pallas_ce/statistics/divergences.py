@@ -11,6 +11,13 @@ The last line: `d jsd / d p_j = (1-β)(log p_j - log m_j)`, since the terms that
 `p·d log p` add up to `(1-β)(1 - (β·q_j + (1-β)·p_j)/m_j) = 0`; and `Σ_j x_j dp_j = Σ_j p_j (x_j - Σ p x) db_j`.
 
 A Kullback-Leibler divergence takes one pass over the vocabulary, the others' mixture needs both log-sum-exps first.
+
+"jsd" vanishes like β and like 1-β at the ends, and so do its terms as they are written here: `over_mixture` has no
+difference of logarithms. A column's two terms add up to `p·f(q/p)` with `f(u) = β·u·log u - (1-β+β·u)·log(1-β+β·u)`,
+which is never negative; `f(1) = f'(1) = 0`.
+
+A row with a NaN has NaN normalisers on both sides. From there NaN reaches its value and all its gradients, as nothing
+here selects by a comparison that NaN fails.
 """
 
 import math
@@ -18,6 +25,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ce.statistics.logits import present, product
 from pallas_ce.statistics.row import Partial, gap, merge, partial_of_tile
@@ -56,14 +64,15 @@ class Normaliser(NamedTuple):
     def log_probs(self, tempered: jax.Array, valid: jax.Array | None) -> jax.Array:
         """Log-probabilities of a tile `[n, c]`, -inf in columns that are not valid."""
         log_p = tempered - self.max[:, None] - self.log_sum[:, None]
-        return log_p if valid is None else jnp.where(valid, log_p, -jnp.inf)
+        return log_p if valid is None else jnp.where(valid[None, :], log_p, -jnp.inf)
 
 
 class PairStatistics(NamedTuple):
     """What is kept of each row, `[n]` each.
 
     A row in which either head's logits are all -inf has no pair of distributions. Its divergence is 0, and both its
-    normalisers are +inf here, so that every probability computed from them is 0 and so are its gradients.
+    normalisers are +inf here, so that every probability computed from them is 0 and so are its gradients. In a row with
+    a NaN or +inf of either head both are NaN.
 
     Attributes:
         value: the divergence.
@@ -103,7 +112,7 @@ def partial_of_tiles(
         (x, x_max), (y, y_max) = _ordered(
             divergence, (student, present(parts[0].max)), (teacher, present(parts[1].max))
         )
-        x = x if valid is None else jnp.where(valid, x, -jnp.inf)
+        x = x if valid is None else jnp.where(valid[None, :], x, -jnp.inf)
         x, y = gap(x, x_max[:, None]), gap(y, y_max[:, None])
         cross = product(jnp.exp(x), x - y).sum(axis=1)
     return PairPartial(parts[0], parts[1], cross)
@@ -144,21 +153,55 @@ def finalise_pairs(divergence: Divergence, partial: PairPartial) -> PairStatisti
 
     `KL(x‖y) = E_x[(x - m_x) - (y - m_y)] - log S_x + log S_y`, in which both offsets have cancelled.
     """
-    sums = _ordered(divergence, present(partial.student.sum_exp), present(partial.teacher.sum_exp))
-    usable = (sums[0] > 0) & (sums[1] > 0)
-    value = jnp.zeros_like(sums[0])
+    x, y = _ordered(divergence, present(partial.student.sum_exp), present(partial.teacher.sum_exp))
+    both = x * y
+    # 0 in a row with a distribution of each head, +inf where one has none, NaN where one has a NaN or +inf.
+    fault = jnp.where(both == 0, jnp.inf, jnp.where(both < jnp.inf, 0.0, jnp.nan))
+    value = jnp.zeros_like(both)
     if partial.cross is not None:
-        x, y = (jnp.where(usable, total, 1.0) for total in sums)
-        value = jnp.maximum(partial.cross / x - jnp.log(x) + jnp.log(y), 0.0)  # rounding alone makes it negative
-        value = jnp.where(usable, value, 0.0)
+        x, y = (jnp.where(fault == 0, total, 1.0) for total in (x, y))
+        value = not_negative(partial.cross / x - jnp.log(x) + jnp.log(y)) + fault
+        value = jnp.where(fault == jnp.inf, 0.0, value)
     expected = value if divergence.name == "reverse_kl" else jnp.zeros_like(value)
-    student, teacher = (_normaliser(side, usable) for side in (partial.student, partial.teacher))
+    student, teacher = (_normaliser(side, fault) for side in (partial.student, partial.teacher))
     return PairStatistics(value, student, teacher, expected)
 
 
-def _normaliser(partial: Partial, usable: jax.Array) -> Normaliser:
-    log_sum = jnp.log(jnp.where(usable, present(partial.sum_exp), 1.0))
-    return Normaliser(jnp.where(usable, present(partial.max), 0.0), jnp.where(usable, log_sum, jnp.inf))
+def _normaliser(partial: Partial, fault: jax.Array) -> Normaliser:
+    log_sum = jnp.log(jnp.where(fault == 0, present(partial.sum_exp), 1.0)) + fault
+    return Normaliser(jnp.where(fault == jnp.inf, 0.0, present(partial.max)), log_sum)
+
+
+def not_negative(value: jax.Array) -> jax.Array:
+    """`value`, and 0 where rounding alone has made it negative; with the gradient that it has."""
+    return value - jax.lax.stop_gradient(jnp.where(value < 0, value, 0.0))
+
+
+def over_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`log(p/m)` and `log(q/m)` with `m = (1-β)·p + β·q`, to a few units in the last place of themselves.
+
+    With `E = e^{|log q - log p|}` and `d = 1 - 1/E`, in which only positive numbers are added and multiplied:
+
+        q ≤ p    m/p = 1 - β·d          log(p/m) = log1p(β·d / (1-β + β/E))
+        q > p    m/p = 1 + β·(E - 1)    log(p/m) = -log1p(β·d·E)
+
+    and likewise for q, with 1-β. So log(p/m) vanishes like β, and its rounding with it. E is kept below what overflows:
+    there the smaller of p and q is 0 beside the other. NaN where both are 0.
+    """
+    ratio = log_q - log_p
+    above = ratio > 0
+    size = jnp.where(above, ratio, -ratio)
+    most = np.log(np.finfo(ratio.dtype).max) - 2
+    grown = jnp.exp(jnp.where(size > most, most, size))
+    shrunk = 1.0 / grown
+    change = 1.0 - shrunk
+
+    def over(share_of_other: float, larger: jax.Array) -> jax.Array:
+        part = share_of_other * change
+        among = jnp.where(larger, part / ((1 - share_of_other) + share_of_other * shrunk), part * grown)
+        return jnp.where(larger, 1.0, -1.0) * jnp.log1p(among)
+
+    return over(beta, ~above), over(1 - beta, above)
 
 
 def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,10 +209,10 @@ def mixture_sums(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> 
 
     Both sides' terms are added column by column: their sum is nowhere negative, so that little cancels.
     """
-    log_m = _log_mixture(divergence, log_p, log_q)
-    student = product(jnp.exp(log_p), log_p - log_m)
-    teacher = product(jnp.exp(log_q), log_q - log_m)
-    value = divergence.beta * teacher + (1 - divergence.beta) * student
+    beta = divergence.beta
+    over = over_mixture(beta, log_p, log_q)
+    student, teacher = (product(jnp.exp(log), x) for log, x in zip((log_p, log_q), over, strict=True))
+    value = beta * teacher + (1 - beta) * student
     return value.sum(axis=1), student.sum(axis=1)
 
 
@@ -177,19 +220,20 @@ def slope(divergence: Divergence, log_p: jax.Array, log_q: jax.Array, expected: 
     """`db [n, c]` of the module's formulas."""
     if divergence.name == "forward_kl":
         return jnp.exp(log_p) - jnp.exp(log_q)
-    other = log_q if divergence.name == "reverse_kl" else _log_mixture(divergence, log_p, log_q)
-    share = 1.0 if divergence.name == "reverse_kl" else 1 - divergence.beta
-    return share * product(jnp.exp(log_p), log_p - other - expected[:, None])
+    if divergence.name == "reverse_kl":
+        return product(jnp.exp(log_p), log_p - log_q - expected[:, None])
+    beta = divergence.beta
+    over, _ = over_mixture(beta, log_p, log_q)
+    return (1 - beta) * product(jnp.exp(log_p), over - expected[:, None])
 
 
-def largest_slope(expected: jax.Array) -> jax.Array:
+def largest_slope(divergence: Divergence, expected: jax.Array) -> jax.Array:
     """A bound `[n]` on |db|.
 
     `p log(p/r) ≥ p - r ≥ -1` for any distribution r, and the terms add up to `expected`, so that none exceeds
-    `expected + 1`.
+    `expected + 1`. For "jsd", `-β ≤ p - m` and `p log(p/m) ≤ -log(1-β)`, which is above β, and so is the bound of
+    `expected`.
     """
+    if divergence.name == "jsd":
+        return jnp.full_like(expected, -2 * (1 - divergence.beta) * math.log1p(-divergence.beta))
     return 2 * expected + 1
-
-
-def _log_mixture(divergence: Divergence, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    return jnp.logaddexp(math.log(divergence.beta) + log_q, math.log1p(-divergence.beta) + log_p)

@@ -5,6 +5,8 @@ largest entries, equal entries in order of their places as well. For let an entr
 them. Each of those k groups has a largest entry that comes before its own group's, hence before e: it is larger, or
 equal and, as groups are neighbours, at a lower place. So k entries come before e. Only maxima of groups are sorted, a
 few hundred at a time, and the entries of k groups.
+
+NaN is the largest of all, of either sign, and equal to itself, as `jnp.argmax` has it.
 """
 
 from typing import NamedTuple
@@ -25,12 +27,17 @@ class Largest(NamedTuple):
     places: jax.Array
 
 
+def top_k(values: jax.Array, k: int) -> Largest:
+    """What `lax.top_k` returns for `values [n, m]`, `k <= m`, which has a NaN with a minus sign come last."""
+    found, places = lax.top_k(jnp.where(jnp.isnan(values), jnp.nan, values), k)
+    return Largest(found, places.astype(jnp.int32))
+
+
 def largest(values: jax.Array, k: int) -> Largest:
-    """What `lax.top_k` returns for `values [n, m]`, `k <= m`."""
+    """The same, where `m` may be large."""
     n, m = values.shape
     if m <= max(_SHORT, k * _GROUP):
-        found, places = lax.top_k(values, k)
-        return Largest(found, places.astype(jnp.int32))
+        return top_k(values, k)
     # Padding comes last of all equal entries, of which there are m >= k others.
     padded = jnp.pad(values, ((0, 0), (0, -m % _GROUP)), constant_values=-jnp.inf)
     return largest_in_groups(padded.reshape(n, -1, _GROUP), k)
@@ -45,10 +52,16 @@ def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None
         maxima: `[n, m]`, the groups' largest entries, where they are known.
     """
     n, m, size = groups.shape
-    maxima = groups.max(axis=2) if maxima is None else maxima
+    maxima = _maxima(groups) if maxima is None else maxima
     # In order of their places, so that of equal entries the first is the one at the lowest place.
     chosen = lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
     entries = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
     found = largest(entries.reshape(n, -1), k)
     group = jnp.take_along_axis(chosen, found.places // size, axis=1, mode="promise_in_bounds")
     return Largest(found.values, group * size + found.places % size)
+
+
+def _maxima(groups: jax.Array) -> jax.Array:
+    """`groups.max(axis=2)`, NaN where a group has one, which XLA's own maximum on a CPU passes over."""
+    lowest = jnp.array(-jnp.inf, groups.dtype)
+    return lax.reduce(groups, lowest, lambda a, b: jnp.where((a > b) | jnp.isnan(a), a, b), (2,))

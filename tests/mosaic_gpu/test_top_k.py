@@ -117,6 +117,55 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     np.testing.assert_allclose(found.log_probs, np.where(counts, log_probs, 0), rtol=1e-5, atol=2e-6)
 
 
+def _with_nan(n: int, v: int) -> tuple[Any, Any, np.ndarray]:
+    """A head with NaN in a row of hidden states and in two rows of the weight, or so it seems to most rows; logits."""
+    arrays = exact_head(0, n, 32, v)
+    arrays["hidden"][3, 5] = np.nan
+    arrays["weight"][[v // 2, v - 1], 7] = np.inf  # where hidden is 0 that is NaN
+    hidden, weight = (jnp.asarray(arrays[name], jnp.bfloat16) for name in ("hidden", "weight"))
+    with np.errstate(invalid="ignore"):
+        z = stored_logits(arrays["hidden"], arrays["weight"])
+    assert 1 < np.isnan(z).any(1).sum() < n
+    return hidden, weight, z
+
+
+def _nan_comes_first(found: Any, z: np.ndarray, k: int) -> None:
+    keys = np.broadcast_to(np.arange(z.shape[1]), z.shape), np.where(np.isnan(z), 0, -z), ~np.isnan(z)
+    ids = np.lexsort(keys)[:, :k]
+    np.testing.assert_array_equal(found.ids, ids)
+    np.testing.assert_array_equal(found.logits, np.take_along_axis(z, ids, 1))
+    bad = np.isnan(z).any(1)
+    assert np.isnan(found.log_probs[bad]).all()
+    assert not np.isfinite(np.asarray(found.log_probs)[np.isposinf(z).any(1)]).any()
+    assert np.isfinite(found.log_probs[np.isfinite(z).all(1)]).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_nan_comes_first(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = logits_kernel.logits
+
+    def as_on_hopper(*given: Any) -> logits_kernel.Stored:
+        """The hardware's maximum is `max.NaN`; the interpreter's is that of XLA on a CPU, which drops NaN."""
+        stored = plain(*given)
+        groups = stored.logits.reshape(stored.logits.shape[0], -1, GROUP)
+        maxima = jnp.where(jnp.isnan(groups).any(2), jnp.nan, groups.max(axis=2))
+        return stored._replace(maxima=stored.maxima.at[:, : maxima.shape[0]].set(maxima.T))
+
+    monkeypatch.setattr(logits_kernel, "CONFIG", SMALL)
+    monkeypatch.setattr(logits_kernel, "logits", as_on_hopper)
+    hidden, weight, z = _with_nan(40, 1111)
+    top_k = interpreted(lambda hidden, weight: linear_top_k(hidden, weight, 5, implementation="mosaic_gpu"))
+    _nan_comes_first(top_k(hidden, weight), z, 5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nan_comes_first() -> None:
+    hidden, weight, z = _with_nan(300, 32001)
+    for k in (1, 64):
+        top_k = jax.jit(lambda hidden, weight, k=k: linear_top_k(hidden, weight, k, implementation="mosaic_gpu"))
+        _nan_comes_first(top_k(hidden, weight), z, k)
+
+
 @pytest.mark.parametrize("tokens", [1, 100, 256, 257, 5000, 16384, 10**7])
 @pytest.mark.parametrize("scratch", [None, 10**8, 10**9])
 def test_blocks_are_as_large_as_scratch_allows(tokens: int, scratch: int | None) -> None:

@@ -39,9 +39,7 @@ SPREAD = [
 ] + [("linear_top_k", ("", "")), ("linear_sample, {'top_p': 0.9}", ("", ""))]
 
 
-@hypothesis.given(
-    case=st.sampled_from(SPREAD), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 2**16)
-)
+@hypothesis.given(case=st.sampled_from(SPREAD), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 2**16))
 def test_what_is_not_finite_on_a_mesh_is_where_plain_jax_has_it(case: Any, layout: Any, seed: int) -> None:
     name, way = case
     rows = P(flat(layout.hidden))

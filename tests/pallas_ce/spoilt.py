@@ -183,7 +183,9 @@ def assert_like_plain_jax(
     differentiated = tuple(name for name in function.inputs if name not in function.constants)
     given = arrays if put is None else {name: put(name, x) for name, x in arrays.items()}
     got = jax.tree.map(np.asarray, _ours(function, s, way, differentiated)(given))
-    wants = jax.tree.map(np.asarray, _plain(function, s, "mean" if way[1] == "in_forward" else "none", differentiated)(arrays))
+    wants = jax.tree.map(
+        np.asarray, _plain(function, s, "mean" if way[1] == "in_forward" else "none", differentiated)(arrays)
+    )
     bound = 3e-2 if jnp.dtype(s.dtype).itemsize == 2 else 2e-4
     leaves = [jax.tree.leaves(want) for want in wants]
     infinite = any(np.isinf(np.asarray(x, np.float32)).any() for x in arrays.values())

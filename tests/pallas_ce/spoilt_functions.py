@@ -187,7 +187,7 @@ def _plain_sampled_softmax(s: Sizes, a: Arrays, form: Any, _: str) -> Any:
     z = plain.logits(of_columns, s.counted, len(SAMPLED)) - correction[SAMPLED]
     dots = jnp.sum(a["hidden"][s.counted] * a["weight"][labels], axis=1)
     target = a["logit_scale"] * (dots + a["bias"][labels]) - correction[labels]
-    others = jnp.where(SAMPLED == labels[:, None], -jnp.inf, z)
+    others = jnp.where(labels[:, None] == SAMPLED, -jnp.inf, z)
     return _reduced(s, form(jnp.concatenate([target[:, None], others], axis=1)) - target, a, "none")
 
 

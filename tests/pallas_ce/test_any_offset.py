@@ -16,9 +16,7 @@ import pallas_ce as P
 N, V, H = 10, 1003, 8
 LABELS = (np.arange(N) * 7 % V).astype(np.int32)
 SEVERAL = np.stack([LABELS, LABELS[::-1], (LABELS * 5 + 1) % V], axis=1)
-OFFSETS = st.one_of(
-    st.sampled_from([0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6, -1e5, -1e6]), st.integers(0, 10**6).map(float)
-)
+OFFSETS = st.one_of(st.sampled_from([0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6, -1e5, -1e6]), st.integers(0, 10**6).map(float))
 CLASSES = np.linspace(0.5, 2.0, V).astype(np.float32)
 # By name, labels and options of the loss; K labels have log-probabilities.
 LOSSES: dict[str, tuple[np.ndarray, dict[str, Any]]] = {

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_ce import linear_distillation
+from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, relative_error, with_gradients
-from tests.pallas_ce.streamed import two_heads
+from tests.pallas_ce.streamed import log_softmax, two_heads
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -117,6 +118,47 @@ def test_tiles_and_a_common_offset_of_either_head_change_nothing(divergence: Any
     for offsets in ((4096.0, 0.0), (0.0, -4096.0), (4096.0, 4096.0)):
         assert_close(value(*offsets, None), want, 2e-6)
         assert_close(value(*offsets, 2000), want, 2e-6)
+
+
+ENDS = [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("beta", ENDS)
+def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(implementation: Any, beta: float) -> None:
+    """Logits are given as they are, so that nothing is rounded before; in float64 log(m) itself is exact enough."""
+    n, v = 48, 60
+    rng, scale = np.random.default_rng(0), np.geomspace(0.1, 6.0, n)[:, None]
+    student, teacher = ((rng.normal(size=(n, v)) * scale).astype(np.float32) for _ in range(2))
+    rows = np.eye(n, dtype=np.float32)
+
+    def ours(z: Any) -> Any:
+        return linear_distillation(
+            rows, z, rows, teacher, vocab_axis=1, divergence="jsd", beta=beta, reduction="none", precision="highest",
+            implementation=implementation, scratch_bytes=20_000 if implementation == "xla" else None,
+        )  # fmt: skip
+
+    found, gradient = with_gradients(ours, student)
+    log_p, log_q = (log_softmax(z) for z in (student, teacher))
+    p, q = np.exp(log_p), np.exp(log_q)
+    want = oracle.divergence("jsd", beta, p, q)
+    over = log_p - np.log(beta * q + (1 - beta) * p)
+    slope = (1 - beta) * p * (over - (p * over).sum(1, keepdims=True))
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-5 * np.abs(slope).max())
+    assert np.abs(slope).max() < 20 * min(beta, 1 - beta)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_mixture_of_almost_equal_heads_is_never_negative(implementation: Any) -> None:
+    p = two_heads(0, 300, 6, 40)
+    near = p["weight"] * (1 + 1e-7 * np.arange(40, dtype=np.float32)[:, None])
+    found = linear_distillation(
+        p["hidden"], near, p["hidden"], p["weight"], divergence="jsd", beta=1e-3, reduction="none",
+        implementation=implementation,
+    )  # fmt: skip
+    assert np.all(np.asarray(found) >= 0)
+    assert np.any(np.asarray(found) > 0)
 
 
 @every_divergence

@@ -241,3 +241,18 @@ def test_shapes_and_dtypes_of_shares_are_checked() -> None:
         linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), min_p=jnp.ones(2, int))
     with pytest.raises(TypeError, match="top_p is a str that JAX cannot read"):
         linear_sample(KEY, jnp.ones((2, 3)), jnp.ones((5, 3)), top_p="0.9")
+
+
+@pytest.mark.parametrize("scratch_bytes", [None, 700])
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "min_p": 0.1}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+def test_nothing_of_ours_is_promoted_in_rank(limits: dict[str, Any], scratch_bytes: int | None) -> None:
+    """Also where the last tile starts early, and some of its columns are not valid."""
+
+    def sample(hidden: Any, shares: Any) -> Any:
+        given = {name: x if name == "top_k" else x * shares for name, x in limits.items()}
+        return linear_sample(
+            KEY, hidden, jnp.ones((31, 5)), temperature=shares, bias=jnp.ones(31), scratch_bytes=scratch_bytes, **given
+        )
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(sample).lower(jnp.ones((2, 6, 5)), jnp.ones((2, 6)))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Batch, Head, HeadSpec
-from pallas_ce.statistics.divergences import Divergence
+from pallas_ce.statistics.divergences import Divergence, not_negative, over_mixture
 from pallas_ce.statistics.logits import LogitsTile, Row, present, reference_of
 from pallas_ce.statistics.row import fields_of, only, spread
 from pallas_ce.statistics.table import PRIMITIVES
@@ -68,9 +68,10 @@ def divergences(
     inverse_temperature: jax.Array | None,
 ) -> jax.Array:
     """The divergence `[N]` of two heads, by its definition; 0 where `mask [N]` is False."""
+    beta = divergence.beta
     student = logits(Batch(hidden, None, inverse_temperature), head, mask)
     teacher = logits(Batch(teacher_hidden, None, inverse_temperature), teacher_head, mask).astype(student.dtype)
-    usable = jnp.any(student > -jnp.inf, axis=1) & jnp.any(teacher > -jnp.inf, axis=1)
+    usable = ~jnp.all(jnp.isneginf(student), axis=1) & ~jnp.all(jnp.isneginf(teacher), axis=1)
     usable = usable if mask is None else usable & mask
     log_p, log_q = (jax.nn.log_softmax(jnp.where(usable[:, None], z, 0.0)) for z in (student, teacher))
     if divergence.name == "forward_kl":
@@ -80,15 +81,15 @@ def divergences(
     else:
         neither = jnp.isneginf(log_p) & jnp.isneginf(log_q)  # where log m cannot be differentiated, and is not needed
         p_side, q_side = jnp.where(neither, 0.0, log_p), jnp.where(neither, 0.0, log_q)
-        log_m = jnp.logaddexp(jnp.log(divergence.beta) + q_side, jnp.log1p(-divergence.beta) + p_side)
-        values = divergence.beta * _kl(log_q, log_m) + (1 - divergence.beta) * _kl(log_p, log_m)
-    return jnp.where(usable, values, 0.0)
+        of_student, of_teacher = over_mixture(beta, p_side, q_side)
+        values = (beta * jnp.exp(log_q) * of_teacher + (1 - beta) * jnp.exp(log_p) * of_student).sum(axis=1)
+    return jnp.where(usable, not_negative(values), 0.0)
 
 
 def _kl(log_x: jax.Array, log_y: jax.Array) -> jax.Array:
     """KL(x‖y) of rows `[N, V]`; +inf with derivative 0 where y lacks a column that x has."""
     infinite = jnp.any((log_x > -jnp.inf) & jnp.isneginf(log_y), axis=1)
-    some = (log_x > -jnp.inf) & ~infinite[:, None]
+    some = ~jnp.isneginf(log_x) & ~infinite[:, None]
     log_x, log_y = jnp.where(some, log_x, 0.0), jnp.where(some, log_y, 0.0)
     terms = jnp.where(some, jnp.exp(log_x) * (log_x - log_y), 0.0)
     return jnp.where(infinite, jnp.inf, terms.sum(axis=1))

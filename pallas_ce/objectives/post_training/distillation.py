@@ -1,6 +1,5 @@
 """Distillation from the log-probabilities of a teacher's K most likely tokens, where the student's are read by id."""
 
-import math
 from typing import get_args
 
 import jax
@@ -11,7 +10,7 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
 from pallas_ce.objectives.post_training.sequences import Aggregation
-from pallas_ce.statistics.divergences import Name
+from pallas_ce.statistics.divergences import Name, not_negative, over_mixture
 
 
 def top_k_distillation_loss(
@@ -88,9 +87,10 @@ def top_k_distillation_loss(
     elif divergence == "reverse_kl":
         values = _kl(student, teacher, there)
     else:
-        mixture = jnp.logaddexp(math.log(beta) + teacher, math.log1p(-beta) + student)
-        values = beta * _kl(teacher, mixture, there) + (1 - beta) * _kl(student, mixture, there)
-    return sequences.aggregate(values, mask, aggregation, length, normalizer)
+        of_student, of_teacher = over_mixture(beta, student, teacher)
+        terms = beta * jnp.exp(teacher) * of_teacher + (1 - beta) * jnp.exp(student) * of_student
+        values = jnp.sum(sequences.keep(there, terms), axis=-1)
+    return sequences.aggregate(not_negative(values), mask, aggregation, length, normalizer)
 
 
 def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple[jax.Array, jax.Array]:
@@ -101,14 +101,14 @@ def _distribution(log_probs: jax.Array, present: jax.Array, tail: bool) -> tuple
         top = jax.lax.stop_gradient(jnp.max(log_probs, axis=-1, keepdims=True, where=present, initial=-jnp.inf))
         top = jnp.where(jnp.isneginf(top), 0.0, top)
         total = jnp.sum(jnp.where(present, jnp.exp(log_probs - top), 0.0), axis=-1, keepdims=True)
-        return log_probs - top - jnp.log(jnp.where(total > 0, total, 1.0)), present
+        return log_probs - top - jnp.log(jnp.where(total == 0, 1.0, total)), present
     rest = jnp.maximum(1 - total, np.finfo(total.dtype).eps)
     there = jnp.ones_like(rest, bool)
     return jnp.concatenate([log_probs, jnp.log(rest)], axis=-1), jnp.concatenate([present, there], axis=-1)
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array, present: jax.Array) -> jax.Array:
-    """Σ p·(log p - log q) over the places present, with 0·log 0 = 0."""
+    """Σ p·(log p - log q) over the places present, with 0·log 0 = 0, but not where q is NaN."""
     p = jnp.exp(log_p)
-    counts = present & (p > 0)
+    counts = present & ((p != 0) | jnp.isnan(log_q))
     return jnp.sum(jnp.where(counts, p * jnp.where(counts, log_p - log_q, 0.0), 0.0), axis=-1)

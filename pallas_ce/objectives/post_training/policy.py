@@ -184,9 +184,12 @@ def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, 
 
 
 def _limit(log_ratio: jax.Array) -> jax.Array:
-    """Bounded such that its exponential is far from overflowing: beyond, 0·inf would make gradients nan."""
+    """Bounded such that its exponential is far from overflowing: beyond, 0·inf would make gradients nan.
+
+    A NaN keeps its gradient, which so is NaN.
+    """
     most = 0.9 * math.log(np.finfo(log_ratio.dtype).max)
-    return jnp.clip(log_ratio, -most, most)
+    return jnp.where(log_ratio > most, most, jnp.where(log_ratio < -most, -most, log_ratio))
 
 
 def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estimator = "k3") -> jax.Array:

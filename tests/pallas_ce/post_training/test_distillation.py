@@ -87,3 +87,51 @@ def test_certain_teachers_impossible_tokens_and_empty_rows_keep_finite_gradients
         )
     )(student)  # fmt: skip
     assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6])
+def test_a_mixture_that_is_almost_one_side_has_relative_accuracy(beta: float, tail: bool) -> None:
+    log_p, log_q = (np.stack(x) for x in zip(*(_drawn(seed, 5, False) for seed in range(4)), strict=True))
+
+    def ours(log_p: Any) -> Any:
+        found = top_k_distillation_loss(log_p, log_q, divergence="jsd", beta=beta, tail=tail, aggregation="none")
+        return jnp.sum(found), found
+
+    gradient, got = jax.grad(ours, has_aux=True)(log_p)
+
+    def want(x: dict[str, Any]) -> Any:
+        return defined(np.exp(x["log_p"]), np.exp(log_q.astype(np.float64)), "jsd", beta, tail)
+
+    wide = {"log_p": log_p.astype(np.float64)}
+    # The tail's probability, of a tenth and more, is rounded at the size of 1.
+    np.testing.assert_allclose(got, want(wide), rtol=2e-5)
+    numeric = oracle.differences(lambda x: want(x).sum(), wide, "log_p")
+    # Differences of float64 over steps of 1e-6 are good to 1e-10.
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-3, atol=1e-4 * np.abs(numeric).max() + 1e-10)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("of_teacher", [True, False])
+def test_a_row_with_a_nan_is_nan_and_so_is_its_gradient(divergence: Any, tail: bool, of_teacher: bool) -> None:
+    log_p, log_q = _drawn(0, 5, True)
+    log_p[0, 1, :] = -np.inf  # to which the teacher is nothing
+    log_p[0, 2, 4] = np.nan  # where the teacher has no token
+    mask = np.ones((2, 3), bool)
+    mask[1, 1] = False
+    for row in ((1, 0), (1, 1), (0, 1)):
+        (log_q if of_teacher else log_p)[*row, 0] = np.nan
+
+    def ours(log_p: Any) -> Any:
+        found = top_k_distillation_loss(log_p, log_q, mask, divergence=divergence, tail=tail, aggregation="none")
+        return jnp.sum(found), found
+
+    gradient, found = jax.grad(ours, has_aux=True)(log_p)
+    bad = np.zeros((2, 3), bool)
+    bad[1, 0] = bad[0, 1] = True
+    np.testing.assert_array_equal(np.isnan(found), bad)
+    np.testing.assert_array_equal(np.isnan(gradient).any(-1), bad)
+    assert np.all(np.isfinite(gradient[~bad]))
+    one = top_k_distillation_loss([[-1, np.nan]], [[-1.0, -1]], divergence=divergence, tail=tail)
+    assert np.isnan(one)

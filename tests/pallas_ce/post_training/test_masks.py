@@ -60,3 +60,26 @@ def test_masked_entries_contribute_nothing_whatever_they_hold(name: str) -> None
     jax.tree.map(np.testing.assert_array_equal, (others, got), (gradients, want))
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((others, got)))
     assert not any(np.any(np.asarray(gradient)[~MASK]) for gradient in others.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_nan_in_an_entry_that_counts_is_seen_in_the_loss_and_its_gradient(name: str) -> None:
+    function, names = OBJECTIVES[name]
+    rng = np.random.default_rng(0)
+    clean = {key: -rng.exponential(size=(2, 3, *(4,) * (names is OF_TOP_K))).astype(np.float32) for key in names}
+
+    @functools.partial(jax.grad, has_aux=True)
+    def run(x: Any) -> Any:
+        found = function(**x, mask=MASK)
+        found = found[0] if isinstance(found, tuple) else found
+        return jnp.sum(found), found
+
+    for key in names:
+        bad = clean | {key: clean[key].copy()}
+        bad[key][0, 1] = np.nan
+        gradients, found = run(bad)
+        assert np.isnan(found).any(), key
+        # That of a sum or of a hinge does not depend on what is summed.
+        if key != "entropy" and not name.startswith(("sequences' log-prob", "hinge")):
+            assert np.isnan(gradients[names[0]][0, 1]).any(), key
+        assert np.all(np.isfinite(gradients[names[0]][1]))
