@@ -76,6 +76,7 @@ def statistics(z: Any, labels: Any, u: Any, lse_of: Any) -> Arrays:
         "target_logit": target,
         "log_prob": target - lse.reshape(-1, *[1] * (labels.ndim - 1)),
         "mean_logit": jnp.sum(times(u, z), axis=1),
+        "mean_log_prob": jnp.sum(times(u, z - lse[:, None]), axis=1),
         "entropy": entropy,
         "expected_logit": lse - entropy,
         "sum_sq_probs": jnp.sum(p * p, axis=1),
@@ -93,7 +94,7 @@ def cross_entropy(z: Any, labels: Any, a: Arrays, rows: Any, lse_of: Any, reduct
     w, c = a["token_weights"][rows] if "token_weights" in a else jnp.ones(len(z)), classes[labels]
     ce = (1 - alpha) * times(c, lse - target)
     if "label_smoothing" in a:
-        ce = ce + alpha * (jnp.mean(classes) * lse - jnp.sum(times(classes / z.shape[1], z), axis=1))
+        ce = ce + alpha / z.shape[1] * jnp.sum(times(classes, lse[:, None] - z), axis=1)
     ce, z_part = times(w, ce), times(w, beta * lse**2) if "z_loss" in a else jnp.zeros(len(w))
     if reduction == "none":
         return ce + z_part
@@ -128,7 +129,7 @@ def largest(z: Any, k: int) -> Any:
 
 
 def chain(emissions: Any, tags: Any, transitions: Any, lse_of: Any) -> Any:
-    """The loss of a sequence `[T, K]` with `[T-1, K, K]`: the forward algorithm; +inf, gradient 0, for forbidden tags."""
+    """Of a sequence `[T, K]` with `[T-1, K, K]`, by the forward algorithm; +inf, gradient 0, for forbidden tags."""
     alpha, score = emissions[0], emissions[0, tags[0]]
     for t in range(1, len(tags)):
         alpha = emissions[t] + lse_of((alpha[:, None] + transitions[t - 1]).T)

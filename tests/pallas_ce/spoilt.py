@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.pallas_ce.plain import FORMS, Arrays
 
-BAD = (np.nan, np.inf, -np.inf)
+BAD = (np.nan, np.nan, np.inf, -np.inf)  # NaN as often as an infinity
 Way = tuple[str, str]
 
 
@@ -63,7 +63,8 @@ class Sizes:
         shapes: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(("token_weights", "temperature", "row_input"), (n,)),
             **dict.fromkeys(("logit_scale", "teacher_logit_scale", "label_smoothing", "z_loss"), ()),
-            **dict.fromkeys(("class_weights", "logit_weights"), (v,)), **dict.fromkeys(("bias", "teacher_bias"), (wide,)),
+            **dict.fromkeys(("class_weights", "logit_weights"), (v,)),
+            **dict.fromkeys(("bias", "teacher_bias"), (wide,)),
             "hidden": (n, h), "weight": (wide, h), "teacher_hidden": (n, ht), "teacher_weight": (wide, ht),
             "up": (wide, 2), "down": (2, h), "logits": (n, wide), "all_logits": (n, v),
             "emissions": (3, 4, 3), "transitions": (3, 3), "each_transitions": (3, 3, 3, 3), "rewards": (6,),
@@ -95,7 +96,8 @@ class Function(NamedTuple):
         inputs: the arrays that it takes.
         constants: those that have no gradient, and all that are not floating.
         ways: implementations and backward modes; with in_forward a mean, else a result for each row.
-        finite: inputs in which only NaN is drawn: infinities of them have no meaning.
+        finite: inputs in which only NaN is drawn, since infinities of them have no meaning.
+        below: those in which +inf is not drawn: no log-probability is.
     """
 
     ours: Callable[..., Any]
@@ -104,6 +106,11 @@ class Function(NamedTuple):
     constants: tuple[str, ...] = ()
     ways: tuple[Way, ...] = (("", ""),)
     finite: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
+
+    def values(self, name: str) -> tuple[float, ...]:
+        """What is drawn in one of its inputs."""
+        return BAD[:1] if name in self.finite else (np.nan, -np.inf) if name in self.below else BAD
 
 
 def without(function: Function, name: str) -> Function:
@@ -165,7 +172,7 @@ def check(
     rng = np.random.default_rng(seed)
     clean = {name: s.array(name) for name in function.inputs}
     for name in only or function.inputs:
-        where, bad = place(s, name, rng), np.nan if name in function.finite else rng.choice(BAD, p=(0.5, 0.25, 0.25))
+        where, bad = place(s, name, rng), rng.choice(function.values(name))
         assert_like_plain_jax(function, s, way, spoilt(clean, name, where, bad), f"{name}{[*where]} = {bad}", put)
 
 

@@ -26,7 +26,7 @@ def head_of(s: Sizes, a: Arrays) -> tuple[Any, Any, dict[str, Any]]:
     """Hidden states, weight and the options of the head."""
     weight = P.LowRank(a["weight"], a["up"], a["down"], LOW_RANK_SCALE) if "up" in a else a["weight"]
     named = ("bias", "logit_scale", "temperature", "logit_weights", "token_weights", "class_weights",
-             "label_smoothing", "z_loss", *(x for x in a if x.startswith("teacher_") and x[8:] in HEAD[2:]))  # fmt: skip
+             "label_smoothing", "z_loss", "teacher_bias", "teacher_logit_scale")  # fmt: skip
     return a["hidden"], weight, {"vocab_size": s.classes, **{name: a[name] for name in named if name in a}}
 
 
@@ -125,9 +125,8 @@ def _distillation(name: str, beta: float = 0.5) -> Function:
         z, y = _z(s, a), _z(s, teacher, prefix="teacher_")
         return _reduced(s, plain.divergence(name, beta, z, y, form), a, "none")
 
-    teacher = tuple(f"teacher_{x}" for x in HEAD)
-    return Function(ours, expected, (*HEAD, "temperature", "token_weights", *teacher), ("temperature", *teacher), BY_ROW,
-                    ("temperature",))  # fmt: skip
+    constants = ("temperature", *(f"teacher_{x}" for x in HEAD))
+    return Function(ours, expected, (*HEAD, "token_weights", *constants), constants, BY_ROW, ("temperature",))
 
 
 def _top_k(s: Sizes, a: Arrays, *_: str) -> Any:
@@ -265,7 +264,7 @@ def _spread(mask: np.ndarray, values: Any) -> Any:
     return jnp.zeros(mask.shape).at[np.nonzero(mask)].set(values)
 
 
-def _top_k_distillation(name: str, tail: bool) -> Function:
+def _top_k_distillation(name: str, *, tail: bool) -> Function:
     def ours(s: Sizes, a: Arrays, *_: str) -> Any:
         given = a["top_log_probs"], a["teacher_log_probs"], MASK
         return P.top_k_distillation_loss(*given, divergence=name, tail=tail, aggregation="none")
@@ -274,12 +273,8 @@ def _top_k_distillation(name: str, tail: bool) -> Function:
         given = {"log_probs": a["top_log_probs"], "teacher_log_probs": a["teacher_log_probs"]}
         return _spread(MASK, plain.top_k_distillation(name, given, MASK, tail=tail))
 
-    return Function(ours, expected, ("top_log_probs", "teacher_log_probs"), ("teacher_log_probs",))
-
-
-def _constant(name: str) -> tuple[str, ...]:
-    """The inputs of a function that has no gradients."""
-    return FUNCTIONS[name].inputs
+    given = "top_log_probs", "teacher_log_probs"
+    return Function(ours, expected, given, given[1:], below=given)
 
 
 STATISTICS = ("temperature", "logit_weights")
@@ -287,8 +282,6 @@ OF_CLASSES = ("token_weights", "class_weights", "label_smoothing", "z_loss")
 OF_PAIRS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 OF_TOKENS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
 STORED: tuple[Way, ...] = (("xla", "recompute"), ("xla", "in_forward"))
-_plain_cross_entropy = _cross_entropy()
-SAMPLES = (*HEAD,)
 FUNCTIONS: dict[str, Function] = {
     "linear_cross_entropy": _cross_entropy()._replace(inputs=(*HEAD, *OF_CLASSES), constants=OF_CLASSES[1:]),
     "linear_cross_entropy, capped": _cross_entropy(logit_softcap=4.0)._replace(inputs=(*HEAD, "token_weights")),
@@ -347,7 +340,7 @@ FUNCTIONS: dict[str, Function] = {
         lambda s, a, *_: plain.advantages(a["rewards"].reshape(2, 3)).reshape(-1), ("rewards",), ("rewards",),
     ),
     **{
-        f"top_k_distillation_loss, {name}, {tail=}": _top_k_distillation(name, tail)
+        f"top_k_distillation_loss, {name}, {tail=}": _top_k_distillation(name, tail=tail)
         for name in ("forward_kl", "reverse_kl", "jsd") for tail in (True, False)
     },
 }  # fmt: skip
