@@ -142,7 +142,7 @@ def as_large(a: jax.Array, b: jax.Array) -> jax.Array:
 def _lowest_argmax(a: Partial, b: Partial) -> jax.Array:
     (a_top, a_place), (b_top, b_place) = ((present(x.max), present(x.argmax)) for x in (a, b))
     lowest = jnp.where(as_large(a_top, b_top), jnp.minimum(a_place, b_place), a_place)
-    return jnp.where((b_top > a_top) | (jnp.isnan(b_top) & ~jnp.isnan(a_top)), b_place, lowest)
+    return jnp.where((b_top > a_top) | (jnp.isnan(b_top) & (a_top == a_top)), b_place, lowest)
 
 
 def _deviation_sq_of_tile(tile: LogitsTile, found: Partial) -> jax.Array:

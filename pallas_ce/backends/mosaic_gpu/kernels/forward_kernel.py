@@ -77,11 +77,9 @@ class StatisticsEpilogue(Epilogue):
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
             return functools.reduce(add, found)
 
-        # A piece's own maximum only matters for finding its place. Sums of logits come first, which spills least.
-        others = tuple(f for f in self.fields if f != "weighted_sum" and (f != "max" or "argmax" in self.fields))
-        sums = of_all(("weighted_sum",)) if "weighted_sum" in self.fields else Partial()
-        total = of_all(others)._replace(weighted_sum=sums.weighted_sum)
-        return merge(carry, total._replace(max=top))
+        # A piece's own maximum only matters for finding its place.
+        others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
+        return merge(carry, of_all(others)._replace(max=top))
 
     def finish(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
         """Writes the window's statistics."""

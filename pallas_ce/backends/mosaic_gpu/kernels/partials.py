@@ -19,10 +19,10 @@ _OUTPUT = "partial_"
 def vectors(names: frozenset[str]) -> int:
     """How many vectors by row a kernel keeps for these statistics, as the rule counts them; no targets' logits.
 
-    A maximum is there anyway, and sums of u take no registers to speak of. Deviations count as three: a piece's mean
-    must be known first, and its distances are held until then.
+    A maximum is there anyway. A weighted sum counts as two, with the sum of the weights. Deviations count as three: a
+    piece's mean must be known first, and its distances are held until then.
     """
-    fields = set(fields_for(names)) - {"max", "sum_weights"}
+    fields = set(fields_for(names)) - {"max"}
     return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
 
 

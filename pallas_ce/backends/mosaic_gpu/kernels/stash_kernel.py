@@ -22,7 +22,7 @@ from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
 # Of the fields, those that no exponential is needed for.
-_OF_LOGITS = ("weighted_sum", "sum_weights", "max", "argmax")
+_OF_LOGITS = ("weighted_sum", "max", "argmax")
 
 
 def stash(
@@ -41,7 +41,9 @@ def stash(
     worked on; what is returned for the others is undefined. Given an earlier `E` to write `into`, those keep theirs.
     """
     spec = head.spec
-    fields = fields_for(names | {"lse"})
+    fields = tuple(
+        field for field in fields_for(names | {"lse"}) if field != "sum_weights"
+    )  # those of all rows are one
     given = operands.operands(head, hidden, config, reads_logit_weights(names), bytes_per_row=4 * len(fields))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.width)
@@ -51,7 +53,17 @@ def stash(
     outputs = partials.outputs(fields, given.slots, given.padded_rows)
     outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
-    return functools.partial(partials.read, found, fields, given.rows, add), found["stash"]
+
+    def partial() -> Partial:
+        joined = partials.read(found, fields, given.rows, add)
+        if joined.weighted_sum is None:
+            return joined
+        u = head.tile_logit_weights(0, given.logits.columns)
+        if head.valid_columns is not None:
+            u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
+        return joined._replace(sum_weights=jnp.full(given.rows, u.sum()))
+
+    return partial, found["stash"]
 
 
 @dataclasses.dataclass(frozen=True)
