@@ -83,6 +83,8 @@ class Sizes:
             x = -2.0 - abs(x)
         elif name.endswith(("weights", "temperature", "scale")):
             x = 0.5 + abs(x)
+        if name in ("weight", "teacher_weight", "down"):  # so that no exponential overflows where +inf is the maximum
+            x = x / np.sqrt(self.width)
         narrow = name.removeprefix("teacher_") in ("hidden", "weight", "up", "down")
         return x.astype(jnp.dtype(self.dtype) if narrow else np.float32)
 
