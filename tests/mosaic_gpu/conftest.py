@@ -99,6 +99,17 @@ def _at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def maxima_keep_nan() -> Iterator[None]:
+    """In what is compiled; not for all tests, as XLA crashes on some programs then."""
+    with mock.patch.dict(mlir._platform_specific_lowerings["cpu"]):
+        for primitive, rule in _AS_ON_A_GPU.items():
+            mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def interpreter() -> Iterator[Callable[..., Any]]:
     """`interpreter(f)(*args)` runs f under the interpreter, which prints or raises `RACE` where it sees one."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -112,9 +123,6 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
-        stack.enter_context(mock.patch.dict(mlir._platform_specific_lowerings["cpu"]))
-        for primitive, rule in _AS_ON_A_GPU.items():
-            mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
         stack.enter_context(mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add))
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 
 
 @pytest.mark.nightly(keep=3)
-@pytest.mark.usefixtures("small_backend")
+@pytest.mark.usefixtures("small_backend", "maxima_keep_nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", ["weight", "bias", "hidden"])
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
@@ -24,7 +24,7 @@ def test_losses_and_gradients(place: str, value: float, backward: Any, interpret
 
 
 @pytest.mark.nightly(keep=2)
-@pytest.mark.usefixtures("small_backend")
+@pytest.mark.usefixtures("small_backend", "maxima_keep_nan")
 @pytest.mark.parametrize(("place", "value"), [("weight", np.nan), ("hidden", np.nan), ("weight", np.inf)])
 def test_statistics(place: str, value: float, interpreted: Any) -> None:
     options = {"implementation": "mosaic_gpu", "compiled": interpreted}

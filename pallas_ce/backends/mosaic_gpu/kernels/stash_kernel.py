@@ -6,7 +6,6 @@ again where the reference was a bad one. The statistics come from the unrounded 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
