@@ -84,7 +84,7 @@ class Options:
             class_weights = jax.lax.stop_gradient(self.class_weights.astype(wide))
             if not class_weights.size:  # nothing counts in an empty vocabulary
                 class_weights = jnp.zeros(1, wide)
-            by_row["class_weight"] = class_weights[jnp.where(mask, ids, 0)]
+            by_row["class_weight"] = jnp.where(mask, class_weights[jnp.where(mask, ids, 0)], 0)
             normalizer = total(jnp.sum(jnp.where(mask, weight * by_row["class_weight"], 0)))
         if self.label_smoothing is not None:
             shared["smoothing"] = jnp.asarray(self.label_smoothing, wide)

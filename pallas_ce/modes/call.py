@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_ce.gradient_products import NeedsGrad, Products, scale_gradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, Sums, psum
+from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 
 
@@ -174,9 +175,10 @@ def finish(
     scale = upstream if head.logit_scale is None else upstream * head.logit_scale
 
     def rounded(total: jax.Array | None, like: jax.Array | None, axes: Axes) -> jax.Array | None:
-        return (
-            None if total is None or like is None else psum(scale * total.astype(scale.dtype), axes).astype(like.dtype)
-        )
+        if total is None or like is None:
+            return None
+        # Rows and columns that do not count have 0, whatever the loss and the scale are.
+        return psum(product(total.astype(scale.dtype), scale), axes).astype(like.dtype)
 
     return Gradients(
         rounded(sums.hidden, operands.batch.hidden, axes.hidden),

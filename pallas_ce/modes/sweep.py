@@ -16,6 +16,7 @@ from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Gradients, Operands, added, adds_in_place, finish, sum_over_devices, through_down
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
+from pallas_ce.statistics.logits import product
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles
 
@@ -114,15 +115,15 @@ def gradient_sums(
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
         d_weight = psum(own, shards.sums.weight)
         d_weight = d_weight if head.running is None else added(head.running, d_weight)
-    by_row = jax.tree.map(lambda x: factor * counted.in_row_order(x), (sums.hidden, sums.low))
+    for_rows = through_down(head, sums.hidden, sums.low), sums.low
+    hidden_sum, for_low = jax.tree.map(lambda x: factor * counted.in_row_order(x), for_rows)
     of_columns = jax.tree.map(lambda x: factor * x, (sums.bias, sums.up))
-    hidden_sum = through_down(head, *by_row)
-    sums = Products(hidden_sum, d_weight, of_columns[0], by_row[1], of_columns[1])
+    sums = Products(hidden_sum, d_weight, of_columns[0], for_low, of_columns[1])
     of_head = sum_over_devices(shards, rows, head, needs_grad, sums)
     if not needs_grad.hidden:
         return None, of_head
     assert hidden_sum is not None
-    d_hidden = hidden_sum if head.logit_scale is None else head.logit_scale * hidden_sum
+    d_hidden = hidden_sum if head.logit_scale is None else product(hidden_sum, head.logit_scale)
     return shards.sum_hidden(d_hidden, hidden.dtype), of_head
 
 

@@ -24,6 +24,7 @@ from pallas_ce import (
     linear_cross_entropy_and_gradients,
     selective_log_softmax,
 )
+from tests.pallas_ce import spoilt, spoilt_functions
 from tests.pallas_ce.checks import assert_near_oracle, library_results
 from tests.pallas_ce.functions import BY_ROW, FUNCTIONS, SERVED, TEMPERED, total
 from tests.pallas_ce.layouts import LAYOUTS, flat, mesh, same
@@ -264,3 +265,29 @@ def layouts(draw: st.DrawFn) -> Laid:
 def test_any_layout_of_the_arrays(name: str, laid: Laid) -> None:
     """Results and gradients are those of one device."""
     laid.check(name)
+
+
+# Sizes that four devices share; of heads that are told which implementation, each with what it makes of rows.
+EVEN = spoilt.Sizes(rows=12, width=8, classes=1008, padded=1024, scratch_bytes=None)
+SPREAD = [
+    (name, way)
+    for name in ("linear_cross_entropy", "linear_row_statistics", "linear_loss", "linear_distillation, jsd")
+    for way in spoilt_functions.FUNCTIONS[name].ways
+    if way[0] == "xla"
+] + [("linear_top_k", ("", "")), ("linear_sample, {'top_p': 0.9}", ("", ""))]
+
+
+@hypothesis.given(case=st.sampled_from(SPREAD), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 2**16))
+def test_what_is_not_finite_on_a_mesh_is_where_plain_jax_has_it(case: Any, layout: Any, seed: int) -> None:
+    name, way = case
+    rows = P(flat(layout.hidden))
+    by_row = dict.fromkeys(("hidden", "teacher_hidden", "token_weights", "temperature", "row_input"), rows)
+    specs = {**by_row, **dict.fromkeys(("weight", "teacher_weight"), layout.weight), "bias": layout.bias}
+    on = mesh(shape=(2, 2))
+
+    def put(name: str, x: Any) -> Any:
+        spec = specs.get(name, P())
+        fits = all(size % 4 == 0 for size, axes in zip(x.shape, spec, strict=False) if axes)
+        return jax.device_put(x, NamedSharding(on, spec if fits else P()))
+
+    spoilt.check(spoilt_functions.FUNCTIONS[name], EVEN, way, seed, put=put)

@@ -224,8 +224,8 @@ def _sampled_softmaxes(implementation: Any) -> tuple[Any, Any]:
 def test_a_sampled_softmax_is_finite_where_that_of_its_stored_logits_is(implementation: Any, data: Any) -> None:
     """Of classes that are neither sampled nor a counted row's label nothing is read, class 0 included."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    arrays = {"hidden": rng.normal(size=(N, H)), "weight": rng.normal(size=(V, H)), "bias": rng.normal(size=V)}
-    arrays = {name: x.astype(np.float32) for name, x in arrays.items()} | {"logit_scale": np.array(0.7, np.float32)}
+    shapes: dict[str, tuple[int, ...]] = {"hidden": (N, H), "weight": (V, H), "bias": (V,), "logit_scale": ()}
+    arrays = {name: np.array(rng.normal(size=shape), np.float32) for name, shape in shapes.items()}
     name = data.draw(st.sampled_from(sorted(arrays)))
     place = tuple(data.draw(st.integers(0, size - 1)) for size in arrays[name].shape)
     arrays[name][place] = data.draw(st.sampled_from(BAD))

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_row_statistics
+from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.triton import backend, binding
 from pallas_ce.backends.triton.configs import Config
-from tests.pallas_ce import not_finite, oracle, test_contract
+from tests.pallas_ce import not_finite, oracle, spoilt, test_contract
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     assert_near_oracle,
@@ -25,6 +25,7 @@ from tests.pallas_ce.checks import (
     relative_error,
 )
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
+from tests.pallas_ce.spoilt_functions import FUNCTIONS
 from tests.pallas_ce.sums import LOSS_SCALES, assert_adds, assert_adds_16_bits, several_blocks
 from tests.triton import interpreted
 
@@ -217,3 +218,29 @@ def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tile
         jax.clear_caches()
         found.append(jax.tree.map(np.asarray, library_results(p, "triton", backward)))
     assert all(map(np.array_equal, *map(jax.tree.leaves, found)))
+
+
+SPOILT = [
+    (name, ("triton", backward))
+    for name in ("linear_cross_entropy", "linear_cross_entropy, low rank", "linear_row_statistics", "linear_loss")
+    for backward in ([""] if name == "linear_row_statistics" else MODES)
+]
+
+
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize(("name", "way"), SPOILT)
+@few
+@hypothesis.given(seed=st.integers(0, 2**16))
+def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed: int) -> None:
+    spoilt.check(FUNCTIONS[name], spoilt.Sizes(rows=20, width=8, classes=70, padded=72, scratch_bytes=None), way, seed)
+
+
+@both_modes
+@pytest.mark.parametrize("where", ["weight", "bias"])
+def test_one_nan_in_the_head_makes_every_row_and_every_gradient_nan(backward: Any, where: str) -> None:
+    p = make(6, 20, 8, 70)
+    p.arrays["bias"], p.labels = np.zeros(70, np.float32), np.arange(20) + 20
+    p.arrays[where][7] = np.nan
+    assert np.all(np.isnan(call(linear_cross_entropy, p, p.arrays, implementation="triton", reduction="none")))
+    loss, gradients = library_results(p, "triton", backward)
+    assert all(np.all(np.isnan(x)) for x in (loss, *gradients.values()))

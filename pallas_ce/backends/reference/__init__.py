@@ -22,8 +22,10 @@ def logits(batch: Batch, head: Head, mask: jax.Array | None) -> jax.Array:
     z = _product(hidden, weight, 1 - spec.vocab_axis, spec)
     if head.up is not None:
         z = z + _product(_product(hidden, present(head.down), 1, spec), head.up[: spec.vocab_size], 1, spec)
+    # 0·inf of the weight's is nan, and so are the derivatives of what a cap or an infinite scale makes of it.
+    z = z if mask is None else jnp.where(mask[:, None], z, 0)
     z = head.cap(z, bias, inverse_temperature)
-    return z if mask is None else jnp.where(mask[:, None], z, 0)  # 0·inf of the weight's
+    return z if mask is None else jnp.where(mask[:, None], z, 0)
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int, spec: HeadSpec) -> jax.Array:

@@ -1,0 +1,143 @@
+"""A common offset of a row's logits changes no loss and no gradient by more than `F.cross_entropy` lets it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ce as P
+
+N, V, H = 10, 1003, 8
+LABELS = (np.arange(N) * 7 % V).astype(np.int32)
+SEVERAL = np.stack([LABELS, LABELS[::-1], (LABELS * 5 + 1) % V], axis=1)
+OFFSETS = st.one_of(st.sampled_from([0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6, -1e5, -1e6]), st.integers(0, 10**6).map(float))
+CLASSES = np.linspace(0.5, 2.0, V).astype(np.float32)
+# By name, labels and options of the loss; K labels have log-probabilities.
+LOSSES: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
+    "plain": (LABELS, {}),
+    "smoothing": (LABELS, {"label_smoothing": 0.1}),
+    "class weights": (LABELS, {"class_weights": CLASSES}),
+    "smoothing, class weights": (LABELS, {"label_smoothing": 0.1, "class_weights": CLASSES}),
+    "K labels": (SEVERAL, {}),
+}
+Rows = Callable[..., Any]
+KERNELS = ("triton",)  # in float32, which the others for a GPU do not serve
+
+
+def plain(z: Any, labels: Any, label_smoothing: float = 0.0, class_weights: Any = None) -> Any:
+    """As `F.cross_entropy`: the maximum is subtracted, then the logarithm of the sum."""
+    z = z - jax.lax.stop_gradient(jnp.max(z, axis=1, keepdims=True))
+    log_p = z - jnp.log(jnp.sum(jnp.exp(z), axis=1, keepdims=True))
+    if labels.ndim == 2:
+        return jnp.take_along_axis(log_p, labels, axis=1)
+    c = jnp.ones(V, z.dtype) if class_weights is None else jnp.asarray(class_weights, z.dtype)
+    nll = -c[labels] * jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+    smoothed = (1 - label_smoothing) * nll - label_smoothing / V * jnp.sum(c * log_p, axis=1)
+    return smoothed if label_smoothing else nll
+
+
+def stored(z: Any, labels: Any, **options: Any) -> Any:
+    """By the functions of stored logits."""
+    if labels.ndim == 2:
+        return P.selective_log_softmax(z, labels)
+    return P.cross_entropy(z, labels, reduction="none", **options)
+
+
+def chunked(z: Any, labels: Any, **options: Any) -> Any:
+    """In chunks of three rows."""
+    return P.chunked_cross_entropy(z, labels, 3, reduction="none", **options)
+
+
+def streamed(bias: Any, hidden: Any, weight: Any, labels: Any, *, implementation: Any, **options: Any) -> Any:
+    """In tiles."""
+    head = {"bias": bias, "implementation": implementation, "scratch_bytes": 20_000}
+    if labels.ndim == 2:
+        return P.linear_log_probs(hidden, weight, labels, **head)
+    return P.linear_cross_entropy(hidden, weight, labels, reduction="none", **head, **options)
+
+
+def in_forward(bias: Any, hidden: Any, weight: Any, labels: Any, *, implementation: Any, **options: Any) -> Any:
+    """The sum over the number of rows, whose gradients are made in the forward."""
+    head = {"bias": bias, "implementation": implementation, "backward": "in_forward"}
+    return P.linear_cross_entropy(hidden, weight, labels, normalizer=N, **head, **options)
+
+
+def of_head(bias: Any, hidden: Any, weight: Any, labels: Any, *, whole: bool, **options: Any) -> Any:
+    """Plain, of a head."""
+    rows = plain(hidden.astype(bias.dtype) @ weight.T.astype(bias.dtype) + bias, labels, **options)
+    return jnp.sum(rows) / N if whole else rows
+
+
+@functools.cache
+def compiled(function: Rows, name: str, **fixed: Any) -> Any:
+    """Losses, and the gradient of their sum, each row's times another number, with respect to the first array."""
+    labels, options = LOSSES[name]
+
+    def total(x: Any, *arrays: Any) -> Any:
+        found = function(x, *arrays, labels, **fixed, **options)
+        factors = jnp.linspace(0.5, 1.5, N, dtype=found.dtype).reshape(-1, *[1] * (found.ndim - 1))
+        return jnp.sum(found * factors if found.ndim else found), found
+
+    return jax.jit(jax.grad(total, has_aux=True))
+
+
+def assert_as_plain(ours: Any, plainly: Any, x: np.ndarray, *arrays: np.ndarray) -> None:
+    """Losses and gradients err by no more than those of the plain function in float32, and 1e-6."""
+    got, baseline = ours(x, *arrays), plainly(x, *arrays)
+    with jax.enable_x64(True):
+        want = plainly(x.astype(np.float64), *arrays)
+    for what, *results in zip(("gradients", "losses"), got, baseline, want, strict=True):
+        found, float32, right = (np.asarray(y, np.float64) for y in results)
+        assert results[2].dtype == np.float64
+        error, allowed = np.max(np.abs(found - right)), np.max(np.abs(float32 - right)) + 1e-6
+        assert error <= allowed, f"{what}: {error}, where plain JAX's and 1e-6 are {allowed}"
+
+
+def exact(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and a weight whose logits are multiples of 1/16: exact in float32 at any offset below 2^20."""
+    rng = np.random.default_rng(seed)
+    shapes = (N, H), (V, H)
+    return tuple(rng.integers(-4, 5, size=shape).astype(np.float32) / 4 for shape in shapes)  # type: ignore[return-value]
+
+
+STREAMED = [
+    pytest.param(function, implementation, name, marks=[pytest.mark.gpu] if implementation in KERNELS else [])
+    for function in (streamed, in_forward)
+    for implementation in ("xla", "reference", *KERNELS)
+    for name in LOSSES
+    if function is streamed or not (implementation == "reference" or name == "K labels")
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(stored, name) for name in LOSSES] + [(chunked, name) for name in LOSSES if name != "K labels"],
+)
+@hypothesis.example(offset=1e5, seed=0)
+@hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
+def test_stored_logits_at_any_offset(function: Rows, name: str, offset: float, seed: int) -> None:
+    z = (np.random.default_rng(seed).normal(size=(N, V)) * 3 + offset).astype(np.float32)
+    assert_as_plain(compiled(function, name), compiled(plain, name), z)
+
+
+def test_three_logits_at_an_offset_have_the_loss_that_they_have_without() -> None:
+    z = np.array([[0.0, 1.0, 3.0]], np.float32)
+    np.testing.assert_allclose(P.cross_entropy(z + np.float32(1e5), [0]), P.cross_entropy(z, [0]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.nightly(keep=7)
+@pytest.mark.parametrize(("function", "implementation", "name"), STREAMED)
+@hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
+def test_streamed_logits_at_any_offset(
+    function: Rows, implementation: Any, name: str, offset: float, seed: int
+) -> None:
+    """The gradient of the bias is the sum over rows of the logits' own."""
+    arrays = np.full(V, offset, np.float32), *exact(seed)
+    ours = compiled(function, name, implementation=implementation)
+    assert_as_plain(ours, compiled(of_head, name, whole=function is in_forward), *arrays)
