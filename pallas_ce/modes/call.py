@@ -177,8 +177,11 @@ def finish(
     def rounded(total: jax.Array | None, like: jax.Array | None, axes: Axes) -> jax.Array | None:
         if total is None or like is None:
             return None
-        # Rows and columns that do not count have 0, whatever the loss and the scale are.
-        return psum(product(total.astype(scale.dtype), scale), axes).astype(like.dtype)
+        total = total.astype(scale.dtype)
+        # Rows and columns that do not count have 0, whatever the logit scale is. Upstream scalars alone are often a
+        # constant 1, with which there is nothing to be done.
+        scaled = scale * total if head.logit_scale is None else product(total, scale)
+        return psum(scaled, axes).astype(like.dtype)
 
     return Gradients(
         rounded(sums.hidden, operands.batch.hidden, axes.hidden),

@@ -175,7 +175,7 @@ FIELDS: dict[str, Field] = {
     "target_logit": Field(lambda tile, _: tile.target()),
     "weighted_sum": Field(
         lambda tile, _: tile.weighted(tile.reference),
-        lambda part, f, d: present(part.weighted_sum) + product(present(part.sum_weights), d),
+        lambda part, f, d: present(part.weighted_sum) + jnp.where(d == 0, 0.0, product(present(part.sum_weights), d)),
     ),
     "sum_weights": Field(lambda tile, _: tile.sum_weights),
     "argmax": Field(

@@ -118,8 +118,8 @@ def kernels_of(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("mode", "kernels", "parts"),
     [
-        ("in_forward", {"stash", "for_hidden", "for_weight"}, 26),
-        ("recompute", {"forward", "dlogits", "add_for_hidden", "for_weight"}, 27),
+        ("in_forward", {"stash", "for_hidden", "for_weight"}, 28),
+        ("recompute", {"forward", "dlogits", "add_for_hidden", "for_weight"}, 29),
     ],
 )
 def test_a_call_has_few_parts_to_compile_each_with_its_name(mode: str, kernels: set[str], parts: int) -> None:
@@ -217,7 +217,7 @@ def test_memory_of_a_loss_and_its_gradients(mode: str, n: int, v: int, h: int, b
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize(("bound", "rows"), [(65 * MIB, 2048), (16 * MIB, 384)])
+@pytest.mark.parametrize(("bound", "rows"), [(82 * MIB, 2048), (16 * MIB, 384)])
 def test_exponentials_that_a_bound_does_not_count_take_no_memory(bound: int, rows: int) -> None:
     """Blocks of 2048 rows, of whose exponentials the bound could hold 256; of 384 where there is no room for parts."""
     v, h = 131072, 4096

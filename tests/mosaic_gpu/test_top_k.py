@@ -153,14 +153,14 @@ def test_nan_comes_first(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(logits_kernel, "CONFIG", SMALL)
     monkeypatch.setattr(logits_kernel, "logits", as_on_hopper)
-    hidden, weight, z = _with_nan(40, 1111)
+    hidden, weight, z = _with_nan(40, 1112)
     top_k = interpreted(lambda hidden, weight: linear_top_k(hidden, weight, 5, implementation="mosaic_gpu"))
     _nan_comes_first(top_k(hidden, weight), z, 5)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_nan_comes_first() -> None:
-    hidden, weight, z = _with_nan(300, 32001)
+    hidden, weight, z = _with_nan(300, 32008)
     for k in (1, 64):
         top_k = jax.jit(lambda hidden, weight, k=k: linear_top_k(hidden, weight, k, implementation="mosaic_gpu"))
         _nan_comes_first(top_k(hidden, weight), z, k)

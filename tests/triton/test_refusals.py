@@ -76,7 +76,7 @@ def test_explain_tells_the_tiles(backward: Any) -> None:
 
 def test_the_kernel_has_every_field_and_term_of_the_table() -> None:
     """But for single entries."""
-    assert {*FIELDS, *Coefficients._fields} - {"target_logit", "target"} <= {
+    assert {*FIELDS, *Coefficients._fields} - {"target_logit", "target", "sum_weights"} <= {
         *binding._function("head_kernel").arg_names
     }
 

@@ -15,8 +15,9 @@ _RECOMPUTE_BYTES = 184 * 2**20
 # 16-bit numbers of a row that XLA's products read at once.
 _ALIGNED_COLUMNS = 8
 
-# Statistics that a tile may leave of each row.
+# Statistics that a tile may leave of each row: of a forward, and of the losses that in_forward serves.
 _PARTIAL_FIELDS = 7
+_LOSS_FIELDS = 3
 
 # Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
 _ROW_STEP = 128
@@ -185,7 +186,7 @@ def _scratch(
         if splits and product_kernel.serves(spec, rows):
             config = product_kernel.hidden_config(rows, spec.hidden_size)
             parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
-        partial = _PARTIAL_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
+        partial = _LOSS_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
         return copied + partial + stored + (2 * narrow + parts * wide) * rows * spec.hidden_size
     tile, block = columns * spec.hidden_size, rows * spec.hidden_size
     if recomputation.in_place(spec, rows, columns):

@@ -266,7 +266,7 @@ def head_kernel(  # type: ignore[no-untyped-def]
                     tl.store(sum_exp_deviation_sq + part, tl.sum(e * deviation * deviation, axis=1), mask=has_row)
             if weighted_sum is not None:
                 if u is not None:
-                    weighted = tl.where(counts[None, :] & (weights != 0.0), weights * measured, 0.0)
+                    weighted = tl.where(counts[None, :] & (weights != 0.0) & (measured != 0.0), weights * measured, 0.0)
                 else:
                     weighted = tl.where(counts[None, :], measured, 0.0) * UNIFORM
                 tl.store(weighted_sum + part, tl.sum(weighted, axis=1), mask=has_row)

@@ -117,7 +117,7 @@ def piece_partial(
         measured = z - layouts.along_columns(reference, shape)
         if "u" in refs:
             u = layouts.along_rows(layouts.columns_of(refs["u"], column, shape[1]), shape)
-            found["weighted_sum"] = jnp.where(u != 0, u * measured, 0.0).sum(axis=1)
+            found["weighted_sum"] = jnp.where((u != 0) & (measured != 0), u * measured, 0.0).sum(axis=1)
         else:
             counted = jnp.where(spec.valid(refs, column, shape), measured, 0.0) if spec.ragged else measured
             found["weighted_sum"] = counted.sum(axis=1) * spec.uniform_weight
