@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.gradient_products import NeedsGrad, Products, scale_gradient
 from pallas_ce.head import Batch, Head
@@ -147,6 +148,23 @@ def sum_over_devices(shards: Shards, rows: RowArrays, head: Head, needs_grad: Ne
     bias = None if sums.bias is None or not needs_grad.bias else shards.sum_entries(sums.bias, shards.sums.bias)
     up = None if sums.up is None else shards.sum_entries(sums.up, shards.sums.up)
     return Gradients(None, sums.weight, bias, scale, up, down)
+
+
+def without_padding(head: Head, columns: int, sums: Products, *, weight: bool = True) -> Products:
+    """The head's sums, the `weight`'s too, with 0 in the padding among the first `columns` entries that tiles cover.
+
+    Its dlogits are 0, but a NaN in hidden states makes a NaN of 0·NaN.
+    """
+    spec = head.spec
+
+    def cleared(x: jax.Array | None, axis: int = 0) -> jax.Array | None:
+        if x is None or columns == spec.vocab_size:
+            return x
+        zeros = jnp.zeros([columns - spec.vocab_size if i == axis else n for i, n in enumerate(x.shape)], x.dtype)
+        return lax.dynamic_update_slice_in_dim(x, zeros, spec.vocab_size, axis)
+
+    own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
+    return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))
 
 
 def adds_in_place(head: Head, shards: Shards) -> bool:

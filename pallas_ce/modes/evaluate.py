@@ -18,6 +18,7 @@ from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.modes import in_forward, recompute
 from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
+from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
@@ -110,7 +111,7 @@ def differentiable[Static, Out](
         return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
 
     function.defvjp(saving, cotangents_of, symbolic_zeros=True)
-    return function
+    return reverse_mode_only(function)
 
 
 # Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.

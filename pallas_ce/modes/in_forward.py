@@ -32,6 +32,7 @@ from pallas_ce.modes.call import (
     finish,
     sum_over_devices,
     through_down,
+    without_padding,
 )
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
 from pallas_ce.parallel.entry import streamed
@@ -177,6 +178,7 @@ def _statistics_and_sums(
         ),
     )
     found, sums = blocks.for_each(body, init)
+    sums = without_padding(head, plan.vocab_size, sums, weight=not in_place)
     of_head = sum_over_devices(shards, rows, head, needs_grad, sums)
     hidden_sum = None
     if needs_grad.hidden:

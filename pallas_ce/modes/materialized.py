@@ -25,6 +25,7 @@ from pallas_ce.modes.materialized_blocks import MaterializedSettings as Material
 from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
 from pallas_ce.modes.materialized_blocks import decide as decide
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
+from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import RowBlock, zeroed
@@ -81,7 +82,7 @@ def _forward_statistics(settings: MaterializedSettings, names: frozenset[str], r
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def row_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
+def _row_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
     """Primitive statistics of N rows, N and V at least 1; differentiable in the logits, any cotangents.
 
     The statistics of rows that do not count are 0, and so is their gradient.
@@ -144,11 +145,12 @@ def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Ar
     return coef.from_cotangents(cotangents, statistics)
 
 
-row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+_row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
+row_statistics = reverse_mode_only(_row_statistics)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def statistics_and_handle(
+def _statistics_and_handle(
     call: Call[MaterializedSettings], rows: MaterializedRows, inputs: tuple[Any, Any]
 ) -> tuple[Statistics, jax.Array]:
     """As `evaluate` has them of a head: dlogits are made in the forward, the backward scales them.
@@ -221,4 +223,5 @@ def _fused_backward(
     return MaterializedRows((scale * dlogits.astype(spec.accumulator)).astype(spec.dtype)), None
 
 
-statistics_and_handle.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
+_statistics_and_handle.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
+statistics_and_handle = reverse_mode_only(_statistics_and_handle)

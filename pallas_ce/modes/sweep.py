@@ -14,11 +14,20 @@ from jax import lax
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum, plus
 from pallas_ce.head import Head
-from pallas_ce.modes.call import Gradients, Operands, added, adds_in_place, finish, sum_over_devices, through_down
+from pallas_ce.modes.call import (
+    Gradients,
+    Operands,
+    added,
+    adds_in_place,
+    finish,
+    sum_over_devices,
+    through_down,
+    without_padding,
+)
 from pallas_ce.parallel.shards import RowArrays, Shards, psum
 from pallas_ce.statistics.logits import product
 from pallas_ce.streaming.rows import RowBlock, Rows
-from pallas_ce.streaming.tiles import Tile, Tiles
+from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 
 def gradient_sums(
@@ -110,7 +119,10 @@ def gradient_sums(
         bias=jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
         up=jnp.zeros((spec.weight_rows, spec.rank), wide) if needs_grad.up else None,
     )
-    sums = tiles.for_each(tile_body, init)
+    sums = tiles.for_each(tile_body, init._replace(hidden=_aligned(init.hidden)))
+    if sums.hidden is not None:
+        sums = sums._replace(hidden=sums.hidden[: hidden.shape[0]])
+    sums = without_padding(head, plan.vocab_size, sums, weight=not (in_place or by_tile))
     if (d_weight := sums.weight) is not None and not in_place:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
         d_weight = psum(own, shards.sums.weight)
@@ -125,6 +137,11 @@ def gradient_sums(
     assert hidden_sum is not None
     d_hidden = hidden_sum if head.logit_scale is None else product(hidden_sum, head.logit_scale)
     return shards.sum_hidden(d_hidden, hidden.dtype), of_head
+
+
+def _aligned(hidden_sum: jax.Array | None) -> jax.Array | None:
+    """With rows in the multiples that kernels add to in place."""
+    return hidden_sum if hidden_sum is None else pad(hidden_sum, (-(-len(hidden_sum) // 8) * 8, hidden_sum.shape[1]))
 
 
 def finished(operands: Operands, d_hidden: jax.Array | None, of_head: Gradients) -> Gradients:

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
+from pallas_ce.parallel.reverse_mode import in_reverse_mode
 from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
@@ -55,7 +56,7 @@ def program[Out](
             shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
             mesh = next((x.mesh for x in shardings if AxisType.Explicit in (x.mesh.axis_types or ())), None)
             if mesh is None:
-                return _in_reverse_mode(jitted, *arguments)
+                return in_reverse_mode(jitted, *arguments)
             whole, as_rows = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((), shardings[0].spec[:-1]))
 
             def place(of: Any) -> NamedSharding:
@@ -63,25 +64,11 @@ def program[Out](
 
             places = jax.tree.map(place, by_row(*arguments))
             inside = functools.partial(jitted, *facts)
-            return _in_reverse_mode(jax.sharding.auto_axes(inside, out_sharding=places), *arrays)
+            return in_reverse_mode(jax.sharding.auto_axes(inside, out_sharding=places), *arrays)
 
         return run
 
     return decorate
-
-
-def _in_reverse_mode[Out](function: Callable[..., Out], *arguments: Any) -> Out:
-    """The call; where forward mode reaches a `custom_vjp` in it, an error that says what to do."""
-    try:
-        return function(*arguments)
-    except TypeError as error:
-        if "can't apply forward-mode autodiff" not in str(error):
-            raise
-        raise NotImplementedError(
-            "pallas_ce has derivatives in reverse mode only: in place of jax.jvp, jax.jacfwd or jax.linearize use "
-            "jax.grad, jax.vjp or jax.jacrev; or a function with a head by implementation='reference', which "
-            "materialises the logits, and in place of one of stored logits plain JAX on jax.nn.log_softmax"
-        ) from error
 
 
 class How(Protocol):
