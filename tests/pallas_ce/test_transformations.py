@@ -272,7 +272,15 @@ def test_second_derivatives_raise(name: str, derivative: Any) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("derivative", [lambda f, h: jax.jvp(f, (h,), (h,)), lambda f, h: jax.jacfwd(f)(h)])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, h: jax.jvp(f, (h,), (h,)),
+        lambda f, h: jax.jacfwd(f)(h),
+        lambda f, h: jax.linearize(f, h)[1](h),
+        lambda f, h: jax.jit(lambda h: jax.linearize(jax.vmap(f), h[None])[1](h[None]))(h),
+    ],
+)
 def test_forward_mode_raises(name: str, derivative: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"reverse mode only: in place of jax\.jvp.*use jax\.grad"):
         derivative(lambda h: LOSSES[name][0](h, WEIGHT[0], LABELS[0]), HIDDEN[0])
