@@ -161,7 +161,9 @@ def without_padding(head: Head, columns: int, sums: Products, *, weight: bool = 
         if x is None or columns == spec.vocab_size:
             return x
         zeros = jnp.zeros([columns - spec.vocab_size if i == axis else n for i, n in enumerate(x.shape)], x.dtype)
-        return lax.dynamic_update_slice_in_dim(x, zeros, spec.vocab_size, axis)
+        # From an index that XLA does not know: else it would make one operation of this and a kernel's, and fail.
+        start = lax.optimization_barrier(jnp.int32(spec.vocab_size))
+        return lax.dynamic_update_slice_in_dim(x, zeros, start, axis)
 
     own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
     return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))

@@ -122,7 +122,8 @@ def gradient_sums(
     sums = tiles.for_each(tile_body, init._replace(hidden=_aligned(init.hidden)))
     if sums.hidden is not None:
         sums = sums._replace(hidden=sums.hidden[: hidden.shape[0]])
-    sums = without_padding(head, plan.vocab_size, sums, weight=not (in_place or by_tile))
+    whole = sums.weight is not None and sums.weight.shape == head.weight.shape
+    sums = without_padding(head, plan.vocab_size, sums, weight=whole and not in_place)
     if (d_weight := sums.weight) is not None and not in_place:
         own = d_weight if by_tile else shards.scatter_weight(d_weight, spec.vocab_axis).astype(weight_dtype)
         d_weight = psum(own, shards.sums.weight)

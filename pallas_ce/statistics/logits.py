@@ -63,12 +63,13 @@ class LogitsTile:
         return jnp.where(hit, self.logits, 0.0).sum(axis=1)
 
     def weighted(self, reference: jax.Array) -> jax.Array:
-        """`Σ u (z - reference)` `[n]`, to which columns with u = 0 or no distance add nothing, even if infinite."""
+        """`Σ u (z - reference)` `[n]`, to which columns with u = 0 add nothing, nor of no distance if u = ±inf."""
         u = present(self.logit_weights)
         counts = u != 0 if self.valid is None else self.valid & (u != 0)
         # Selected before it is multiplied, for the sake of derivatives; and after, or XLA on a CPU stores the products.
         distance = jnp.where(counts[None, :], self.logits - reference[:, None], 0.0)
-        return jnp.where(counts[None, :] & (distance != 0), u[None, :] * distance, 0.0).sum(axis=1)
+        counts = counts[None, :] & (jnp.isfinite(u)[None, :] | (distance != 0))
+        return jnp.where(counts, u[None, :] * distance, 0.0).sum(axis=1)
 
     @functools.cached_property
     def sum_weights(self) -> jax.Array:

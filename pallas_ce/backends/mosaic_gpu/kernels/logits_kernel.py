@@ -98,12 +98,15 @@ class LogitsEpilogue(Epilogue):
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores the logits first: they are on their way while the rest is computed."""
-        z = self.logits.mask(refs, place.column, self.logits.logits(refs, place.column, values))
+        logits = self.logits.logits(refs, place.column, values)
+        z = self.logits.mask(refs, place.column, logits)
         layouts.store_piece(refs["logits_smem"], place.warpgroup, refs["logits"], place.row, place.column, 0, z)
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = functools.reduce(jnp.maximum, maxima)
         if carry is not None:
-            z, top = z * layouts.along_columns(carry, z.shape), top * carry
+            # Padding stays -inf, of which a factor of 0 would make NaN.
+            z = self.logits.mask(refs, place.column, logits * layouts.along_columns(carry, z.shape))
+            top = top * carry
         part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))
         self._store_maxima(refs, place, maxima)
         partials.write(refs, place, part._replace(max=top))
