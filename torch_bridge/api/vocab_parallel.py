@@ -112,7 +112,7 @@ def vocab_parallel_cross_entropy(
     integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
     integration.check_scalar("z_loss", z_loss, 0.0)
     integration.check_normalizer(normalizer)
-    if rows == vocab_size and (processes := dist.get_world_size(group)) > 1:
+    if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(
             f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
             "would count them several times: pass each process its own rows, or call linear_cross_entropy"

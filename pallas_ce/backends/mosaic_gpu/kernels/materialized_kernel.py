@@ -35,6 +35,9 @@ _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 # Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
 _TILE_BYTES = 512
 
+# What partial statistics may take beside logits that are there already.
+_PARTIALS_BYTES = 12 * 2**20
+
 # Columns of which dlogits are computed at a time: with all options, a whole tile's intermediate values would spill.
 _PIECE = 64
 
@@ -73,7 +76,7 @@ def statistics(
         name = "pallas_ce_materialized_statistics"
         return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
 
-    return partials.in_launches(rows, spec.columns, len(fields), config, launch)
+    return partials.in_launches(rows, spec.columns, len(fields), config, launch, _PARTIALS_BYTES)
 
 
 def dlogits(
