@@ -17,6 +17,7 @@ class LogitsTile:
     valid: jax.Array | None
     labels: jax.Array | None
     logit_weights: jax.Array | None
+    sums_exponentials: bool = True
 
     @functools.cached_property
     def z(self) -> jax.Array:
@@ -26,7 +27,8 @@ class LogitsTile:
     @functools.cached_property
     def top(self) -> jax.Array:
         """`[n]`, the tile's own m. A NaN shows in every sum, but not in a maximum that XLA makes for a CPU."""
-        return jnp.where(jnp.isnan(self.sum_exp), jnp.nan, self._largest)
+        is_nan = jnp.isnan(self.sum_exp) if self.sums_exponentials else jnp.any(jnp.isnan(self.z), axis=1)
+        return jnp.where(is_nan, jnp.nan, self._largest)
 
     @functools.cached_property
     def _largest(self) -> jax.Array:

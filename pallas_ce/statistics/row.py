@@ -85,8 +85,9 @@ def partial_of_tile(
         logit_weights: `[c]`, the u of `mean_logit`.
         names: primitive statistics to prepare.
     """
-    tile, found = LogitsTile(logits, columns, valid, labels, logit_weights), Partial()
-    for field in fields_for(names) if labels is None else fields_of(names):
+    fields = fields_for(names) if labels is None else fields_of(names)
+    tile, found = LogitsTile(logits, columns, valid, labels, logit_weights, "sum_exp" in fields), Partial()
+    for field in fields:
         found = found._replace(**{field: FIELDS[field].tile(tile, found)})
     return found
 
