@@ -49,7 +49,7 @@ class _Work:
     def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
         tile = Tiles(self.head.spec.vocab_size, self.columns, self.head.valid_columns).tile(index)
         first = jnp.int32(index) * self.columns
-        alone = hidden_sum is None or hidden_sum.shape == self.batch.hidden.shape
+        alone = hidden_sum is None or isinstance(self.block.number, int)
         put = weight_sum is None or (weight_sum.whole and not weight_sum.adds)
         in_place = alone and put and part_products.served(self.head, self.columns)
         return (self._in_place if in_place else self._by_slices)(tile, first, hidden_sum, weight_sum)
