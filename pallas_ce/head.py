@@ -261,13 +261,20 @@ class Head:
         rounded = dlogits.astype(self.spec.dtype)
         for_hidden = for_weight = for_bias = None
         if needs_grad.hidden_product:
-            for_hidden = self.matmul(rounded, tile.take(self.weight, axis), (1, axis))
+            for_hidden = self.matmul(rounded, self._existing(tile, self.weight, axis), (1, axis))
         if needs_grad.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
         if needs_grad.bias_sum:
             for_bias = dlogits.sum(axis=0)
-        up = None if self.up is None else tile.take(self.up)
+        up = None if self.up is None else self._existing(tile, self.up, 0)
         return Products(for_hidden, for_weight, for_bias, *self.term_products(batch, rounded, up, needs_grad))
+
+    def _existing(self, tile: Tile, x: jax.Array, axis: int) -> jax.Array:
+        """The tile's part of `x`, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""
+        part = tile.take(x, axis)
+        if self.valid_columns is None or tile.valid is None:
+            return part
+        return jnp.where(tile.valid[:, None] if axis == 0 else tile.valid, part, jnp.zeros((), part.dtype))
 
     def term_products(
         self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs_grad: NeedsGrad
