@@ -8,6 +8,7 @@ VENV ?= .venv$(addprefix -,$(EXTRA))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
 NEWEST_TORCH := .venv-newest-torch
+NEWEST_COMPILE := .venv-newest-compile
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_pipeline_memory.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
@@ -67,9 +68,10 @@ test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few dra
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
-test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
+test-nightly: $(VENV)/.dev $(if $(EXTRA),,$(VENV)/.tpu) $(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(OLDEST)/.dev  ## run what the gates leave out: more cases, more drawn examples
 	@$(PY) -m pytest -n $(WORKERS) -m "not gpu and (nightly or drawn)" --hypothesis-profile=thorough $(ARGS)
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow" --cases=6 $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST_COMPILE)/bin/python $(QUICKLY) -m "not gpu" tests/mosaic_gpu/test_compiled_kernels.py $(ARGS)
 	@$(NEWEST_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(NEWEST_TORCH)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 torch_bridge $(OF_TORCH) $(ARGS)
 	@$(OLDEST)/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)'
@@ -108,12 +110,13 @@ $(VENV)/.tpu: $(VENV)/.dev
 	@tools/setup-environment $(VENV) tpu-compile -c $(CONSTRAINTS)
 	@touch $@
 
-# Without gpu-compile: the tests that compile for a GPU are skipped there. PyTorch, 6 GB, is in one of its own.
+# Those that compile for a GPU, with the newest jax's assembler, and PyTorch, 6 GB, have one each of their own.
 OPTIONS_newest := dev,experiments --upgrade
+OPTIONS_newest-compile := dev,flax,gpu-compile --upgrade
 OPTIONS_newest-torch := dev,experiments,trl --upgrade
 OPTIONS_oldest := dev,experiments -c tools/constraints-oldest.txt
 $(OLDEST)/.dev: tools/constraints-oldest.txt
-$(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
+$(NEWEST)/.dev $(NEWEST_TORCH)/.dev $(NEWEST_COMPILE)/.dev $(OLDEST)/.dev: .venv-%/.dev: $(DECLARED)
 	@tools/setup-environment .venv-$* $(OPTIONS_$*)
 	@touch $@
 

@@ -19,6 +19,8 @@ class Products(NamedTuple):
         bias: `Σ_i dlogits [c]`.
         low: `dlogits·up_tile [n, r]`.
         up: `dlogitsᵀ·low [c, r]`.
+        weight_bits: where `weight` is a bfloat16 sum, until all blocks are added: the bits that it lacks; see
+            `Backend.weight_bits`.
     """
 
     hidden: jax.Array | None = None
@@ -26,6 +28,7 @@ class Products(NamedTuple):
     bias: jax.Array | None = None
     low: jax.Array | None = None
     up: jax.Array | None = None
+    weight_bits: jax.Array | None = None
 
     def added(self, hidden_sum: jax.Array | None, weight_sum: "WeightSum | None", vocab_axis: int) -> "Products":
         """What a `TileStep` returns of a tile's products, from hidden's sum with the tile's share."""

@@ -71,11 +71,13 @@ class Report(NamedTuple):
         kernels: how many there were.
         spilled_bytes: bytes stored or loaded because registers ran out, over all kernels.
         serialised: whether asynchronous products were made to wait for each other.
+        linked: whether they were assembled by nvJitLink, as the newest jax does where that is installed.
     """
 
     kernels: int
     spilled_bytes: int
     serialised: bool
+    linked: bool
 
 
 def needs_plugin() -> None:
@@ -114,7 +116,10 @@ def compile_for_h200(
         said = log.read().decode(errors="replace")
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return compiled, Report(
-        len(re.findall(r"Compiling entry function", said)), spilled, bool(re.search(r"wgmma.*serialized due to", said))
+        len(re.findall(r"Compiling entry function", said)),
+        spilled,
+        bool(re.search(r"wgmma.*serialized due to", said)),
+        bool(re.search(r"^info +: used", said, re.MULTILINE)),
     )
 
 

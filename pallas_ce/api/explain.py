@@ -15,7 +15,7 @@ from pallas_ce.api.checks import ArrayLike, DTypeLike
 from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
-from pallas_ce.dispatch.settings import decide
+from pallas_ce.dispatch.settings import WeightSum, decide
 from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.head import HeadSpec
 from pallas_ce.parallel.partitioning import share
@@ -258,22 +258,23 @@ def _explain(
         return dataclasses.replace(told, backward_reason=how.mode_reason)
     mode = how.mode if needs_grad else None
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
-    sum_bytes = 0
+    weight_sum = WeightSum()
     if mode == "in_forward" and alone:
-        sum_bytes = how.sum_bytes(spec, np.dtype(of_weight.weight.dtype), needs_grad, Shards())
+        weight_sum = how.weight_sum(spec, np.dtype(of_weight.weight.dtype), needs_grad, Shards())
     scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
     describe = how.backend.describe or (lambda *_: Description())
     with known_device(arrays):
-        plans = [how.block_sizes(spec, max(tokens, 1), needed, sum_bytes) for needed in passes]
+        plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
         options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
     rounded = mode == "in_forward" and alone and not needs_grad.logit_scale
     of_hidden = how.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
-    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden)
-    if plan.rows >= tokens:
-        accumulators -= sum_bytes
+    of_weight_sum = spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
+    if weight_sum.bytes:
+        of_weight_sum = 0 if plan.rows >= tokens else weight_sum.bytes
+    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden, of_weight_sum)
     # A padded copy is part of the plan, and rounded as it is made; one that is gathered is rounded before.
     copied, padded = 0, described[-1].weight_copy_bytes
     if how.backend.capabilities.casts_whole and weight.dtype != spec.dtype and not part.gathered_bytes:
@@ -303,17 +304,16 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
 
 
 def _accumulator_bytes(
-    spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype
+    spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype, of_weight: int
 ) -> int:
     """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
     elements = spec.weight_rows * (needs_grad.bias_sum + spec.rank * needs_grad.up)
     elements += spec.rank * (tokens * needs_grad.low_product + spec.hidden_size * needs_grad.down)
-    if mode == "in_forward":
-        elements += spec.weight_rows * spec.hidden_size * needs_grad.weight
     hidden = tokens * spec.hidden_size * needs_grad.hidden_product
-    return elements * spec.accumulator.itemsize + hidden * of_hidden.itemsize
+    weight = of_weight * (mode == "in_forward" and needs_grad.weight)
+    return elements * spec.accumulator.itemsize + hidden * of_hidden.itemsize + weight
 
 
 def _launch(launch: Launch) -> str:

@@ -200,6 +200,12 @@ class Multiplying(Block):
     ) -> jax.Array:
         """`operandᵀ·rows` in the weight's layout, times `late []`: in place of `total`, or added to it."""
 
+    def for_weight_and_bits(
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, sums: Products, adds: jax.Array | bool
+    ) -> Products:
+        """`for_weight` of the sum that has `weight_bits`."""
+        raise NotImplementedError
+
     def products(self, gradient: Gradient, stash: Stash, sums: Products, adds: jax.Array | bool) -> Products:
         """See `Backend.stash_products`; without `adds` the sums are replaced."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
@@ -230,7 +236,11 @@ class Multiplying(Block):
             for_low = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
         if weight_sum is not None:
             scaled, late = self._scaled(batch.hidden, scale, factor)
-            weight_sum = self.for_weight(operand, scaled, late, weight_sum, adds)
+            if sums.weight_bits is not None:
+                sums = self.for_weight_and_bits(operand, scaled, late, sums, adds)
+                weight_sum = sums.weight
+            else:
+                weight_sum = self.for_weight(operand, scaled, late, weight_sum, adds)
         if up_sum is not None:
             assert batch.low is not None
             scaled, late = self._scaled(batch.low, scale, factor)
@@ -243,7 +253,7 @@ class Multiplying(Block):
                 counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
             summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
             bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
-        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum)
+        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum, sums.weight_bits)
 
     def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
         """E and s, `[n]`, from references by which the entries that are to be replaced fit."""

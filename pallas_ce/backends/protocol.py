@@ -201,6 +201,13 @@ class Backend(Protocol):
         of up to `spare_bytes` costs nothing beside: it lies where the gradient will, once all blocks are done.
         """
 
+    def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
+        """The shape of what is kept beside a bfloat16 gradient of the weight while blocks of `rows` are added to it.
+
+        Bfloat16 numbers, whose bits are the backend's affair. None: it adds to an array in the accumulator dtype.
+        """
+        return None
+
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
@@ -232,8 +239,9 @@ class Backend(Protocol):
         """Gradients of one block from its stash.
 
         Of the `sums` weight, bias and up are arrays of the whole head: the weight in the accumulator dtype or, where it
-        is rounded at once, its own. Returned are these with `factor` times the block's shares added; and hidden and
-        low, products by row, undefined in rows that are not valid. All is before the scale, None where not needed.
+        is rounded at once or has `weight_bits`, its own. Returned are these with `factor` times the block's shares
+        added; and hidden and low, products by row, undefined in rows that are not valid. All is before the scale, None
+        where not needed.
         Where `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays;
         see also `Capabilities.adds_in_place`.
         """

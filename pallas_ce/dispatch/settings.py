@@ -1,7 +1,8 @@
 """How a call will be carried out: implementation, backward mode, block sizes, and the reason for each choice."""
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,30 @@ from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 _MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
 _BYTES_PER_ENTRY = 4096
 
+# Rows of a block that every backend has whole tiles of.
+_WHOLE_ROWS = 256
+
 # Below this many rows a block, in_forward's products run far below the machine's rate and recompute is faster.
 _USEFUL_ROWS = 64
+
+
+class WeightSum(NamedTuple):
+    """In_forward's sum for the weight over several blocks of rows, as far as a single block does without.
+
+    Attributes:
+        bytes: what it takes beside the gradient.
+        spare: of these, where the gradient will be when all blocks are done.
+        narrow: whether it is the gradient itself, and the bits that this lacks: `Backend.weight_bits`.
+        given: whether the caller gave it, so that no gradient is made beside it.
+    """
+
+    bytes: int = 0
+    spare: int = 0
+    narrow: bool = False
+    given: bool = False
+
+
+_NO_SUM = WeightSum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,32 +110,31 @@ class Settings:
         """A sum over rows as this call means it, from that over this device's rows."""
         return rows if self.shards is None else self.shards.total(rows)
 
-    def block_sizes(
-        self, spec: HeadSpec, tokens: int, mode: Mode | None, sum_bytes: int = 0, *, given: bool = False
-    ) -> Plan:
-        """Block sizes of the plain forward (`mode=None`) or of a backward mode for `tokens` rows, at least one.
+    def block_sizes(self, spec: HeadSpec, tokens: int, mode: Mode | None, weight_sum: WeightSum = _NO_SUM) -> Plan:
+        """Block sizes of a pass.
 
-        `sum_bytes` are those of a wide sum for the weight that is only kept where there are several blocks. A single
-        block may take them by default. Several may take, whatever the caller's bound, the memory where the sum's
-        rounded copy, half as large, will lie when all are done. Neither adds to the largest amount in use.
-
-        Where the sum is `given`, no gradient is made beside it, and by default blocks may take what that would.
+        A single block may by default take what the weight's sum over several takes. Several may take, whatever the
+        caller's bound, what of the sum is spare. Neither adds to the largest amount in use. Where the sum is given,
+        blocks may by default take what a gradient beside it would.
         """
         default = min(max(DEFAULT_SCRATCH_BYTES, _BYTES_PER_ENTRY * spec.vocab_size), _MOST_SCRATCH_BYTES)
         does, wide = self.backend.capabilities, spec.dtype.itemsize > 2
         if does.large_blocks and wide:
             default *= 2
-        if sum_bytes and self.scratch_bytes is None:
+        if weight_sum.bytes and self.scratch_bytes is None:
             # The logits of all rows, and where those are the stash, tiles beside them.
             times = 2 if does.wide_stash else 1
-            alone = self._within_budget(spec, tokens, mode, default + sum_bytes, times_logits=times)
+            alone = self._within_budget(spec, tokens, mode, default + weight_sum.bytes, times_logits=times)
             if alone.rows >= tokens:
                 return alone
         if does.wide_stash and not wide and mode == "in_forward":
             default *= 2
-        if given:
-            default, sum_bytes = default + sum_bytes // 2, 0
-        return self._within_budget(spec, tokens, mode, default, sum_bytes // 2)
+        spare = weight_sum.spare
+        if weight_sum.given:
+            default, spare = default + spare, 0
+        if weight_sum.narrow:  # 2048 rows of a wide vocabulary, beside which adding takes little time
+            default += default // 5
+        return self._within_budget(spec, tokens, mode, default, spare)
 
     def _within_budget(
         self,
@@ -139,15 +161,18 @@ class Settings:
         rounded = dtype == jnp.bfloat16 and self.shards is None
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
-    def sum_bytes(
+    def weight_sum(
         self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards, *, given: bool = False
-    ) -> int:
-        """Bytes of the wide sum for the weight that a single block of in_forward does without; see `block_sizes`."""
-        scattered, large = shards.gathered, self.backend.capabilities.large_blocks
-        spared = given or self.kept_dtype(spec, weight_dtype) != spec.accumulator
-        if not needs_grad.weight or scattered or not large or not spared:
-            return 0
-        return spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
+    ) -> WeightSum:
+        """What in_forward adds up the weight's gradient in; see `block_sizes`."""
+        rounded = self.kept_dtype(spec, weight_dtype) != spec.accumulator
+        if not needs_grad.weight or shards.gathered or not self.backend.capabilities.large_blocks:
+            return WeightSum(given=given)
+        numbers = spec.weight_rows * spec.hidden_size
+        if rounded and not given and (bits := self.backend.weight_bits(spec, _WHOLE_ROWS)) is not None:
+            return WeightSum(math.prod(bits) * weight_dtype.itemsize, narrow=True)
+        wide = numbers * spec.accumulator.itemsize if rounded or given else 0
+        return WeightSum(wide, wide // 2, given=given)
 
 
 def decide(

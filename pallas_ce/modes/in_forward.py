@@ -118,8 +118,10 @@ def _statistics_and_sums(
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
     spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
     wide, in_place = spec.accumulator, adds_in_place(head, shards)
-    sum_bytes = settings.sum_bytes(spec, weight_dtype, needs_grad, shards, given=in_place)
-    plan = settings.block_sizes(spec, tokens, "in_forward", sum_bytes, given=in_place)
+    weight_sum = settings.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
+    plan = settings.block_sizes(spec, tokens, "in_forward", weight_sum)
+    alone = plan.rows >= tokens
+    bits = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
@@ -142,8 +144,8 @@ def _statistics_and_sums(
             factor,
             in_place,
         )
-        alone = sums._replace(hidden=None, low=None)
-        shares = backend.stash_products(head, block_batch, gradient, stash, alone, plan, block)
+        of_head = sums._replace(hidden=None, low=None)
+        shares = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
         for_low = None if shares.low is None else block.select(shares.low, 0.0)
         for_hidden = through_down(head, shares.hidden, for_low)
 
@@ -155,7 +157,7 @@ def _statistics_and_sums(
 
     # A block that is the only one rounds its sum at once.
     kept = settings.kept_dtype(spec, weight_dtype)
-    sum_dtype = kept if sum_bytes and plan.rows >= tokens else wide
+    sum_dtype = kept if bits or (alone and weight_sum.bytes) else wide
     # Hidden's does, too, each row being written once, unless more is to be made of it first.
     kept_hidden = settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
@@ -164,7 +166,7 @@ def _statistics_and_sums(
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
     by_row = lax.empty if rows.mask is None else jnp.zeros
-    replaced = plan.rows >= tokens or not backend.capabilities.adds_in_place
+    replaced = alone or bits is not None or not backend.capabilities.adds_in_place
     covered = blocks.all_visited and plan.vocab_size == spec.weight_rows
     of_weight = lax.empty if replaced and covered else jnp.zeros
     init: Any = (
@@ -175,6 +177,7 @@ def _statistics_and_sums(
             jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
             by_row((tokens, spec.rank), wide) if needs_grad.down else None,
             jnp.zeros((spec.weight_rows, spec.rank), wide) if needs_grad.up else None,
+            None if bits is None else lax.empty(bits, sum_dtype),
         ),
     )
     found, sums = blocks.for_each(body, init)

@@ -211,7 +211,7 @@ class RowBlocks:
         """The block of that index; the index may be traced."""
         tile = self.tiles.tile(index)
         if self.rows.order is None:
-            return RowBlock(index, tile, None, tile.valid, None)
+            return RowBlock(index, tile, None, tile.valid, None, count=self.tiles.count)
         assert self.rows.filled is not None
         assert self.rows.valid is not None
         if self.all_visited:
@@ -223,7 +223,7 @@ class RowBlocks:
             )
             filled = jnp.clip(self.rows.filled - places[0], 0, tile.size)
             only = self.rows if self.tiles.count == 1 else None
-            return RowBlock(index, tile, ids, valid & (places < self.tiles.total), filled, only)
+            return RowBlock(index, tile, ids, valid & (places < self.tiles.total), filled, only, self.tiles.count)
         valid = tile.take(self.rows.valid)
         valid = valid if tile.valid is None else valid & tile.valid
         return RowBlock(index, tile, tile.take(self.rows.order), valid, None)
@@ -240,6 +240,7 @@ class RowBlock:
         valid: `[size]` bool, which of its places hold a row that counts; None: all.
         filled: `[]` int32, how many hold a row, the first ones; None where that does not matter.
         only: the rows, where this is their only block; else None.
+        count: how many blocks are visited; None where only the device knows.
     """
 
     number: jax.Array | int
@@ -248,6 +249,13 @@ class RowBlock:
     valid: jax.Array | None
     filled: jax.Array | None
     only: Rows | None = None
+    count: int | None = None
+
+    @property
+    def last(self) -> jax.Array:
+        """`[]` bool: whether no block is visited after it."""
+        assert self.count is not None
+        return jnp.asarray(self.number) == self.count - 1
 
     def take(self, x: jax.Array) -> jax.Array:
         """The block's rows `[size, ...]` of `x [N, ...]`; places that are not valid repeat a row that counts."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tests import compile_for_h200 as h200
@@ -31,4 +32,5 @@ def clean(function: Callable[..., Any], *given: Any, **options: Any) -> Compiled
     assert report.kernels >= 1
     assert report.spilled_bytes == 0
     assert not report.serialised
+    assert report.linked == (jax.__version_info__ >= (0, 12)), "nvJitLink assembles kernels from jax 0.12 on"
     return Compiled(program.as_text(), program.memory_analysis(), report)

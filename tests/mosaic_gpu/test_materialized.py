@@ -150,7 +150,7 @@ def test_rows_that_do_not_count_may_hold_anything_and_rows_of_minus_infinity_hav
 
 @pytest.mark.usefixtures("small_tiles")
 def test_metrics_and_values_alone(interpreted: Any) -> None:
-    logits, labels = logits_of(64, 160, BFLOAT16), np.arange(64)
+    logits, labels = logits_of(64, 1600, BFLOAT16), np.arange(64)
 
     def loss(implementation: Any) -> Callable[[jax.Array], Any]:
         return lambda z: cross_entropy(z, labels, implementation=implementation, return_metrics=True)

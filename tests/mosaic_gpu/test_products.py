@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.backends.mosaic_gpu.kernels import product_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import Config, cost
 
@@ -84,6 +84,38 @@ def test_weight_sums_go_on_from_block_to_block(vocab_axis: int, first: int, seco
 
     want = sum(exact(stored[:valid].T, rows[:valid]) for valid in (first, second))
     assert_summed(laid_out(interpreted(run)(blocks), vocab_axis), want)
+
+
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "lives"), [({}, (None,) * 4), ({"stages": 2}, (192, 0, 70, 0)), ({"row_group": 1}, (0, 192))]
+)
+def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
+    vocab_axis: int, options: dict[str, Any], lives: tuple[int | None, ...], interpreted: Any
+) -> None:
+    """Beside float32 sums; blocks without a valid row change nothing, but the last one rounds."""
+    stored, weight, rows = matrices(192, 272, 320, vocab_axis)
+    config = tiles(columns=256, **options)
+    half = jnp.float32(0.5)
+
+    def run(stored: jax.Array, rows: jax.Array) -> Any:
+        shape = narrow_sum.lower_shape(*weight.shape, config)
+        total = jnp.full(weight.shape, jnp.nan, jnp.bfloat16), jnp.full(shape, jnp.nan, jnp.bfloat16)
+        for i, live in enumerate(lives):
+            total = narrow_sum.add_for_weight(
+                *(stored * (i + 1), rows if live is None else rows.at[live:].set(0)), vocab_axis, total, config=config,
+                first=jnp.bool_(i == 0), last=jnp.bool_(i == len(lives) - 1), multiplier=half,
+                valid_rows=None if live is None else jnp.int32(live),
+            )  # fmt: skip
+        return total
+
+    got = np.asarray(laid_out(interpreted(run)(stored, rows)[0], vocab_axis), np.float64)
+    want, slack = np.zeros((272, 320)), np.zeros((272, 320))
+    for i, live in enumerate(lives):
+        want += 0.5 * exact((stored[:live] * (i + 1)).T, rows[:live])
+        slack += 2.0**-15 * np.abs(want) + 1e-4
+    assert np.all(np.abs(got - want) <= slack + 2.0**-8 * np.abs(want))
 
 
 @pytest.mark.nightly(keep=3)

@@ -14,7 +14,7 @@ from pallas_ce import explain, linear_cross_entropy
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import BACKEND, tiling
 from pallas_ce.dispatch.select import Default
-from pallas_ce.dispatch.settings import Settings, decide
+from pallas_ce.dispatch.settings import Settings, WeightSum, decide
 from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
@@ -31,9 +31,9 @@ def _spec(hidden_size: int, vocab_size: int, dtype: str = "bfloat16") -> HeadSpe
 def _planned(platform: str, tokens: int, vocab_size: int, mode: Mode | None) -> Plan:
     """For a head of H 4096 in bfloat16, by default, with a gradient for the weight."""
     spec, settings = _spec(4096, vocab_size), Settings("xla", mode, None, platform=platform)
-    sums = 0
+    sums = WeightSum()
     if mode == "in_forward":
-        sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+        sums = settings.weight_sum(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
     return settings.block_sizes(spec, tokens, mode, sums)
 
 
@@ -122,7 +122,7 @@ def test_by_default_small_blocks_of_16_bits_are_the_slower_mode(
 ) -> None:
     """As measured on GPUs; a fourth product in float32 would take longer than adding."""
     spec, settings = _spec(hidden_size, vocab_size, dtype), Settings("xla", "in_forward", None, platform="cuda")
-    sums = settings.sum_bytes(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+    sums = settings.weight_sum(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
     plan = settings.block_sizes(spec, 8192, "in_forward", sums)
     assert plan.rows < 8192
     assert (plan.slower is not None) == slower

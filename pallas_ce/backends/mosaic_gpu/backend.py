@@ -12,6 +12,7 @@ from pallas_ce.backends.mosaic_gpu import in_forward, plans, recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import (
     forward_kernel,
     materialized_kernel,
+    narrow_sum,
     operands,
     partials,
     product_kernel,
@@ -86,6 +87,13 @@ class MosaicGpuBackend(Backend):
             return plans.recompute(spec, tokens, scratch_bytes)
         return plans.by_rows(spec, tokens, mode, scratch_bytes, spare_bytes)
 
+    def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
+        """See `narrow_sum`."""
+        if spec.dtype != jnp.bfloat16 or not recomputation.in_place(operands.padded_spec(spec), rows, spec.weight_rows):
+            return None
+        shape = spec.weight_rows, spec.hidden_size
+        return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
+
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
         """The kernel that makes logits, of plain cross entropy."""
         spec = operands.padded_spec(spec)
@@ -133,7 +141,8 @@ class MosaicGpuBackend(Backend):
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
             config = self._config("stash", head, 1 + partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
-        return in_forward.Products(head, batch, skipped, config, configs, plan.splits).products(
+        last = None if sums.weight_bits is None else block.last
+        return in_forward.Multiply(head, batch, skipped, config, configs, plan.splits, last).products(
             gradient, stash, sums, gradient.adds or block.number != 0
         )
 

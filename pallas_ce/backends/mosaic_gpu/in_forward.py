@@ -10,10 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
-from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel, stash_kernel
+from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
+from pallas_ce.gradient_products import Products
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -48,17 +49,19 @@ class Kernels(_Exponentials, Stashing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Products(_Exponentials, Multiplying):
+class Multiply(_Exponentials, Multiplying):
     """See `Multiplying`.
 
     Attributes:
         config: of the kernel that makes the operand: exponentials or, where they are always recomputed, dlogits.
         configs: of the products.
         splits: whether there is memory for hidden's product in parts.
+        last: `[]` bool: whether it is the last block.
     """
 
     configs: GradientConfigs
     splits: bool
+    last: jax.Array | None
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """A kernel that writes where the stash lies."""
@@ -100,3 +103,22 @@ class Products(_Exponentials, Multiplying):
             valid_rows=self.valid_rows,
             multiplier=late,
         )
+
+    def for_weight_and_bits(
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, sums: Products, adds: jax.Array | bool
+    ) -> Products:
+        """By a kernel."""
+        assert sums.weight is not None
+        assert sums.weight_bits is not None
+        assert self.last is not None
+        upper, lower = narrow_sum.add_for_weight(
+            operand,
+            rows,
+            self.head.spec.vocab_axis,
+            (sums.weight, sums.weight_bits),
+            first=jnp.logical_not(adds),
+            last=self.last,
+            valid_rows=self.valid_rows,
+            multiplier=late,
+        )
+        return sums._replace(weight=upper, weight_bits=lower)

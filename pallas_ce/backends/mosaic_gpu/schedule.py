@@ -134,6 +134,8 @@ class Product:
         rank: how many numbers of a low-rank term each entry sums over besides, from operands of its own.
         parts: into how many the length is cut; each tile of each part is one of work, and leaves a partial product.
         stored: whether tiles are read from memory, and nothing is multiplied.
+        side_by_side: how many stored tiles, one beside the other, are one of work.
+        held: whether what a tile is added to comes through the ring after its operands; see `loop.Held`.
     """
 
     config: Config
@@ -145,6 +147,8 @@ class Product:
     rank: int = 0
     parts: int = 1
     stored: bool = False
+    side_by_side: int = 1
+    held: bool = False
 
     @property
     def left_tile(self) -> tuple[int, int]:
@@ -167,7 +171,9 @@ class Product:
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return 1 if self.stored else -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
+        if self.stored:
+            return self.side_by_side
+        return -(-(self.own_steps - (-self.rank // self.config.depth)) // self.parts)
 
     @property
     def workers(self) -> int:

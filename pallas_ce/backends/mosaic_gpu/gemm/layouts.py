@@ -85,24 +85,26 @@ def store_piece(
     A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add`, a Python
     bool or `[]`, `x` is added to what is there.
     """
-    slots, wide = staging.shape[1], staging.shape[-1]
+    wide = staging.shape[-1]
     assert x.shape[1] % wide == 0
     x = x.astype(staging.dtype)
     corners = itertools.product(range(0, x.shape[0], BLOCK), range(0, x.shape[1], wide))
     earlier = first // wide * (x.shape[0] // BLOCK)
     for index, (r, c) in enumerate(corners, earlier):
-        slot = index % slots
-        if index == 0:  # the tile before this one was stored long ago
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        elif index >= slots:  # all stores but the last ones have left their slots
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        staging[warpgroup, slot] = x[r : r + BLOCK, c : c + wide]
-        plgpu.commit_smem()
         place = target.at[pl.ds(row + r, BLOCK), pl.ds(column + first + c, wide)]
-        _copy(staging.at[warpgroup, slot], place, add)
+        store_block(staging.at[warpgroup], index, place, x[r : r + BLOCK, c : c + wide], add)
 
 
-def _copy(block: Any, place: Any, add: jax.Array | bool) -> None:
+def store_block(staging: Any, index: int, place: Any, x: jax.Array, add: jax.Array | bool = False) -> None:
+    """Starts storing a block, the `index`-th of a tile, by way of a warpgroup's `staging`; none may be left out."""
+    slots = staging.shape[0]
+    if index == 0:  # the tile before this one was stored long ago
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    elif index >= slots:  # all stores but the last ones have left their slots
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    block = staging.at[index % slots]
+    block[...] = x
+    plgpu.commit_smem()
     if isinstance(add, bool):
         plgpu.copy_smem_to_gmem(block, place, reduction_op="add" if add else None)
         return

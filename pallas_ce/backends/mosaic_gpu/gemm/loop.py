@@ -60,8 +60,12 @@ class Epilogue(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
-        """Takes `values [rows, columns]` float32, in the layout of a wgmma accumulator."""
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
+        """Takes `values [rows, columns]` float32, in the layout of a wgmma accumulator; returns what `end` needs."""
+
+    def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
+        """Called after a tile of a product, or after the last of those that are read side by side."""
+        return
 
 
 def number(refs: dict[str, Any], name: str) -> jax.Array | int:
@@ -69,12 +73,25 @@ def number(refs: dict[str, Any], name: str) -> jax.Array | int:
     return pl.multiple_of(refs[name][0], STEP) if name in refs else 0
 
 
-def _blocks(refs: dict[str, Any], name: str, size: int, most: int) -> jax.Array:
-    return lax.div(refs[name][0] + (size - 1), size) if name in refs else jnp.int32(most)
+def _blocks(refs: dict[str, Any], name: str, size: int, most: int) -> jax.Array | int:
+    return lax.div(refs[name][0] + (size - 1), size) if name in refs else most
+
+
+def _divided(x: jax.Array, by: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of numbers below 2²⁴.
+
+    Division by what is known at run time only would be a call, and no product is asynchronous in a kernel with calls.
+    """
+    if isinstance(by, int):
+        return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
+    guess = (x.astype(jnp.float32) / by.astype(jnp.float32)).astype(jnp.int32)  # or one more, or one less
+    rest = x - guess * by
+    quotient = guess + (rest >= by).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+    return quotient, x - quotient * by
 
 
 class Walk:
-    """The order of work of one thread block: `tiles`, each of `steps` along the operands' length."""
+    """The order of work of one thread block: `tiles`, each of `steps`, the first `products` of them multiplied."""
 
     def __init__(self, product: Product, refs: dict[str, Any]) -> None:
         self._product, config = product, product.config
@@ -85,8 +102,9 @@ class Walk:
         self.tiles = lax.div(every + (product.workers - 1) - self._worker, jnp.int32(product.workers))
         # Without a valid row of the length there is one step, which reads zeros beyond the end of the operands.
         steps = _blocks(refs, "valid_length", config.depth, product.steps)
-        self.steps = jnp.maximum(steps, 1)
-        self._skip = jnp.where(steps == 0, product.steps, 0) if "valid_length" in refs else 0
+        self.products = steps if isinstance(steps, int) else jnp.maximum(steps, 1)
+        self._skip = 0 if isinstance(steps, int) else jnp.where(steps == 0, product.steps, 0)
+        self.steps = self.products + (WARPGROUPS * (1 - refs["first"][0]) if product.held else 0)
 
     def place(self, tile: jax.Array, warpgroup: jax.Array | int = 0) -> Place:
         """The place of a warpgroup's part of this thread block's tile of that index; rows begin at 0."""
@@ -94,24 +112,25 @@ class Walk:
         rest = tile * product.workers + self._worker
         part = jnp.int32(0)
         if product.parts > 1:  # what runs at one time works on the same part of the length
-            of_part = self._row_blocks * self._column_blocks
-            part, rest = lax.div(rest, of_part), lax.rem(rest, of_part)
+            part, rest = _divided(rest, self._row_blocks * self._column_blocks)
         in_group = min(config.row_group, product.row_blocks)
-        group_tiles = self._column_blocks * in_group
-        group, rest = lax.div(rest, group_tiles), lax.rem(rest, group_tiles)
-        width = jnp.minimum(in_group, self._row_blocks - group * in_group)
-        block, row_block = lax.div(rest, width), group * in_group + lax.rem(rest, width)
+        group, rest = _divided(rest, self._column_blocks * in_group)
+        last = self._row_blocks % in_group if isinstance(self._row_blocks, int) else None
+        width = in_group if last == 0 else jnp.minimum(in_group, self._row_blocks - group * in_group)
+        block, row_block = _divided(rest, width)
+        row_block = group * in_group + row_block
         block = jnp.where(lax.rem(group, 2) == 1, self._column_blocks - 1 - block, block)
         row = row_block * config.tile_rows + warpgroup * config.rows
-        return Place(jnp.int32(warpgroup), row, block * config.columns, block, part)
+        return Place(jnp.int32(warpgroup), row, block * config.columns * product.side_by_side, block, part)
 
-    def depth(self, step: jax.Array) -> tuple[Place, jax.Array]:
-        """Of a step of this thread block: its tile's place, and which step along the operands' length it is."""
-        place = self.place(lax.div(step, self.steps))
-        along = lax.rem(step, self.steps) + self._skip
+    def depth(self, step: jax.Array) -> tuple[Place, jax.Array, jax.Array]:
+        """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
+        tile, own = _divided(step, self.steps)
+        place = self.place(tile)
+        along = own + self._skip
         if self._product.parts > 1:
-            along = along + place.part * self.steps
-        return place._replace(row=place.row + self._first_row), along
+            along = along + place.part * self.products
+        return place._replace(row=place.row + self._first_row), own, along
 
 
 def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: Epilogue) -> None:
@@ -169,8 +188,17 @@ class _Thread:
         def tile(index: jax.Array, _: None) -> None:
             place = self.walk.place(index, self.warpgroup)
             carry = self.epilogue.start(self.refs, place)
-            values = self._stored(index) if self.product.stored else self._product(index)
-            self.epilogue.tile(self.refs, place, values, carry)
+            refs = {**self.refs, "held": Held(self, index)} if self.product.held else self.refs
+
+            def side_by_side(k: jax.Array, carry: Carry) -> Carry:
+                at = place._replace(column=place.column + k * self.config.columns)
+                return self.epilogue.tile(refs, at, self._stored(index * self.walk.steps + k), carry)
+
+            if self.product.stored:
+                carry = lax.fori_loop(0, self.product.side_by_side, side_by_side, carry)
+            else:
+                carry = self.epilogue.tile(refs, place, self._product(index), carry)
+            self.epilogue.end(refs, place, carry)
 
         lax.fori_loop(0, self.walk.tiles, tile, None)
         plgpu.wait_smem_to_gmem(0)
@@ -178,22 +206,27 @@ class _Thread:
     def _product(self, index: jax.Array) -> jax.Array:
         def accumulated(accumulator: Any) -> jax.Array:
             def step(k: jax.Array, _: None) -> None:
-                step = index * self.walk.steps + k
-                self._multiply(accumulator, lax.rem(step, jnp.int32(self.config.stages)))
+                step = first + k
+                self._multiply(accumulator, self.slot(step))
                 plgpu.wgmma_wait(1)
-                pl.when(step > 0)(lambda: self._refill(step - 1))
+                pl.when((k if self.product.held else step) > 0)(lambda: self._refill(step - 1))
 
-            lax.fori_loop(0, self.walk.steps, step, None)
+            lax.fori_loop(0, self.walk.products, step, None)
             value: jax.Array = accumulator[...]
             return value
 
-        return pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
+        first = index * self.walk.steps
+        value = pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
+        if self.product.held:  # what follows in the ring is not multiplied
+            self._refill(first + self.walk.products - 1)
+        return value
 
-    def _stored(self, index: jax.Array) -> jax.Array:
-        slot = lax.rem(index, jnp.int32(self.config.stages))
+    def _stored(self, step: jax.Array) -> jax.Array:
+        slot = self.slot(step)
         plgpu.barrier_wait(self.ring["full"].at[slot])
         values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        self._refill(index)
+        plgpu.commit_smem()  # the copy engine is not to write before this has been read
+        self._refill(step)
         return values
 
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
@@ -207,9 +240,13 @@ class _Thread:
             right if self.product.right_axis else right.transpose((1, 0)),
         )
 
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Where a step's operands are."""
+        return lax.rem(step, jnp.int32(self.config.stages))
+
     def _refill(self, done: jax.Array) -> None:
         """Gives back the slot of a step that is `done`, and loads into it for the step that comes `stages` later."""
-        slot, ahead = lax.rem(done, jnp.int32(self.config.stages)), done + self.config.stages
+        slot, ahead = self.slot(done), done + self.config.stages
 
         @pl.when(ahead < self.steps)
         def _() -> None:
@@ -222,9 +259,13 @@ class _Thread:
 
     def _load(self, step: jax.Array, slot: jax.Array | int) -> None:
         product, config, full = self.product, self.config, self.ring["full"].at[slot]
-        place, along = self.walk.depth(step)
+        place, own, along = self.walk.depth(step)
         rows, columns = pl.ds(place.row, config.tile_rows), pl.ds(self.first_column + place.column, config.columns)
         if product.stored:
+            # No tile lies beyond the end: the last one again, of which no column counts there.
+            last = (config.column_blocks(self.matrices[0].shape[1]) - 1) * config.columns
+            column = jnp.minimum(place.column + own * config.columns, last)
+            columns = pl.ds(pl.multiple_of(column, STEP), config.columns)
             plgpu.copy_gmem_to_smem(self.matrices[0].at[rows, columns], self.ring["left"].at[slot], full)
             return
 
@@ -236,9 +277,46 @@ class _Thread:
             plgpu.copy_gmem_to_smem(right, self.ring["right"].at[slot], full)
 
         left, right, *term = self.matrices
+        if product.held:
+            pl.when(own < self.walk.products)(lambda: copy(left, right, along))
+            pl.when(own >= self.walk.products)(lambda: self._load_held(place, own - self.walk.products, slot))
+            return
         if not term:
             copy(left, right, along)
             return
         low, up = term
         pl.when(along < product.own_steps)(lambda: copy(left, right, along))
         pl.when(along >= product.own_steps)(lambda: copy(low, up, along - product.own_steps))
+
+    def _load_held(self, place: Place, warpgroup: jax.Array, slot: jax.Array | int) -> None:
+        config, full = self.config, self.ring["full"].at[slot]
+        rows = pl.ds(pl.multiple_of(place.row + warpgroup * config.rows, STEP), config.rows)
+        for name, side, width in (("lower", "left", config.columns // 2), ("upper", "right", config.columns)):
+            source = self.refs[name].at[rows, pl.ds(place.block * width, width)]
+            plgpu.copy_gmem_to_smem(source, self.ring[side].at[slot], full)
+
+
+class Held:
+    """What a tile is added to, in the ring's slots: a step for each warpgroup's part.
+
+    Of "upper" `[rows, columns]` it lies where a right operand would, of "lower" `[rows, columns / 2]` a left one.
+    """
+
+    def __init__(self, thread: _Thread, tile: jax.Array) -> None:
+        self._thread, self._first = thread, tile * thread.walk.steps + thread.walk.products
+        self._slot = thread.slot(self._first + thread.warpgroup)
+
+    def wait(self) -> None:
+        """Until it is there."""
+        for warpgroup in range(WARPGROUPS):  # for the other's, too: a barrier must be seen every time
+            plgpu.barrier_wait(self._thread.ring["full"].at[self._thread.slot(self._first + warpgroup)])
+
+    def read(self, name: str, first: int, width: int) -> jax.Array:
+        """Some columns of this warpgroup's part, in the layout of a wgmma accumulator."""
+        part = self._thread.ring["right" if name == "upper" else "left"].at[self._slot, :, pl.ds(first, width)]
+        return plgpu.load(part, layout=plgpu.Layout.WGMMA)
+
+    def release(self) -> None:
+        """It has been read."""
+        for warpgroup in range(WARPGROUPS):
+            self._thread._refill(self._first + warpgroup)

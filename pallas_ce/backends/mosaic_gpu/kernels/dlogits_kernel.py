@@ -104,7 +104,7 @@ class DlogitsEpilogue(Epilogue):
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
         """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
         if "counts" in carry:
             # Coefficients are 0 there; so are the logits, whose nan or inf must not matter.
@@ -120,6 +120,7 @@ class DlogitsEpilogue(Epilogue):
                 before = layouts.column_ids(z.shape) < carry["zeros_before"] - column
                 gradient = jnp.where(before, 0.0, gradient)
             layouts.store_piece(refs["dlogits_smem"], place.warpgroup, target, place.row, place.column, first, gradient)
+        return carry
 
     def _gradient(self, refs: dict[str, Any], column: jax.Array, z: jax.Array, by_row: dict[str, jax.Array]) -> Any:
         shape = z.shape

@@ -16,7 +16,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
-from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
+from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
 
 
 def statistics(
@@ -46,18 +46,34 @@ def statistics(
         outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
         return partials.read(given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields)
 
-    return partials.in_launches(rows, columns, len(fields), config, launch, partial_bytes)
+    return partials.in_launches(rows, config.column_blocks(columns), len(fields), config, launch, partial_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsEpilogue(Epilogue):
-    """Writes each tile's `Partial`, measured from its own maximum."""
+    """Writes each tile's `Partial`, measured from its own maximum.
+
+    Attributes:
+        logits: of what is in a tile.
+        fields: of `Partial`.
+        width: of a piece.
+        rows: of a warpgroup's part, where tiles that are read side by side have one `Partial`; else None.
+    """
 
     logits: epilogues.LogitSpec
     fields: tuple[str, ...]
     width: int
+    rows: int | None = None
 
-    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Nothing yet."""
+        return epilogues.no_columns(self.rows, self.fields) if self.rows else None
+
+    def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
+        """Writes."""
+        partials.write(refs, place, carry)
+
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
         """Finds the maximum first."""
         z = self.logits.logits(refs, place.column, values)
         parts = [
@@ -73,4 +89,5 @@ class StatisticsEpilogue(Epilogue):
 
         # A piece's own maximum only matters for finding its place.
         others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
-        partials.write(refs, place, of_all(others)._replace(max=top))
+        found = of_all(others)._replace(max=top)
+        return found if carry is None else merge(carry, found)

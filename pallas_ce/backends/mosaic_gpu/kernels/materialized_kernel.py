@@ -35,8 +35,8 @@ _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 # Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
 _TILE_BYTES = 512
 
-# What partial statistics may take beside logits that are there already.
-_PARTIALS_BYTES = 12 * 2**20
+# Columns that leave one `Partial` of a row.
+_PARTIAL_COLUMNS = 1024
 
 # Columns of which dlogits are computed at a time: with all options, a whole tile's intermediate values would spill.
 _PIECE = 64
@@ -66,8 +66,9 @@ def statistics(
     fields = fields_for(names)
     config = config or tiles(spec.dtype.itemsize)
     u = logit_weights if reads_logit_weights(names) else None
-    product, of_logits, inputs = _prepare(spec, logits, config, u)
-    epilogue, rows, aligned = StatisticsEpilogue(of_logits, fields, config.width), logits.shape[0], _aligned(logits)
+    product, of_logits, inputs = _prepare(spec, logits, config, u, max(1, _PARTIAL_COLUMNS // config.columns))
+    epilogue = StatisticsEpilogue(of_logits, fields, config.width, config.rows)
+    rows, aligned = logits.shape[0], _aligned(logits)
 
     def launch(first: Any, count: int) -> Partial:
         numbers = {} if count >= rows else {"first_row": first}
@@ -76,7 +77,7 @@ def statistics(
         name = "pallas_ce_materialized_statistics"
         return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
 
-    return partials.in_launches(rows, spec.columns, len(fields), config, launch, _PARTIALS_BYTES)
+    return partials.in_launches(rows, product.column_blocks, len(fields), config, launch)
 
 
 def dlogits(
@@ -120,14 +121,15 @@ def _aligned(logits: jax.Array) -> jax.Array:
 
 
 def _prepare(
-    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None
+    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, side_by_side: int = 1
 ) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
     """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # All columns, padding included, whose gradient is to be written as well.
-    product = Product(config, config.row_blocks(logits.shape[0]), config.column_blocks(spec.columns), stored=True)
-    columns = product.column_blocks * config.columns
+    columns = operands.round_up(spec.columns, config.columns * side_by_side)
+    blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * side_by_side)
+    product = Product(config, *blocks, stored=True, side_by_side=side_by_side)
     of_logits = LogitSpec(
         columns=spec.vocab_size,
         ragged=columns > spec.vocab_size,

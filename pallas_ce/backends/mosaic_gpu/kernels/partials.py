@@ -52,7 +52,7 @@ def read(
 
 def in_launches(
     rows: int,
-    columns: int,
+    column_blocks: int,
     fields: int,
     config: Config,
     launch: Callable[[Any, int], Partial],
@@ -62,14 +62,14 @@ def in_launches(
 
     Args:
         rows: how many in all.
-        columns: how many each has.
-        fields: how many each tile leaves of a row.
+        column_blocks: how many parts of each row leave partial statistics.
+        fields: how many each leaves.
         config: the tiles.
         launch: `(first, count)` to the `Partial` `[count]` of so many rows, whole tiles, from the first one on.
         partial_bytes: what partial statistics may take; those of one row of tiles are made whatever they take.
     """
     blocks = config.row_blocks(rows)
-    fit = partial_bytes // (4 * fields * config.column_blocks(columns)) // config.tile_rows
+    fit = partial_bytes // (4 * fields * column_blocks) // config.tile_rows
     launches = -(-blocks // max(1, fit))
     count = -(-blocks // launches) * config.tile_rows
     launches = -(-rows // count)

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule import Config
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
@@ -81,20 +81,23 @@ class StashEpilogue(Epilogue):
         return {"stash_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """The rows' references."""
+        """The rows' references; tall tiles leave no register to hold them meanwhile."""
+        return self._reference(refs, place) if self.rows <= BLOCK else None
+
+    def _reference(self, refs: dict[str, Any], place: Place) -> jax.Array:
         return layouts.rows_of(refs["reference"], place.row, self.rows)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores exponentials of the unrounded values that are summed."""
-        whole = None
+        whole, reference = None, self._reference(refs, place) if carry is None else carry
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
         for first, piece in epilogues.pieces(values, self.width):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
-            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, carry)
-            sums, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, carry)
+            part, _ = epilogues.piece_partial(self.logits, of_logits, refs, column, z, reference)
+            sums, exp = epilogues.piece_partial(self.logits, of_exponentials, refs, column, z, reference)
             assert exp is not None
             part = Partial(*(x if y is None else y for x, y in zip(part, sums, strict=True)))
             whole = part if whole is None else add(whole, part)

@@ -1,0 +1,138 @@
+"""The weight's gradient summed over blocks of rows in three bytes a number: a bfloat16 result, and 8 bits beside it.
+
+A float32 number's upper 16 bits are a bfloat16, which the sum keeps where the result will be. The next 8 bits lie in an
+array of their own, two columns' in one 16-bit number. So a block's product is added to the sum within 2⁻¹⁵ of its
+magnitude, where a bfloat16 sum would be off by 2⁻⁸. The last block rounds to nearest, and the result is there.
+
+    bits(sum) = upper·2¹⁶ + lower·2⁸,    sum ← sum + storedᵀ·rows
+
+The old sum of a tile comes through the ring of operands (`loop.Held`).
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
+from pallas_ce.backends.mosaic_gpu.gemm.loop import STEP, Carry, Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.kernels.operands import apart, round_up
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WIDE, Config, Product
+
+Sum = tuple[jax.Array, jax.Array]
+
+# Tiles of which a warpgroup's part has as many rows as a step has numbers of each row.
+CONFIG = WIDE
+
+
+def lower_shape(rows: int, columns: int, config: Config = CONFIG) -> tuple[int, int]:
+    """Of the lower bits of a sum `[rows, columns]`."""
+    return rows, config.column_blocks(columns) * config.columns // 2
+
+
+def add_for_weight(
+    stored: jax.Array,
+    rows: jax.Array,
+    vocab_axis: int,
+    total: Sum,
+    *,
+    first: jax.Array,
+    last: jax.Array,
+    valid_rows: jax.Array | None = None,
+    multiplier: jax.Array | None = None,
+    config: Config = CONFIG,
+) -> Sum:
+    """`total` with `multiplier·storedᵀ·rows` added, in place.
+
+    Args:
+        stored: `[n, V]`.
+        rows: `[n, H]`.
+        vocab_axis: of the weight.
+        total: the upper bits, of the weight's shape, and the lower ones.
+        first: `[]` bool: `total` is undefined and counts as 0.
+        last: `[]` bool: the upper bits are rounded to nearest, and the lower ones left undefined.
+        valid_rows: `[]` int32: rows from there on are left out; None: none.
+        multiplier: `[]` float32; None: 1.
+        config: for tests.
+    """
+    left, right = (stored, apart(rows)) if vocab_axis == 0 else (apart(rows), stored)
+    blocks = config.row_blocks(left.shape[1]), config.column_blocks(right.shape[1])
+    numbers = {"first": first, "last": last}
+    if valid_rows is not None:
+        needed = first | last | (valid_rows > 0)
+        numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, left.shape[1], 0)}
+    inputs = {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
+    product = Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1, held=True)
+    epilogue = NarrowSumEpilogue(right.shape[1])
+
+    def write(refs: tuple[Any, Any]) -> None:
+        arrays = {**inputs, "upper": refs[0], "lower": refs[1]}
+        launch.run("pallas_ce_add_for_weight", product, (left, right), epilogue, arrays, {}, numbers)
+
+    upper, lower = pl.run_state(write)(total)
+    return upper, lower
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowSumEpilogue(Epilogue):
+    """Adds a tile to what the ring holds of the sum; `columns` are those of a row of it."""
+
+    columns: int
+
+    def scratch(self, config: Config) -> dict[str, Any]:
+        """Staging for what is written."""
+        return {"sum_smem": layouts.tile_staging(config, self.columns, jnp.bfloat16)}
+
+    def start(self, refs: dict[str, Any], place: Place) -> Carry:
+        """Whether the sum begins and ends."""
+        return refs["first"][0] != 0, refs["last"][0] != 0
+
+    def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
+        """Adds piece by piece; a piece of lower bits is that of two."""
+        (first, last), held, staging = carry, refs["held"], refs["sum_smem"].at[place.warpgroup]
+        if "multiplier" in refs:
+            values = values * refs["multiplier"][0]
+        wide, half = staging.shape[-1], values.shape[1] // 2
+        # What the last block leaves of lower bits goes beyond the end of the array: the copy engine drops it.
+        beyond = round_up(refs["lower"].shape[0], CONFIG.tile_rows)
+        lower_row = pl.multiple_of(place.row + jnp.where(last, beyond, 0), STEP)
+
+        def old(name: str, column: int) -> jax.Array:
+            def zeros() -> jax.Array:
+                return plgpu.layout_cast(jnp.zeros((values.shape[0], wide), jnp.bfloat16), plgpu.Layout.WGMMA)
+
+            return _bits(lax.cond(first, zeros, lambda: held.read(name, column, wide)))
+
+        pl.when(jnp.logical_not(first))(held.wait)
+        count = itertools.count()
+        for piece in range(0, half, wide):
+            before, after = old("lower", piece), []
+            for column, lower in ((piece, before & 0xFF), (piece + half, before >> 8)):
+                new = values[:, column : column + wide] + _float(old("upper", column), lower)
+                bits = lax.bitcast_convert_type(new, jnp.uint32)
+                upper = lax.cond(last, lambda x, bits: x.astype(jnp.bfloat16), lambda x, bits: _narrow(bits), new, bits)
+                target = refs["upper"].at[pl.ds(place.row, BLOCK), pl.ds(place.column + column, wide)]
+                layouts.store_block(staging, next(count), target, upper)
+                after.append((bits >> 8) & 0xFF)
+            target = refs["lower"].at[pl.ds(lower_row, BLOCK), pl.ds(place.block * half + piece, wide)]
+            layouts.store_block(staging, next(count), target, _narrow((after[0] | (after[1] << 8)) << 16))
+        pl.when(jnp.logical_not(first))(held.release)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def _float(upper: jax.Array, lower: jax.Array) -> jax.Array:
+    bits = (upper.astype(jnp.uint32) << 16) | (lower.astype(jnp.uint32) << 8)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _narrow(bits: jax.Array) -> jax.Array:
+    """The upper half of 32 bits."""
+    return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
