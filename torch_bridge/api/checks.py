@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank, integration
 from pallas_ce.integration import PrecisionLike
+from torch_bridge.autograd.namespace import NAMESPACE
 from torch_bridge.dlpack import exchange
 
 _DTYPES = {
@@ -160,7 +161,7 @@ def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) ->
 
 
 # An operator, which torch.compile keeps as it is; its result is used, so that it stays in the program.
-@torch.library.custom_op("pallas_ce::with_valid_values", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::with_valid_values", mutates_args=())
 def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
     integration.check_label_values(target.numpy(force=True), ignore_index, vocab_size, "target")
     return target.clone()

@@ -1,7 +1,7 @@
 """The operations as PyTorch operators: implementation, shapes for tracing, and differentiation, once for all of them.
 
-`pallas_ce::linear_cross_entropy` and its like return the function's outputs and, behind them, what the backward needs;
-the latter is an operator too, so that `torch.compile` traces through both.
+An operator returns the function's outputs and, behind them, what the backward needs. The backward is an operator too,
+so that `torch.compile` traces through both.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autograd import eager, first_order, graph
+from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, calls
 from torch_bridge.programs import functions as operations
@@ -72,7 +73,7 @@ class Operation:
                     differentiated |= bit
         static = (differentiated, *[options[name] for name in self.options._fields[1:]])
         if not eager.serves(given):
-            return getattr(torch.ops.pallas_ce, self.name)(*given, *static)
+            return getattr(OPERATORS, self.name)(*given, *static)
         program, present = self.program(given, static), [x for x in given if x is not None]
         if not differentiated:
             return calls.forward(program, present)
@@ -89,7 +90,7 @@ class Operation:
     ) -> list[Tensor]:
         """The gradients of the inputs in `asked` by the operator, from all that the forward found."""
         bits = sum(1 << self.differentiable.index(name) for name in asked)
-        operator = getattr(torch.ops.pallas_ce, f"{self.name}_backward")
+        operator = getattr(OPERATORS, f"{self.name}_backward")
         given = [tensors.get(name) for name in self.tensors]
         return list(operator(*given, *static, list(found), list(cotangents), bits))
 
@@ -102,12 +103,12 @@ class Operation:
             + [f"{_schema_type(kind)} {name}" for name, kind in list(typing.get_type_hints(self.options).items())[1:]]
         )
         forward = torch.library.custom_op(
-            f"pallas_ce::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
+            f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
         forward.register_fake(self._forward_shapes)
         forward.register_autograd(self._differentiate, setup_context=self._setup_context)
         backward = torch.library.custom_op(
-            f"pallas_ce::{self.name}_backward",
+            f"{NAMESPACE}::{self.name}_backward",
             self._backward,
             mutates_args=(),
             schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",

@@ -1,4 +1,4 @@
-"""Statistics of rows of materialized logits, and their gradient: `pallas_ce::materialized_row_statistics`.
+"""Statistics of rows of materialized logits, and their gradient: the operator `materialized_row_statistics`.
 
 Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk on a Hopper GPU; elsewhere, and for a few
 rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pallas_ce.integration import LogitsSpec, read_logits_spec
 from torch_bridge.autograd import eager, first_order
+from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
 from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
@@ -70,7 +71,7 @@ def row_statistics(
     first_order.reverse_mode({"logits": logits, "index": index})
     arguments = (logits, index, valid, mean_weights, *options)
     if not eager.serves((logits, index, valid, mean_weights)):
-        found = torch.ops.pallas_ce.materialized_row_statistics(*arguments)
+        found = OPERATORS.materialized_row_statistics(*arguments)
     elif torch.is_grad_enabled() and logits.requires_grad:
         function: Any = _RowStatistics
         found = function.apply(*arguments)
@@ -228,7 +229,7 @@ def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any =
     """The gradients of all arguments; by the operator, unless `compute` is given."""
     gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
-        compute = compute or torch.ops.pallas_ce.materialized_row_statistics_backward
+        compute = compute or OPERATORS.materialized_row_statistics_backward
         gradient = compute(*ctx.saved_tensors, given, *ctx.static)
     return gradient, *[None] * (3 + len(Options._fields))
 
@@ -260,7 +261,7 @@ def _backward_in_own_memory(*arguments: Any) -> Tensor:
 
 
 _forward_operator = torch.library.custom_op(
-    "pallas_ce::materialized_row_statistics",
+    f"{NAMESPACE}::materialized_row_statistics",
     _forward,
     mutates_args=(),
     schema=f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_SCHEMA}) -> Tensor[]",
@@ -268,7 +269,7 @@ _forward_operator = torch.library.custom_op(
 _forward_operator.register_fake(_forward_shapes)
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
 _backward_operator = torch.library.custom_op(
-    "pallas_ce::materialized_row_statistics_backward",
+    f"{NAMESPACE}::materialized_row_statistics_backward",
     _backward_in_own_memory,
     mutates_args=(),
     schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "
