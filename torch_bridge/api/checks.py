@@ -52,8 +52,7 @@ def head(
             f"{input.shape[-1]} in the one and {weight.shape[1]} in the other"
         )
     shape("linear_bias", bias, (weight.shape[0],))
-    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
-        raise ValueError(f"vocab_size={vocab_size!r} must lie between 1 and the weight's {weight.shape[0]} rows")
+    size(vocab_size, weight.shape[0], "linear_weight's rows")
     kind, dtype = input.device.type, input.dtype
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -106,11 +105,15 @@ def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
     """V of materialized logits `[..., V']`."""
     if logits.ndim < 1:
         raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
-    columns = logits.shape[-1]
+    return size(vocab_size, logits.shape[-1], "the logits' columns")
+
+
+def size(vocab_size: int | None, most: int, of: str) -> int:
+    """V, which is `most` by default."""
     if vocab_size is None:
-        return columns
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size <= columns:
-        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+        return most
+    if not integration.is_int(vocab_size) or not 1 <= vocab_size <= most:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the number of {of}, {most}")
     return vocab_size
 
 

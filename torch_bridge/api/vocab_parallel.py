@@ -99,9 +99,11 @@ def vocab_parallel_cross_entropy(
     """
     weight = checks.weight(linear_weight)
     rows = weight.weight.shape[0]
-    if not 0 <= vocab_start <= vocab_start + rows <= vocab_size:
+    are_ints = integration.is_int(vocab_start) and integration.is_int(vocab_size)
+    if not are_ints or not 0 <= vocab_start < vocab_start + rows <= vocab_size:
         raise ValueError(
-            f"vocab_start={vocab_start} with {rows} rows of the weight does not lie in vocab_size={vocab_size}"
+            f"vocab_start={vocab_start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
+            "both must be ints, and a part has at least one row and lies in the vocabulary"
         )
     tensors = {"input": input, "linear_weight": weight.weight, "target": target, "linear_bias": linear_bias}
     first_order.reverse_mode(tensors | {"linear_weight.up": weight.up, "linear_weight.down": weight.down})

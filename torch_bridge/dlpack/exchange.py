@@ -88,8 +88,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, which JAX does not have; convert it to one of {list(map(str, TO_JAX))}"
         )
-    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-        raise _narrowed(name, tensor.dtype)
+    _check_width(name, tensor.dtype)
     with streams.on(tensor.device) as current:
         return _import([_plain(tensor)], _device(tensor.device, name), current)[0]
 
@@ -120,8 +119,7 @@ def _words(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that JAX has."""
     if tensor.dtype == torch.int64:
         return tensor.view(torch.int32)
-    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-        raise _narrowed(name, tensor.dtype)
+    _check_width(name, tensor.dtype)
     return tensor
 
 
@@ -131,11 +129,12 @@ def words_to_int32(words: jax.Array) -> jax.Array:
     return jnp.where(high == low >> 31, low, -1)
 
 
-def _narrowed(name: str, dtype: torch.dtype) -> TypeError:
-    return TypeError(
-        f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
-        "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
-    )
+def _check_width(name: str, dtype: torch.dtype) -> None:
+    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
+            "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

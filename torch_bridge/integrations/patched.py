@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -48,13 +48,6 @@ class Patch:
 
     options: dict[str, Any]
     skip_logits: bool
-
-
-class _Own(NamedTuple):
-    """The forward of the model's own class."""
-
-    forward: Callable[..., Any]
-    signature: inspect.Signature
 
 
 def of(model: Any) -> Patch | None:
@@ -122,17 +115,18 @@ def _new(own: type) -> Any:
 @functools.cache
 def _class(own: Any) -> type:
     """The patched class of a class of transformers, under the same name: transformers writes it into configurations."""
-    of_own = _Own(own.forward, inspect.signature(own.forward))
+    theirs = own.forward
+    signature = inspect.signature(theirs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = of(self)
-        return (
-            of_own.forward(self, *args, **kwargs) if patch is None else _forward(of_own, patch, self, *args, **kwargs)
-        )
+        if patch is None:
+            return theirs(self, *args, **kwargs)
+        return _forward(theirs, signature, patch, self, *args, **kwargs)
 
-    functools.update_wrapper(forward, of_own.forward)
+    functools.update_wrapper(forward, theirs)
     del forward.__wrapped__  # type: ignore[attr-defined]  # whoever unwraps a forward is to stop here
-    forward.__signature__ = of_own.signature  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
 
@@ -143,7 +137,8 @@ def _serve(model: Any, patch: Patch) -> None:
 
 
 def _forward(
-    own: _Own,
+    theirs: Callable[..., Any],
+    signature: inspect.Signature,
     patch: Patch,
     model: Any,
     *args: Any,
@@ -151,9 +146,9 @@ def _forward(
     reduction: Any = None,
     **kwargs: Any,
 ) -> Any:
-    given = dict(own.signature.bind(model, *args, **kwargs).arguments)
+    given = dict(signature.bind(model, *args, **kwargs).arguments)
     del given["self"]
-    for parameter in own.signature.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     kept = given.get("logits_to_keep", 0)
@@ -163,10 +158,10 @@ def _forward(
     if not skip_logits or not has_labels or not (isinstance(kept, int) and kept == 0):
         if reduction is not None:
             raise ValueError(
-                f"reduction={reduction!r} is that of a loss without logits: pass labels, and neither logits_to_keep "
-                "nor skip_logits=False"
+                f"reduction={reduction!r} needs a loss without logits: pass labels, and neither logits_to_keep nor "
+                "skip_logits=False"
             )
-        return own.forward(model, *args, **kwargs)
+        return theirs(model, *args, **kwargs)
 
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
