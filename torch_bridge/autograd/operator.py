@@ -37,8 +37,8 @@ class Operation:
         required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
         optional: names of further tensors.
         by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
-        differentiable: names of tensors, in the order of the bits of `differentiated`.
-        tensors: names of all tensors, in the order of the operator's arguments.
+        differentiable: names of the tensors that have gradients.
+        tensors: names of all tensors, in the order of the operator's arguments and of the bits that stand for them.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Operation:
     by_row: dict[str, float]
     differentiable: tuple[str, ...]
 
-    # Programs by what is read off a call's arguments sooner than a signature.
+    # Programs by a key that is made sooner than a signature.
     _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
     tensors: tuple[str, ...] = dataclasses.field(init=False)
-    # For each of the tensors its bit of `differentiated`, or 0.
+    # The bit of each tensor, or 0 if it has no gradient.
     _bits: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # Here and not when first asked for: torch.compile guards the attributes that a trace has found.
         tensors = self.required + self.optional
-        bits = tuple([1 << self.differentiable.index(x) if x in self.differentiable else 0 for x in tensors])
+        bits = tuple([1 << place if x in self.differentiable else 0 for place, x in enumerate(tensors)])
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "_bits", bits)
 
@@ -89,7 +89,7 @@ class Operation:
         asked: tuple[str, ...],
     ) -> list[Tensor]:
         """The gradients of the inputs in `asked` by the operator, from all that the forward found."""
-        bits = sum(1 << self.differentiable.index(name) for name in asked)
+        bits = sum(1 << self.tensors.index(name) for name in asked)
         operator = getattr(OPERATORS, f"{self.name}_backward")
         given = [tensors.get(name) for name in self.tensors]
         return list(operator(*given, *static, list(found), list(cotangents), bits))
@@ -140,7 +140,7 @@ class Operation:
         return program
 
     def _names(self, bits: int) -> tuple[str, ...]:
-        return tuple([name for bit, name in enumerate(self.differentiable) if bits >> bit & 1])
+        return tuple([name for bit, name in enumerate(self.tensors) if bits >> bit & 1])
 
     def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The operator's arguments: tensors, and what is static."""
@@ -206,34 +206,17 @@ def _vocab_axis(weight: Tensor) -> int:
 
 # The low-rank term of a weight, `[V, r]` and `[r, H]`.
 _TERM = ("linear_up", "linear_down")
+# What every head differentiates.
+_HEAD = ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale")
 
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     operations.LOSS,
     operations.LossOptions,
     ("input", "linear_weight", "target"),
-    (
-        *_TERM,
-        "linear_bias",
-        "class_weights",
-        "token_weights",
-        "logit_scale",
-        "label_smoothing",
-        "z_loss",
-        "normalizer",
-    ),
+    (*_TERM, "linear_bias", "class_weights", "token_weights", "logit_scale", "label_smoothing", "z_loss", "normalizer"),
     {"input": 0, "target": -1, "token_weights": 0},
-    (
-        "input",
-        "linear_weight",
-        *_TERM,
-        "linear_bias",
-        "token_weights",
-        "logit_scale",
-        "label_smoothing",
-        "z_loss",
-        "normalizer",
-    ),
+    (*_HEAD, "token_weights", "label_smoothing", "z_loss", "normalizer"),
 )
 
 LINEAR_ROW_STATISTICS = Operation(
@@ -243,7 +226,7 @@ LINEAR_ROW_STATISTICS = Operation(
     ("input", "linear_weight"),
     ("target", *_TERM, "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
     {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
-    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
+    _HEAD,
 )
 
 LINEAR_LOG_PROBS = Operation(
@@ -253,7 +236,7 @@ LINEAR_LOG_PROBS = Operation(
     ("input", "linear_weight", "target"),
     (*_TERM, "linear_bias", "logit_scale", "temperature"),
     {"input": 0, "target": -1, "temperature": 1},
-    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
+    _HEAD,
 )
 
 for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
