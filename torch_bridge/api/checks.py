@@ -18,7 +18,7 @@ _DTYPES = {
     torch.float64: "float64",
 }
 
-# The widths that the operators take; others become int64, which holds them all but what lies outside any vocabulary.
+# The widths that the operators take. Others become int64, which holds every id of a vocabulary.
 _LABELS = (torch.int32, torch.int64)
 
 
@@ -137,8 +137,8 @@ def labels(
 ) -> Tensor:
     """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
 
-    With `valid`, a vocabulary's size and `ignore_index`, their values are read: others raise a ValueError. With
-    `shift`, a row has the label that stands so many positions later.
+    `valid` is a vocabulary's size and `ignore_index`: with it the values are read, and others raise a ValueError. A row
+    has the label `shift` positions later.
     """
     exchange.check_dense("target", target)
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
@@ -163,7 +163,7 @@ def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) ->
     return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
 
 
-# An operator, which torch.compile keeps as it is; its result is used, so that it stays in the program.
+# An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.
 @torch.library.custom_op(f"{NAMESPACE}::with_valid_values", mutates_args=())
 def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
     integration.check_label_values(target.numpy(force=True), ignore_index, vocab_size, "target")

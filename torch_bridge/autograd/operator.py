@@ -20,7 +20,7 @@ from torch_bridge.programs import functions as operations
 from torch_bridge.programs import program as programs
 from torch_bridge.programs.program import Function, Program, Shape, Signature
 
-# Of packed batches every token count is another way to call a program that is there already.
+# Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
 
 _SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
@@ -28,7 +28,7 @@ _SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """What describes an operator.
+    """The description of an operator.
 
     Attributes:
         name: its name.
@@ -36,7 +36,7 @@ class Operation:
         options: the NamedTuple of the function's static options; all but `vocab_axis` are the operator's.
         required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
         optional: names of further tensors.
-        by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
+        by_row: the fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
         differentiable: names of the tensors that have gradients.
         tensors: names of all tensors, in the order of the operator's arguments and of the bits that stand for them.
     """
@@ -49,21 +49,21 @@ class Operation:
     by_row: dict[str, float]
     differentiable: tuple[str, ...]
 
-    # Programs by a key that is made sooner than a signature.
+    # Programs by a key that is quicker to make than a signature.
     _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
     tensors: tuple[str, ...] = dataclasses.field(init=False)
     # The bit of each tensor, or 0 if it has no gradient.
     _bits: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Here and not when first asked for: torch.compile guards the attributes that a trace has found.
+        # Now and not when first read: torch.compile guards the attributes that a trace has read.
         tensors = self.required + self.optional
         bits = tuple([1 << place if x in self.differentiable else 0 for place, x in enumerate(tensors)])
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "_bits", bits)
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs; what PyTorch will differentiate is read off the tensors."""
+        """The function's outputs; the tensors tell what PyTorch will differentiate."""
         exchange.check_one_device(tensors)
         first_order.reverse_mode(tensors)
         given, differentiated = [tensors.get(name) for name in self.tensors], 0
@@ -88,7 +88,7 @@ class Operation:
         cotangents: Sequence[Tensor | None],
         asked: tuple[str, ...],
     ) -> list[Tensor]:
-        """The gradients of the inputs in `asked` by the operator, from all that the forward found."""
+        """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
         bits = sum(1 << self.tensors.index(name) for name in asked)
         operator = getattr(OPERATORS, f"{self.name}_backward")
         given = [tensors.get(name) for name in self.tensors]
@@ -117,7 +117,7 @@ class Operation:
         backward.register_autograd(first_order.refuse)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
-        """What a call is compiled for; both are the operator's arguments."""
+        """The call's signature; both arguments are the operator's."""
         axis = _vocab_axis(tensors[1])
         shapes = []
         for name, tensor in zip(self.tensors, tensors, strict=True):
@@ -130,7 +130,7 @@ class Operation:
         return Signature(self.function, self.options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
 
     def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
-        """What serves a call with the operator's arguments."""
+        """The program for a call with the operator's arguments."""
         key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
         if (program := self._known.get(key)) is None:
             program = programs.program(self.signature(tensors, static), bucketing.bucket(tensors[0].shape[0]))
@@ -143,7 +143,7 @@ class Operation:
         return tuple([name for bit, name in enumerate(self.tensors) if bits >> bit & 1])
 
     def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The operator's arguments: tensors, and what is static."""
+        """The operator's arguments: tensors, and static ones."""
         return arguments[: len(self.tensors)], arguments[len(self.tensors) :]
 
     def _forward(self, *arguments: Any) -> list[Tensor]:

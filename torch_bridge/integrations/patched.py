@@ -1,8 +1,7 @@
 """The class that `patch_causal_lm` gives a model: a subclass of its own, which computes the loss without logits.
 
-A class and not a forward among the model's attributes, so that the patch goes with whatever is made of the model: a
-copy, a pickle, a replica of `torch.nn.DataParallel`, a forward that is wrapped and unwrapped again. All models of a
-kind share the class, and each has what it was patched with for an attribute.
+A class, since a forward among the model's attributes would not survive a copy, a pickle, a replica of
+`torch.nn.DataParallel`, or wrapping and unwrapping. Models of one kind share the class, and each holds its options.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch_bridge.api.linear import linear_cross_entropy
 from torch_bridge.integrations import adapters, causal_lm, trl
 
-# What makes the loss of training another than the model's own, which is that of evaluation.
+# Options that change the loss in training only: evaluation has the model's own.
 _IN_TRAINING = {"label_smoothing", "z_loss"}
 OF_A_LOSS = _IN_TRAINING | {"validate_labels"}
 OF_A_HEAD = {"precision", "implementation", "scratch_bytes"}
@@ -57,7 +56,7 @@ def of(model: Any) -> Patch | None:
 
 
 def put(model: Any, patch: Patch) -> None:
-    """Patches a model whose forward is that of its class, and serves TRL's trainers."""
+    """Patches a model that has its class's own forward, and serves TRL's trainers."""
     model.__dict__.pop("forward", None)  # as a wrapper that was taken off again leaves it
     if not isinstance(model, _Patched):
         kind: Any = type(model)
@@ -75,7 +74,7 @@ def take_away(model: Any) -> None:
 
 
 class _Patched:
-    """What a patched class adds to the model's own but for the forward, which has its signature."""
+    """What a patched class adds to the model's own, beside the forward."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -114,7 +113,7 @@ def _new(own: type) -> Any:
 
 @functools.cache
 def _class(own: Any) -> type:
-    """The patched class of a class of transformers, under the same name: transformers writes it into configurations."""
+    """The patched class of a class of transformers; transformers writes its name, the same, into configurations."""
     theirs = own.forward
     signature = inspect.signature(theirs)
 
