@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
-# What a call takes as a precision. Signatures print the name of such an alias.
+# What a call takes as a precision. Signatures print the alias's name.
 type PrecisionLike = str | Precision | DotAlgorithmPreset
 
 _NAMES = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32", "fastest")

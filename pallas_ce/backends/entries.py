@@ -31,7 +31,7 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
 
 
 def existing(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
-    """The logits of `columns [n]`, of which none is -1."""
+    """The logits of `columns [n]`, none of them -1."""
     spec, hidden = head.spec, batch.hidden
     if spec.vocab_axis == 0:
         entries = head.weight.at[columns].get(mode="promise_in_bounds")

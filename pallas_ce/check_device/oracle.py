@@ -14,7 +14,7 @@ def loss_and_gradients(
     """The mean over the rows that count of the sum of a row's cross entropies, and its gradients.
 
     Args:
-        arrays: hidden `[N, H]`, weight `[V, H]`, labels `[N, K]`, of which negative ones do not count; maybe bias `[V]`
+        arrays: hidden `[N, H]`, weight `[V, H]`, labels `[N, K]`, where negative ones do not count; maybe bias `[V]`
             and temperature `[N]`.
         softcap: c of `c·tanh(z/c)`, or None.
         smoothing: α of label smoothing.

@@ -145,7 +145,7 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
 
 
 def _kind(device: AbstractDevice | None) -> str | None:
-    """The model of what is lowered for, so far as it is known; None for a process without a CUDA device."""
+    """The model of the device lowered for, if known, or the process's; None for a process without a CUDA device."""
     return targets.local_cuda() if device is None else str(device.device_kind)
 
 

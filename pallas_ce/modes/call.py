@@ -41,7 +41,7 @@ class Call[How]:
     Attributes:
         settings: how it is carried out.
         names: the primitive statistics to return.
-        row_total: what is summed over the rows; None where it is the statistics that are asked for.
+        row_total: makes the sum over the rows; None where the call returns the statistics.
     """
 
     settings: How
@@ -134,8 +134,8 @@ def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
 def sum_over_devices(shards: Shards, rows: RowArrays, head: Head, needs_grad: NeedsGrad, sums: Products) -> Gradients:
     """The head's small sums from this device's share of them, beside the weight's as it came.
 
-    When those for hidden and weight are rounded and summed is a mode's affair. The scale's gradient is made here, from
-    those of hidden and bias: see `scale_gradient`; and that of `down`, from the rows' `low`.
+    A mode decides when hidden's and weight's are rounded and summed. The scale's gradient is made here, from hidden's
+    and the bias's (see `scale_gradient`), and `down`'s from the rows' `low`.
     """
     scale = down = None
     if needs_grad.logit_scale:

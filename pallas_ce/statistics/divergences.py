@@ -92,7 +92,7 @@ class PairPartial(NamedTuple):
 
     Attributes:
         student: maximum and sum of exponentials of the student's logits.
-        teacher: those of the teacher's.
+        teacher: the same of the teacher's.
         cross: `Σ e^{x-m_x} ((x-m_x) - (y-m_y))`, with x the logits of the side that the expectation is over, y the
             other side's and `m` the maxima; None for "jsd".
     """

@@ -34,7 +34,7 @@ class RowStatistics(NamedTuple):
         expected_logit: `Σ_v p_v z_v = lse - entropy`.
         sum_sq_probs: `Σ_v p_v²`.
         max_logit: `max_v z_v`.
-        argmax: the index of the largest logit, the lowest one where several tie; that of the first NaN, where one is.
+        argmax: the index of the largest logit, the lowest one where several tie; the first NaN's, where one is.
         varentropy: `Σ_v p_v log² p_v - entropy²`, the variance of `log p` under `p`, in nats².
         mean_log_prob: `Σ_v u_v log p_v`, with u as for `mean_logit`; an offset costs it nothing either.
     """
@@ -103,7 +103,7 @@ class Coefficients(NamedTuple):
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
 
 
-# The least normal number of float32: keeps what is divided by a weight finite where it is 0.
+# The least normal number of float32: keeps a quotient finite where the weight that divides it is 0.
 _TINY = 2.0**-126
 
 
@@ -223,8 +223,7 @@ TERMS: dict[str, Term] = {
         lambda c: abs(present(c.prob_sq)),
         lambda c, scale, log_sum: {"prob_sq": scale * scale * present(c.prob_sq)},
     ),
-    # Measured from the mean of log p: written as p·log²p beside the others, what is left of a flat row's terms is ten
-    # times less accurate.
+    # Measured from the mean of log p: as p·log²p beside the other terms, a flat row's would cancel and lose a digit.
     "prob_deviation_sq": Term(
         lambda p, log_p, c: jnp.square(log_p + present(c.entropy)[:, None]),
         # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e².

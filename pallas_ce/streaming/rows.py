@@ -15,7 +15,7 @@ from pallas_ce.streaming.tiles import Tile, Tiles
 _FEW_ROWS = 2048
 _PART_ROWS = 32
 
-# Where at most one row in so many is ignored, packing the others saves less than it costs.
+# Where at most one row in this number is ignored, packing the others saves less than it costs.
 _FEW_IGNORED = 16
 
 
@@ -126,7 +126,7 @@ class Rows:
         return self.put_all(0, visited)
 
     def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
-        """`visited [N, ...]`, written by place, as values by row; those of `buffer` in rows that do not count."""
+        """`visited [N, ...]`, written by place, as values by row; rows that do not count have `buffer`'s."""
         if self.mask is None:
             return visited
         assert self.place is not None
@@ -147,7 +147,7 @@ def _counted_up_to(mask: jax.Array) -> jax.Array:
 
 
 def _prefix_sum(x: jax.Array) -> jax.Array:
-    """Of `x [n]`, n ≥ 1, int32: in parts, of which each entry is compared with each, and over the parts.
+    """Of `x [n]`, n ≥ 1, int32: within parts, each entry compared with each, and then over the parts.
 
     XLA's own takes as long to compile as ten of its other fusions.
     """
@@ -169,8 +169,8 @@ class RowBlocks:
     Attributes:
         rows: which count.
         tiles: the blocks.
-        skipped: whether what is done with a block skips the places behind its `filled` ones by itself. Then every block
-            is visited, and the device need not tell the host how many hold a row. A single block always is.
+        skipped: whether the work on a block skips the places behind its `filled` ones by itself. Then every block is
+            visited, and the device need not tell the host how many hold a row. A single block is always visited.
     """
 
     rows: Rows

@@ -21,7 +21,7 @@ from pallas_ce.streaming.tiles import pad
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
 _OF_MASK = 2
 
-# A low-rank term's operands have a multiple of so many entries, zeros behind its own; so many are multiplied at a time.
+# A low-rank term's operands are padded with zeros to a multiple of this, the entries that are multiplied at a time.
 _RANK_STEP = 16
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
@@ -113,7 +113,7 @@ def dlogits(
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
     options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low, head.up)
-    held = 2 if use == "stash" else 1  # the exponentials themselves are stored, beside what is made of them
+    held = 2 if use == "stash" else 1  # the exponentials are stored, beside the statistics
     taken = held * sum(_REGISTERS.get(number, 1) for number in numbers) + sum(x is not None for x in options)
     find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
     masked = (
@@ -155,7 +155,7 @@ def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -
 def _joined(
     head: Head, config: Config, found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]
 ) -> Partial:
-    """One `Partial` `[n]` of those of the column blocks `[blocks, n]`."""
+    """One `Partial` `[n]` from the column blocks' `[blocks, n]`."""
     if "weighted_sum" in found:
         blocks, rows = found["weighted_sum"].shape
         u = head.tile_logit_weights(0, head.spec.vocab_size)

@@ -1,9 +1,8 @@
 """How large blocks of rows and tiles of the vocabulary are, on each platform.
 
 On a CPU a tile's logits are to stay in the caches from their product to their statistics, so tiles are small. On an
-accelerator products must be large to fill the chip, and what is carried over blocks and tiles is read and written
-again for each of them: blocks and tiles are as large as the scratch allows, and their proportions those of least
-traffic.
+accelerator products must be large to fill the chip, and sums over blocks and tiles are read and written again for each
+of them. So blocks and tiles are as large as the scratch allows, in the proportions of least traffic.
 """
 
 import math
@@ -39,7 +38,7 @@ class Tiling(NamedTuple):
 # 8 MiB of float32: on a CPU larger tiles gain nothing, and smaller ones make the products inefficient.
 _CPU = Tiling(rows=1024, elements=2**21, cached=True, in_place=False, worth_adding=0)
 
-# Beyond so many rows products gain nothing, and only whole blocks of ignored rows are skipped.
+# Larger blocks of rows gain nothing, and only whole blocks of ignored rows are skipped.
 _GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=1792)
 _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 
@@ -121,7 +120,7 @@ def _least_traffic(
 
 
 def _equal(total: int, parts: int) -> int:
-    """The size of so many parts: whole steps, but for a single one."""
+    """The size of each of `parts` parts: whole steps, except for a single part."""
     return total if parts == 1 else min(total, -(-total // parts // _STEP) * _STEP)
 
 
@@ -160,7 +159,7 @@ def scratch(
     wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
     if tiling.cached:
         return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
-    # Elementwise work is fused with what reads it. In_forward's logits are those of the stash.
+    # Elementwise work is fused with its readers. In_forward's logits are the stash's.
     entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
     # A block's hidden states and their gradient, and a tile of the weight; the weight's gradient is added up in place,
     # but for what has to be rounded first.
