@@ -40,7 +40,7 @@ class Heads:
 
     @property
     def precision(self) -> str | None:
-        """What projections multiply with: as the first head does."""
+        """The precision of the projections: the first head's."""
         asked = self.of(0).precision
         return None if asked is None else precision_name(asked)
 

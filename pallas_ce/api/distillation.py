@@ -155,7 +155,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
             "pass vocab_size, the entries that both have"
         )
     options = read_options(student.leading, student.spec.vocab_size, **of_loss)
-    # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
+    # Six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits.
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small

@@ -12,7 +12,7 @@ _NAMES = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat3
 _OF_FLOAT8 = "ANY_F8"  # what presets for 8-bit operands begin with
 _WORKING = (*_NAMES, *(name for name in DotAlgorithmPreset.__members__ if not name.startswith(_OF_FLOAT8)))
 
-# What a product of operands of these dtypes is without being asked.
+# The algorithm of a product of operands of these dtypes by default.
 _ITSELF = {
     np.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
     np.dtype(np.float16): DotAlgorithmPreset.F16_F16_F32,

@@ -113,7 +113,7 @@ def _checked(*, k: int, **head: Any) -> TopK:
 
 
 def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
-    """Those of the implementations that may serve the call; see `entry.at_lowering`."""
+    """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
     spec, scratch_bytes = call.spec, call.scratch_bytes
 
     def none(name: str) -> bool:

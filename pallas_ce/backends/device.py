@@ -22,7 +22,7 @@ def interpreted() -> bool:
 
 
 def platform() -> str:
-    """That of the device traced for, "cpu" or another: the ambient mesh's where known, else the process's default."""
+    """The platform traced for, "cpu" or another: the ambient mesh's where known, else the process's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else str(device.platform)
 

@@ -56,11 +56,11 @@ _HIGHEST = 1e30
 
 
 class Range(NamedTuple):
-    """What a format bears.
+    """The range of a format.
 
     Attributes:
         above_target: how far above the logit of a row's target the reference is put; None: the range is too narrow.
-        below: how far below a guessed lse it is put where that is so, and where there are no targets.
+        below: how far below a guessed lse it is put in that case, and where there are no targets.
         low: least `lse - reference` at which E keeps its accuracy.
         high: largest one at which it does not overflow.
         largest: of entries that are replaced.
@@ -97,7 +97,7 @@ def _scales(spec: HeadSpec, coefficients: Coefficients) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stash:
-    """What one block's products need of its logits.
+    """One block's logits, as its products need them.
 
     Attributes:
         exponentials: E, `[n, V]` or with padding in either axis.

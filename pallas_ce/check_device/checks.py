@@ -1,4 +1,4 @@
-"""What is checked: calls of every implementation that serves the device, beside the oracle."""
+"""The checks: calls of every implementation that serves the device, beside the oracle."""
 
 import concurrent.futures
 import itertools

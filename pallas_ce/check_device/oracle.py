@@ -29,7 +29,7 @@ def loss_and_gradients(
     z = (z if softcap is None else softcap * bent) / temperature
     shifted = z - z.max(axis=1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    # What each row's distribution is compared with: K one-hot rows added up, smoothed.
+    # The distribution that each row is compared with: K one-hot rows added up, smoothed.
     counts = labels >= 0
     target = np.zeros_like(log_p)
     np.add.at(target, (np.nonzero(counts)[0], labels[counts]), 1.0 - smoothing)

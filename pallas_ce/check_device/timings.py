@@ -60,7 +60,7 @@ def measure(dtype: str, implementations: Sequence[str], shape: tuple[int, int, i
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of float32 in full float32, as the implementations' products are."""
+    """A bare product; of float32 operands in full float32, as the implementations' products are."""
     return jnp.einsum(subscripts, a, b, precision="highest" if a.dtype == jnp.float32 else None)
 
 

@@ -38,7 +38,7 @@ RESULTS: dict[str, dict[str, str | None]] = {
 
 
 def status(implementation: str, capability: str, dtype: str = "bfloat16") -> Status | None:
-    """What is known of an implementation on devices of a compute capability, or "CPU"; None where it does not serve."""
+    """The status of an implementation on a compute capability's devices, or "CPU"; None where it does not serve."""
     if dtype not in DTYPES.get(implementation, (dtype,)):
         return None
     results = RESULTS[implementation]
@@ -48,7 +48,7 @@ def status(implementation: str, capability: str, dtype: str = "bfloat16") -> Sta
 
 
 def note(implementation: str, kind: str | None) -> str | None:
-    """What a user of a device of this model is to know of the implementation; None where it was run on such."""
+    """A warning for users of a device of this model; None where the implementation was run on one."""
     if kind is None or None not in RESULTS.get(implementation, {}).values():
         return None
     capability = targets.compute_capability(kind)
@@ -79,7 +79,7 @@ def _told(implementation: str, capability: str) -> str:
 
 
 def _default(names: tuple[str, ...]) -> str:
-    """What serves 16-bit operands, and float32 where that is not the same; full float32 is XLA's everywhere."""
+    """The backend for 16-bit operands, and for float32 where it is another; full float32 is XLA's everywhere."""
     if not names:
         return "`xla`"
     narrow, tf32 = (

@@ -50,7 +50,7 @@ class Call[How]:
 
     @property
     def read(self) -> frozenset[str]:
-        """Those of `names` that `row_total` reads."""
+        """The `names` that `row_total` reads."""
         return frozenset() if self.row_total is None else self.row_total.names
 
 
@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
+    """A forward's results, given to a later evaluation of the same problem so that they are not made again.
 
     For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
     and the functions there that take it have the same values and gradients with it as without.

@@ -37,7 +37,7 @@ class MaterializedRows(NamedTuple):
     logit_weights: jax.Array | None = None
 
     def of(self, block: RowBlock) -> "MaterializedRows":
-        """Those of a block."""
+        """The rows of a block."""
         by_row = jax.tree.map(block.take, self._replace(logit_weights=None))
         return by_row._replace(logit_weights=self.logit_weights)
 
@@ -71,7 +71,7 @@ class MaterializedSettings:
 
     @property
     def kernels(self) -> Materialized | None:
-        """Those that do the work; None where XLA does."""
+        """The kernels that do the work; None where XLA does it."""
         return select.load(self.implementation).materialized
 
     def blocks(self, tokens: int) -> RowBlocks:

@@ -29,7 +29,7 @@ _PARTS = 16
 
 
 class Limits(NamedTuple):
-    """What is asked for, `[n]` or anything that becomes that; None: not."""
+    """The limits that were asked for, `[n]` or anything that becomes that; None: not asked for."""
 
     top_p: jax.Array | None = None
     min_p: jax.Array | None = None
@@ -40,8 +40,8 @@ class Cut(NamedTuple):
 
     Attributes:
         threshold: `[n]` capped logit; None: not by `top_p`.
-        room: `[n]`: of columns at the threshold, in order of their ids from 0, those whose number is below it are kept.
-        floor: `[n]`, what tempered logits must reach; None: not by `min_p`.
+        room: `[n]`, how many columns at the threshold are kept, in order of their ids.
+        floor: `[n]`, which tempered logits must reach; None: not by `min_p`.
     """
 
     threshold: jax.Array | None
@@ -76,7 +76,7 @@ class _Search(NamedTuple):
 
 
 class _Above(NamedTuple):
-    """Of the columns of a row, at each of some numbers `[m, n]`: the mass above it, and the logits next to it."""
+    """The mass of a row above each of some numbers `[m, n]`, and the logits next to the number."""
 
     mass: jax.Array
     largest_up_to: jax.Array
@@ -152,7 +152,7 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
 
 
 def _nothing(like: _Above) -> _Above:
-    """Of no columns."""
+    """The result for no columns."""
     return _Above(
         *(jnp.full(x.shape, neutral, x.dtype) for x, neutral in zip(like, (0, -jnp.inf, jnp.inf), strict=True))
     )

@@ -298,7 +298,7 @@ def _with_z_loss(entry: LossEntry, z_weight: float) -> LossFn:
                 f"{weighing[0]} at a call of a registered loss with z_loss_weight={z_weight}: the z-loss that is added "
                 "is a plain mean; make it part of the loss, and leave z_loss_weight at 0.0"
             )
-        # Those that say which logits and labels there are.
+        # The options that say which logits and labels there are.
         of_z = {name: value for name, value in options.items() if name in known}
         return entry.loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 

@@ -141,12 +141,12 @@ def _sampled_softmax(
     hidden, ids = batch.hidden, batch.labels
     assert ids is not None
     assert mask is not None
-    # Of rows that do not count nothing may reach the gradients, neither a nan nor its product with a gradient of 0.
+    # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, ids, 0)
     drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
-    # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
+    # An id that is drawn twice keeps the first place, so that the second does not find itself there.
     place_of = (
         jnp.full(spec.vocab_size, count, jnp.int32).at[drawn.ids].min(order, mode="drop", wrap_negative_indices=False)
     )
@@ -186,7 +186,7 @@ def _sampled_softmax(
     )
 
     def own(rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """Of each row with its label's column."""
+        """The product of each row and its label's column."""
         return jnp.einsum(
             "nh,nh->n" if axis == 0 else "nh,hn->n",
             rows.astype(spec.dtype),

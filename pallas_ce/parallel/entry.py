@@ -272,7 +272,7 @@ def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> 
 
 
 def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
-    """Those of the dimensions of the leaves of `arrays`, which are named as the head's, that may be split."""
+    """For each leaf of `arrays`, named as the head's, the names of its dimensions that may be split."""
     weight, entries = weight_names(head), () if head is None else ("vocabulary",)
     given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries, "running": weight}
     return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]

@@ -1,7 +1,7 @@
-"""What the shardings of a call's arrays amount to, under `jit` and for `explain`.
+"""How a call is split, from the shardings of its arrays, under `jit` and for `explain`.
 
-The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes; `split` decides what
-that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations, whatever the layout.
+The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes. `split` decides between
+data, tensor and sequence parallelism, FSDP, and their combinations, whatever the layout.
 """
 
 import dataclasses
@@ -124,18 +124,18 @@ def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None,
 
 
 def _hidden_bytes(mesh: Mesh | AbstractMesh, rows: RowArrays, over_rows: Axes) -> int:
-    """What a device holds of the hidden states."""
+    """The bytes of a device's hidden states."""
     hidden = rows.batch.hidden
     return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows)
 
 
 def _weight_bytes(mesh: Mesh | AbstractMesh, head: Head, axes: dict[str, Axes]) -> int:
-    """What a device holds of the weight once its width is gathered."""
+    """The bytes of a device's part of the weight, once its width is gathered."""
     return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
 
 
 class Share(NamedTuple):
-    """What one device of a mesh has of a call.
+    """One device's share of a call on a mesh.
 
     Attributes:
         tokens: rows it works on, gathered ones included.

@@ -35,7 +35,7 @@ Axes = tuple[str, ...]
 
 
 class RowArrays(NamedTuple):
-    """What an operation knows of each row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
+    """An operation's arrays by row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
 
     Attributes:
         batch: hidden states, labels, temperatures.
@@ -100,7 +100,7 @@ class Shards:
         return tuple(axis for axis in self.rows if axis in weight)
 
     def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
-        """What this device works on: gathered rows, the head's own columns, labels counted from the first of them."""
+        """This device's rows, gathered, its columns of the head, and labels counted from the first of them."""
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
         head = self._local_head(self.gather(head))
@@ -228,14 +228,14 @@ _replicated_sum.defvjp(
 
 
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
-    """What it amounts to that rows, vocabulary and width are split over these axes, and each array is whole elsewhere.
+    """The way of working where rows, vocabulary and width are split over these axes, and arrays are whole elsewhere.
 
     Args:
         rows: axes that split the rows.
         vocabulary: axes that split the vocabulary.
         width: axes that split the weight's width.
-        hidden_bytes: what a device holds of the hidden states.
-        weight_bytes: what a device holds of the weight once its width is gathered.
+        hidden_bytes: a device's hidden states.
+        weight_bytes: a device's part of the weight, once its width is gathered.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
     others = without(vocabulary, common)

@@ -68,7 +68,7 @@ class Normaliser(NamedTuple):
 
 
 class PairStatistics(NamedTuple):
-    """What is kept of each row, `[n]` each.
+    """The numbers kept of each row, `[n]` each.
 
     A row in which either head's logits are all -inf has no pair of distributions. Its divergence is 0, and both its
     normalisers are +inf here, so that every probability computed from them is 0 and so are its gradients. In a row with
@@ -88,7 +88,7 @@ class PairStatistics(NamedTuple):
 
 
 class PairPartial(NamedTuple):
-    """What is accumulated of each row over part of the vocabulary.
+    """The sums of each row over part of the vocabulary.
 
     Attributes:
         student: maximum and sum of exponentials of the student's logits.

@@ -109,7 +109,7 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     of two costs no accuracy, and the product is multiplied back in float32.
     """
     bounds = [TERMS[name].bound(coefficients) for name in TERMS if getattr(coefficients, name) is not None]
-    # Of K targets each has a column of its own, where no other adds to it.
+    # Each of K targets has a column of its own, where no other adds to it.
     entries = [c for c in (coefficients.target, coefficients.argmax) if c is not None]
     bounds += [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in entries]
     if coefficients.logit_weights is not None:

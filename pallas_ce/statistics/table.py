@@ -61,7 +61,7 @@ class RowStatistics(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What is kept of each row while streaming over columns; None where no requested statistic needs it.
+    """The numbers kept of each row while streaming over columns; None where no requested statistic needs them.
 
     With `m` the maximum over the columns seen so far, sums are relative to it, so nothing overflows and a common offset
     of all logits changes only `max` and `target_logit`. A row whose m is infinite is measured from 0.
@@ -130,7 +130,7 @@ class Field:
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger of the two, NaN where either is: `jnp.maximum`, but for XLA on a CPU, which drops NaN."""
+    """The larger of the two, NaN where either is: `jnp.maximum` drops NaN on a CPU."""
     return jnp.where((a > b) | jnp.isnan(a), a, b)
 
 
@@ -268,7 +268,7 @@ def log_sum(part: Partial) -> jax.Array:
     return jnp.log(total(part))
 
 
-# What `log p = (z - m) - l` is made of. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
+# The parts m and l of `log p = (z - m) - l`. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
 _NORMALISER = ("max_logit", "log_sum")
 
 

@@ -1,4 +1,4 @@
-"""Loops and choices, as JAX's own but for what its compilers need.
+"""JAX's loops and choices, with what its compilers need beside.
 
 Inside a `shard_map` with `check_vma=True` a loop's carry must not change its type, and zeros that become sums over a
 device's own rows do: they start the same on all devices and differ afterwards.

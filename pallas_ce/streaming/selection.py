@@ -28,7 +28,7 @@ class Largest(NamedTuple):
 
 
 def top_k(values: jax.Array, k: int) -> Largest:
-    """What `lax.top_k` returns for `values [n, m]`, `k <= m`, which has a NaN with a minus sign come last."""
+    """As `lax.top_k` of `values [n, m]`, `k <= m`, but a NaN with a minus sign does not come last."""
     found, places = lax.top_k(jnp.where(jnp.isnan(values), jnp.nan, values), k)
     return Largest(found, places.astype(jnp.int32))
 

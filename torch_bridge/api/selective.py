@@ -71,15 +71,7 @@ def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inpla
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = False) -> torch.Tensor:
     """`selective_log_softmax` under the name and with the arguments that verl calls it by.
 
-    There `inplace_backward` defaults to True, which overwrites the logits; here it has to be asked for.
-
-    Args:
-        logits: `[..., V]`.
-        labels: `[...]` integers.
-        inplace_backward: see `selective_log_softmax`.
-
-    Returns:
-        Tensor: `[...]` float32 (float64 for float64).
+    verl's own has `inplace_backward=True` by default, which overwrites the logits.
     """
     return selective_log_softmax(logits, labels, inplace_backward=inplace_backward)
 

@@ -91,7 +91,7 @@ def _computed(
     asked: tuple[str, ...],
     total: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over.
+    """The gradients in `asked`; unless the graph is kept, it hands over the ones that lack the upstream scalar only.
 
     A `total` to which the backward can add the weight's gradient is returned in place of that.
     """

@@ -23,7 +23,7 @@ from torch_bridge.integrations import adapters, causal_lm
 # The versions whose trainers the tests have run.
 TESTED = ("1.16.0",)
 
-# Of `FusedCausalLMOutput`, in the order in which TRL's function returns them: the statistic that each is made of.
+# The fields of `FusedCausalLMOutput` in the order of TRL's function, each with the statistic that makes it.
 _STATISTICS = {
     "log_probs": "log_prob",
     "entropy": "entropy",

@@ -23,7 +23,7 @@ from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
 
-# What the gradient is made of, beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
+# The gradient's inputs beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
 KEPT = ("max_logit", "log_sum")
 
 

@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the statistics."""
+        """The statistics' names."""
         return self.statistics.split(",")
 
 
@@ -92,7 +92,7 @@ def _forward(
     for part, rows in cut(logits):
         if served and served.serve(rows):
             if valid is None:
-                rows.gather(1, index[part])  # for its complaint about entries that there are not
+                rows.gather(1, index[part])  # raises an error for an index out of range
             names = (*found, *kernels.KEPT)
             *values, normaliser[0, part], normaliser[1, part] = served.statistics(
                 names, rows, index[part, 0].int(), columns
@@ -141,11 +141,11 @@ def _backward(
 
 
 def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> list[Tensor]:
-    """Those of a chunk, by PyTorch."""
+    """The statistics of a chunk, by PyTorch."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     largest = (z if options.temperature == 1.0 else rows[:, : options.vocab_size]).amax(1).to(dtype)
     largest = largest / options.temperature
-    # PyTorch's own, which converts as it reads.
+    # PyTorch's own converts as it reads.
     log_p = torch.log_softmax(z, 1, dtype=dtype)
     found = {
         "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
@@ -159,7 +159,7 @@ def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, option
 def _gradient(
     rows: Tensor, index: Tensor, mean_weights: Tensor | None, cotangents: dict[str, Tensor], options: Options
 ) -> Tensor:
-    """That of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
+    """The gradient of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     cotangents = {name: x / options.temperature for name, x in cotangents.items()}
     for_log_prob = cotangents.get("log_prob", torch.zeros(index.shape, dtype=dtype, device=index.device))

@@ -70,7 +70,7 @@ class LogProbsOptions(NamedTuple):
     fixed_temperature: float
 
 
-# What `pallas_ce` calls the tensors that have another name here.
+# The names in `pallas_ce` of tensors that have another name here.
 _NAMES = {
     "input": "hidden",
     "linear_weight": "weight",
@@ -123,7 +123,7 @@ def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
 
 
 def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
-    """What is asked for, in the order of the result's fields; only floating values have gradients."""
+    """The values that are asked for, in the order of the result's fields; only floating ones have gradients."""
     values = jax.tree.leaves(steps.compute(*checked, known))
     floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
     return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))

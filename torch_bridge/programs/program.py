@@ -136,14 +136,14 @@ class Program:
     """The programs of one signature and number of rows; compiled when first called.
 
     Attributes:
-        signature: its.
-        rows: theirs.
+        signature: the programs'.
+        rows: the programs'.
         inputs: shapes of the inputs, in the signature's order.
         outputs: shapes of the function's outputs.
         kept: shapes of what the backward needs beside inputs and outputs.
         differentiable: how many outputs have gradients.
         layout: what forward and backward exchange.
-        scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
+        scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
         forward: `(*inputs) -> (*outputs, *kept)`.
     """
@@ -213,7 +213,7 @@ class Program:
         differentiable, others = function.compute(problem, known)
         self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
         outputs = [*differentiable, *others]
-        # What is an output already is not returned twice: the two would share memory.
+        # An array is returned once: two outputs would share memory.
         found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
 
         def index(x: jax.Array) -> int:

@@ -36,7 +36,7 @@ _RECOMPUTE_COLUMNS = 16384
 _LEAST_COLUMNS = 2048
 _RECOMPUTE_BYTES = 160 * 2**20
 
-# What a part costs beside its tiles, in rounds of those.
+# The cost of a part beside its tiles, in rounds of tiles.
 _ROUNDS_OF_A_PART = 2
 
 # The bytes of a block in the plain forward, if they leave `_ROWS_OF_FORWARD`; larger ones would not be faster.
@@ -80,7 +80,7 @@ class TritonBackend(Backend):
         return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """As many rows as fit, all of them best; all columns, but for the recompute mode."""
+        """As many rows as fit, all of them best; all columns, except in the recompute mode."""
         columns = spec.vocab_size
         if mode == "recompute":
             return _recompute_plan(spec, tokens, scratch_bytes)
@@ -157,7 +157,7 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
 
 
 def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
-    """Of each row there are two numbers of every tile; and if there are several blocks, its hidden states once more."""
+    """Rows of a block: each has two numbers of every tile and, with several blocks, its hidden states once more."""
     tile = configs.config_for(spec, binding.capability(), "forward")
     of_row = 2 * spec.accumulator.itemsize * -(-spec.vocab_size // tile.columns)
     if tokens * of_row <= _FORWARD_BYTES:

@@ -43,7 +43,7 @@ _PTX, _PTX_ELSEWHERE = {103: 88, 121: 88}, 87
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
-# Of a kernel that makes five descriptors, which is what its programs have room for.
+# For a kernel that makes five descriptors, the most that its programs have room for.
 SCRATCH_BYTES = 5 * 128
 
 

@@ -38,12 +38,12 @@ class Config(NamedTuple):
 
 Use = Literal["forward", "stash", "dlogits"]
 
-# What `some` has room for.
+# Registers that `some` has room for.
 _SOME = 6
 
 
 class Entry(NamedTuple):
-    """What an architecture takes; registers are what limits tiles.
+    """The tiles of an architecture; registers limit them.
 
     Attributes:
         room: registers for options and statistics, as `launch` counts them, that the next three have beside plain cross

@@ -17,7 +17,7 @@ from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
 from pallas_ce.streaming.tiles import pad
 
-# What numbers take of registers, where options and other numbers take 1, and a mask.
+# Registers that numbers take, where options and other numbers take 1; and a mask's.
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
 _OF_MASK = 2
 
@@ -133,7 +133,7 @@ def _overlaps(head: Head, part: Part | None) -> bool:
 
 
 def _step(head: Head, part: Part | None) -> int:
-    """What the kernel is told that the part begins at a multiple of; 0 where it begins at the first column."""
+    """A number that divides the part's first column, for the kernel; 0 where that is the vocabulary's first."""
     return 0 if part is None else math.gcd(part.size, head.spec.vocab_size, _STEP)
 
 
@@ -142,7 +142,7 @@ def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
 
 
 def _fields(names: frozenset[str]) -> tuple[str, ...]:
-    """Those that the kernel makes; the sums of u are the same for all rows."""
+    """The fields that the kernel makes; the sums of u are the same for all rows."""
     return tuple(field for field in fields_for(names) if field != "sum_weights")
 
 

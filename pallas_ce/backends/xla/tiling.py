@@ -15,7 +15,7 @@ from pallas_ce.streaming.tiles import shrink
 
 
 class Tiling(NamedTuple):
-    """What a platform prefers.
+    """The block and tile sizes that a platform prefers.
 
     Attributes:
         rows: rows of a block, at most.
@@ -45,19 +45,19 @@ _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
 
-# How many times longer than the three products one pass over sums would take, of those that `_least_traffic` counts, if
-# each logit had one: 8·H bytes to 6·H operations, of which accelerators do 150 to 250 in the time of a byte.
+# How many times longer than the three products one pass over sums, as `_least_traffic` counts them, would take if each
+# logit had one: 8·H bytes to 6·H operations, and accelerators do 150 to 250 operations in the time of a byte.
 _PASSES = 200
 
 # Elements of a product that half of the chip could have made while the last parts of it were.
 _IDLE = 2**21
 
-# So many numbers of tiles are compared: fewest that fit, and more.
+# How many numbers of tiles are compared, from the fewest that fit on.
 _TRIED = 8
 
 
 def preferred(platform: str) -> Tiling:
-    """That of a platform, as JAX's devices name theirs."""
+    """The tiling for a platform, by JAX's name."""
     return {"cpu": _CPU, "tpu": _TPU}.get(platform, _GPU)
 
 
@@ -161,8 +161,8 @@ def scratch(
         return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
     # Elementwise work is fused with its readers. In_forward's logits are the stash's.
     entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
-    # A block's hidden states and their gradient, and a tile of the weight; the weight's gradient is added up in place,
-    # but for what has to be rounded first.
+    # A block's hidden states and their gradient, and a tile of the weight. The weight's gradient is added up in place,
+    # except where a share is rounded first.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
     of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
     return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width
