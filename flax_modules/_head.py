@@ -60,9 +60,9 @@ class HeadOptions:
         precision: how float32 operands are multiplied, as in `pallas_ce.linear_cross_entropy`; None for full float32,
             unless `jax.default_matmul_precision` says otherwise.
         mesh_axes: inside a `shard_map`, how the arrays of loss and statistics are split; see `pallas_ce.MeshAxes`.
-        lora_rank: rank r of a low-rank adapter of the weight (LoRA), or None for none. The logits then are those of
-            `kernel + lora_scale * lora_a @ lora_b`, which is never stored; whoever differentiates with respect to
-            `lora_a [features, r]` and `lora_b [r, V]` only, pays for no gradient of the weight.
+        lora_rank: rank r of a low-rank adapter of the weight (LoRA), or None for none. The weight then is
+            `kernel + lora_scale * lora_a @ lora_b`, which is never stored. Differentiating `lora_a [features, r]` and
+            `lora_b [r, V]` only costs no gradient of the kernel.
         lora_scale: factor of the adapter, a Python number: LoRA's α/r.
         lora_a_init: initializer of `lora_a`.
         lora_b_init: initializer of `lora_b`; zeros, so that training starts from the head without adapter.
@@ -137,7 +137,7 @@ class HeadCalls(HeadOptions):
         if not isinstance(self.lora_scale, int | float):
             raise TypeError(
                 f"lora_scale is a {type(self.lora_scale).__name__}; it must be a Python number: multiply lora_b by "
-                "what is traced or trained"
+                "a traced or trained factor"
             )
         up, down = (lora_b, lora_a) if vocab_axis == 1 else (lora_b.T, lora_a.T)
         return LowRank(weight, up, down, self.lora_scale)
@@ -218,7 +218,7 @@ class HeadCalls(HeadOptions):
         They are computed in `dtype` with sums in float32, by an ordinary matrix product: all of them are stored.
 
         Args:
-            hidden: hidden states `[..., H]`; to sample, usually those of the last position only.
+            hidden: hidden states `[..., H]`; to sample, usually of the last position only.
             logit_scale: instead of the head's.
 
         Raises:

@@ -40,7 +40,7 @@ class Heads:
 
     @property
     def precision(self) -> str | None:
-        """What projections multiply with: as the first head does."""
+        """The precision of the projections: the first head's."""
         asked = self.of(0).precision
         return None if asked is None else precision_name(asked)
 
@@ -50,7 +50,7 @@ class Heads:
 
 
 class MultiTokenCalls:
-    """What a module computes from its heads and from `projections`, of which head i > 0 has the one at i - 1."""
+    """What a module computes from its heads and from `projections`, where head i > 0 has the one at i - 1."""
 
     head_weights: float | Sequence[float] | None
     projections: Sequence[Callable[[jax.Array], jax.Array]]
@@ -144,7 +144,7 @@ class MultiTokenCalls:
         """The logits `[..., vocab_size]` of the token `head + 1` ahead, as `LossHead.logits`.
 
         Args:
-            hidden: hidden states `[..., H]` (those of this head, where each has its own).
+            hidden: hidden states `[..., H]`; this head's own, where each has its own.
             head: which head, from 0 to k - 1.
             logit_scale: instead of the head's.
 
@@ -157,7 +157,7 @@ class MultiTokenCalls:
         return heads.of(head).logits(self._project(hidden, head), logit_scale=logit_scale)
 
     def future_labels(self, labels: jax.Array) -> tuple[jax.Array, ...]:
-        """The labels of each head, k arrays like `labels`, the first of which is `labels` itself. Needs no parameters.
+        """The labels of each head, k arrays like `labels`; the first is `labels` itself. Needs no parameters.
 
         Head i reads `labels[..., t + i]` at position t, from an int32 copy. It is ignored where the row has no such
         position, and where any label from t to t + i does not count: an ignored label is how packed documents mark

@@ -72,11 +72,11 @@ class HeadSpec:
         weight_rows: vocabulary entries the weight holds, padding included.
         vocab_size: V, the entries that exist; those from V on are padding.
         vocab_axis: the weight's vocabulary axis: 0 for `[V, H]`, 1 for `[H, V]`.
-        dtype: compute dtype, that of the operands of every product.
+        dtype: compute dtype, which the operands of every product have.
         softcap: the cap c of `c·tanh(x/c)`, or None.
         whole_vocab_size: the V of `mean_logit`, where the weight is part of a larger one; None: `vocab_size`.
-        precision: how every product multiplies its operands. Only those of float32 can be multiplied at several levels;
-            DEFAULT is what the platform is quickest at.
+        precision: how every product multiplies its operands. Only float32 operands have several levels; DEFAULT is the
+            platform's quickest.
         rank: r of a low-rank term, or 0.
     """
 
@@ -310,7 +310,7 @@ class Head:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, precision=jax.lax.Precision.DEFAULT))
 
     def with_padding(self) -> "Head":
-        """The same head, its padding taken for vocabulary of which `valid_columns` exist."""
+        """The same head with the padding as vocabulary, where `valid_columns` exist."""
         spec, u = self.spec, self.logit_weights
         return dataclasses.replace(
             self,

@@ -3,7 +3,7 @@
 A wrapper imports the public names of `pallas_ce` and, beyond those, only what stands here. Whoever changes one of these
 names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
 
-- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`; `read_logits_spec` to a
+- Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
   `LogitsSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
   `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
@@ -24,6 +24,7 @@ from pallas_ce.api import row_statistics as row_statistics_steps
 from pallas_ce.api.checks import check_reduction, check_statistics
 from pallas_ce.api.checks import ids as read_ids
 from pallas_ce.api.checks import ignored as read_ignore_index
+from pallas_ce.api.checks import is_int as is_int
 from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
@@ -71,6 +72,7 @@ __all__ = [
     "check_temperature",
     "counted_labels",
     "cross_entropy_steps",
+    "is_int",
     "label_array",
     "local_cuda",
     "log_probs_steps",

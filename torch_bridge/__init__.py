@@ -1,13 +1,12 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` are the functions, `cross_entropy` and
-`selective_log_softmax` those of stored logits, `LinearCrossEntropyLoss` the module, `PipelineFusedLoss` the loss of a
-pipeline-parallel model, `vocab_parallel_cross_entropy` that of a head split over a process group, `patch_causal_lm`
-the one line for a Hugging Face model.
-`to_jax` and `to_torch` exchange tensors and arrays, `memory_usage` shows what both frameworks hold of a device.
+`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head; `cross_entropy` and
+`selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module. `PipelineFusedLoss` serves a
+pipeline-parallel model, `vocab_parallel_cross_entropy` a head split over a process group, and `patch_causal_lm` a
+Hugging Face model. `to_jax` and `to_torch` exchange tensors and arrays; `memory_usage` shows a device's memory.
 
-Needs the extra `torch`. Importing this package does not import PyTorch; it keeps JAX, where that has not started yet,
-from taking most of a GPU's memory for itself (see `torch_bridge.memory`).
+Needs the extra `torch`. Importing this package does not import PyTorch; it keeps a JAX that has not started yet from
+taking most of a GPU's memory (see `torch_bridge.memory`).
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """One GPU, two allocators: what a PyTorch user must know.
 
-* PyTorch and JAX each keep a pool of device memory. Neither can use what the other's pool holds, but that CUDA takes
-  what is free in JAX's for PyTorch when the device has no other memory left.
+* PyTorch and JAX each keep a pool of device memory. Neither can use the other's pool. CUDA alone takes free memory of
+  JAX's for PyTorch when the device has no other left.
 * JAX's default is to take 75 % of the device at its first computation. Importing `torch_bridge` before that switches it
   off (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) and has CUDA keep JAX's pool (`XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`),
   which then grows to the peak of JAX's use; JAX's own would grow in steps to nearly twice as much. Where JAX has
@@ -52,8 +52,8 @@ def share_device(environment: MutableMapping[str, str] = os.environ) -> None:
 def keep_pool(ordinal: int, environment: Mapping[str, str] = os.environ) -> None:
     """Has CUDA keep the pool of a JAX that has started with `SHARING`, or warns that it does not.
 
-    With these settings JAX has CUDA give back at each synchronisation what is not in use, and the next call waits until
-    it is mapped again.
+    With these settings JAX has CUDA give unused memory back at each synchronisation. The next call then waits until it
+    is mapped again.
 
     Args:
         ordinal: the CUDA device's number in this process.
@@ -118,7 +118,7 @@ class MemoryUsage:
 
 
 def memory_usage(device: int = 0) -> MemoryUsage:
-    """What both frameworks hold of a CUDA device, and what is left of it.
+    """The memory of a CUDA device that each framework holds, and the rest.
 
     Args:
         device: the CUDA device's index.

@@ -71,7 +71,7 @@ class LossHead(HeadCalls, nn.Module):
         Args:
             embed: the `nn.Embed`.
             vocab_size: number of its rows that are vocabulary, where it is padded (default: all).
-            **options: as for `LossHead`. `dtype` defaults to that of the embedding, as in `attend`.
+            **options: as for `LossHead`. `dtype` defaults to the embedding's, as in `attend`.
 
         Returns:
             The head.

@@ -18,9 +18,9 @@ class MultiTokenLossHead(MultiTokenCalls, nn.Module):
 
         loss = Σ_i head_weights[i] · LossHead_i(x_i, labels_i),    labels_i[..., t] = labels[..., t + i]
 
-    The rules are those of `flax_modules.nnx.MultiTokenLossHead`, which states them in full: labels are ignored beyond
-    the row's end and behind an ignored label, each head's mean is over its own counted tokens, and with one shared head
-    `x_0 = hidden`, `x_i = hidden + hidden @ P_i`.
+    `flax_modules.nnx.MultiTokenLossHead` has the rules in full: labels are ignored beyond the row's end and behind an
+    ignored label, each head's mean is over its own counted tokens, and with one shared head `x_0 = hidden`,
+    `x_i = hidden + hidden @ P_i`.
 
     Attributes:
         head: one `LossHead` (own kernel or tied), or a sequence of k of them.

@@ -27,7 +27,7 @@ class LossHead(HeadCalls, nnx.Module):
     or without an adapter (LoRA), by `LossHead.of_linear`.
 
     Attributes hold the loss options under the names of the constructor, so `head.label_smoothing = 0.0` for evaluation
-    works as for any NNX module. Parameters are `kernel [features, V]` (or what is shared, `embed` or `linear`),
+    works as for any NNX module. Parameters are `kernel [features, V]` (or a shared `embed` or `linear`),
     `bias [V]` and `lora`, an `nnx.LoRA` whose `lora_a [features, r]` and `lora_b [r, V]` are `nnx.LoRAParam`; where
     there is none the attribute is None. V is `vocab_size`, or `padded_vocab_size` where given.
 
@@ -145,7 +145,7 @@ class LossHead(HeadCalls, nnx.Module):
         Args:
             embed: an `nnx.Embed`, any other module with an `embedding` parameter `[V, H]`, or such a parameter.
             vocab_size: number of its rows that are vocabulary, where it is padded (default: all).
-            **options: as for `LossHead`. `dtype` defaults to that of the embedding module, as in `attend`.
+            **options: as for `LossHead`. `dtype` defaults to the embedding module's, as in `attend`.
 
         Returns:
             The head.
@@ -189,7 +189,7 @@ class LossHead(HeadCalls, nnx.Module):
         Args:
             linear: an `nnx.Linear`, an `nnx.LoRALinear`, or an `nnx.LoRA` whose `base_module` is an `nnx.Linear`.
             vocab_size: number of its columns that are vocabulary, where it is padded (default: all).
-            **options: as for `LossHead`. `dtype` and `precision` default to those of the layer with the kernel, and
+            **options: as for `LossHead`. `dtype` and `precision` default to the kernel layer's, and
                 serve the adapter too; `lora_scale`, 1 by default as in Flax, is a factor of its adapter. With
                 `lora_rank` and `rngs` the head has an adapter of its own beside a layer without one.
 

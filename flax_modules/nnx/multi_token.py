@@ -21,11 +21,11 @@ class MultiTokenLossHead(MultiTokenCalls, nnx.Module):
 
         loss = Σ_i head_weights[i] · LossHead_i(x_i, labels_i),    labels_i[..., t] = labels[..., t + i]
 
-    `labels_i` is ignored where the row ends before t + i, and where any label from t to t + i is: so rows do not leak
-    into each other, nor do packed documents whose boundary is an ignored label (where labels are masked for another
-    reason, such as a prompt, head i also skips the i positions before the unmasked ones). Each head's mean is over its
+    `labels_i` is ignored where the row ends before t + i, and where any label from t to t + i is. So rows do not leak
+    into each other, nor do packed documents whose boundary is an ignored label. (Where labels are masked for another
+    reason, such as a prompt, head i also skips the i positions before the unmasked ones.) Each head's mean is over its
     own counted tokens. Every head streams over the vocabulary in its turn; k-fold logits are never stored. With
-    `reduction="none"` the loss at t is the weighted sum of what is predicted from t.
+    `reduction="none"` the loss at t is the weighted sum of the losses predicted from t.
 
     The heads are given, so all their options are theirs:
 

@@ -56,7 +56,7 @@ def layer(linear: nnx.Module) -> nnx.Linear:
 
 
 def parameters(linear: nnx.Module) -> Parameters:
-    """Those of a layer that `layer` takes."""
+    """The parameters of a layer that `layer` takes."""
     inner = layer(linear)
     lora = linear if isinstance(linear, nnx.LoRA) else getattr(inner, "lora", None)
     return Parameters(inner.kernel, 1, inner.bias, lora)

@@ -4,10 +4,10 @@ import inspect
 
 
 class ConstructorSignature:
-    """The `__signature__` of a class: that of its `__init__`.
+    """The `__signature__` of a class, from its `__init__`.
 
-    NNX makes modules through a metaclass whose `__call__(*args, **kwargs)` is what `inspect` would find. Instances have
-    none of their own, so that theirs stays the one of `__call__`.
+    NNX makes modules through a metaclass, and `inspect` would find its `__call__(*args, **kwargs)`. Instances have no
+    `__signature__`, so that `inspect` shows their `__call__`.
     """
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:

@@ -14,7 +14,7 @@ from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.row import STATISTICS, needs_labels
 
 # What a call takes as an array: one of JAX or NumPy, a number, or nested lists of these at run time. Signatures print
-# the name of such an alias; of JAX's own they print every member.
+# the name of a `type` alias; for JAX's own they print every member.
 type ArrayLike = jax.typing.ArrayLike
 type DTypeLike = jax.typing.DTypeLike
 

@@ -75,7 +75,7 @@ def linear_distillation(
         teacher_hidden: `[..., H_t]` with `hidden`'s leading shape; H_t may differ from H.
         teacher_weight: `[V'', H_t]` or `[H_t, V'']`. The first V entries of both weights are one vocabulary.
         labels: `[...]` integers that only say which rows count, or None.
-        divergence: "forward_kl" (mode-covering; what is usually meant by distillation), "reverse_kl" (mode-seeking) or
+        divergence: "forward_kl" (mode-covering; the usual choice for distillation), "reverse_kl" (mode-seeking) or
             "jsd" (the generalised Jensen-Shannon divergence).
         beta: β of "jsd", strictly between 0 and 1; towards 0 jsd/β tends to the forward, towards 1 jsd/(1-β) to the
             reverse divergence. A Python number.
@@ -155,7 +155,7 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
             "pass vocab_size, the entries that both have"
         )
     options = read_options(student.leading, student.spec.vocab_size, **of_loss)
-    # Of each head a tile of logits and one of log-probabilities; their difference or slope, and the rounded dlogits.
+    # Six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits.
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small

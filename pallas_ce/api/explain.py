@@ -35,8 +35,7 @@ class Explanation:
         implementation_reason: why that one and not another, and whether it was never run on such a device.
         backward: the backward mode, or None without differentiation or for "reference".
         backward_reason: why that one.
-        gemms: matrix products of `2·N·H·V` operations in forward and backward together; those of a low-rank term are
-            not among them.
+        gemms: matrix products of `2·N·H·V` operations in forward and backward together, without a low-rank term's.
         rows: rows of a block; None for "reference".
         columns: vocabulary columns of a tile; None for "reference".
         scratch_bytes: memory of blocks and tiles at their largest.
@@ -50,7 +49,7 @@ class Explanation:
         weight_copy_bytes: a copy of the weight that the kernels read, where its own rows do not lie at multiples of the
             bytes that they can read, or have another dtype than the operands; 0 where none is made.
         launches: the kernels that make each block's logits, with their tiles; none for "xla" and "reference".
-        parallelism: how the call is split, where the arrays are sharded; bytes are then those of one device.
+        parallelism: how the call is split, where the arrays are sharded; bytes are then of one device.
         alternative: the same call in the other backward mode; None where there is none to choose: without
             differentiation, for losses by row, for "reference", and where it does not fit `scratch_bytes`.
     """
@@ -120,8 +119,8 @@ def explain(
 
     Beside these stand what the other backward mode would take, and the peak of a program that stores the logits.
 
-    Without a name, that of a program for the arrays' mesh or the ambient one, where they know their devices, also if
-    these are only compiled for; else for the process's GPU, or its CPU where it has none.
+    Without a name, a program for the devices of the arrays' mesh or of the ambient one, even if it is only compiled for
+    them. Without such a mesh, a program for the process's GPU, or its CPU where it has none.
 
     Args:
         hidden: `[..., H]`, an array or a `jax.ShapeDtypeStruct`: only shape, dtype and sharding are read, nothing is

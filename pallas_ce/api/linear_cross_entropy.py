@@ -61,7 +61,7 @@ def linear_cross_entropy(
         hidden: `[..., H]` bfloat16, float16, float32 or float64; any leading shape, zero tokens included.
         weight: `[V', H]` (`vocab_axis=0`: tied embeddings, PyTorch) or `[H, V']` (`vocab_axis=1`: Flax Dense kernels).
             Float32 master weights with `dtype=bfloat16` are cast inside; their gradient is the float32 accumulator.
-            "mosaic_gpu" copies what is sliced off a larger array inside the same `jit`.
+            "mosaic_gpu" copies a slice of a larger array that is made inside the same `jit`.
         labels: `[...]`, any integer dtype. Labels outside `[0, vocab_size)` count as ignored.
         bias: `[V']`.
         vocab_axis: the weight's vocabulary axis.

@@ -72,8 +72,8 @@ def linear_loss(
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
         backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
-        shift: a row meets the label and the token weight that stand so many positions later; see
-            `linear_cross_entropy`. Row inputs, `row_mask` and `temperature` are those of the row.
+        shift: a row meets the label and the token weight `shift` positions later; see `linear_cross_entropy`. Row
+            inputs, `row_mask` and `temperature` stay with their row.
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
@@ -119,7 +119,7 @@ def linear_loss(
     return _checked(**locals())
 
 
-# Row inputs by their position: those of each row, and those that all rows share.
+# Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
 _Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
 
 

@@ -85,8 +85,7 @@ def linear_log_probs(
         logit_scale: scalar, may be traced and differentiated.
         vocab_axis: the weight's vocabulary axis.
         vocab_size: V; entries of the weight from there on are padding. Default V'.
-        shift: a row meets the labels that stand so many positions later; see `linear_cross_entropy`. The temperature is
-            that of the row.
+        shift: a row meets the labels `shift` positions later, at its own temperature; see `linear_cross_entropy`.
         ignore_index: this label is ignored: log-probability and gradient exactly 0. The work of rows whose labels are
             all ignored is skipped, and what they hold does not matter.
         dtype: compute dtype of the products' operands; by default the inputs' common one. With `jnp.float32`, the

@@ -65,8 +65,8 @@ def read(weight: Any, convert: Callable[[str, Any], Any] = checks.array, name: s
     scale = weight.scale
     if not checks.is_plain(scale) or isinstance(scale, bool):
         raise TypeError(
-            f"{name}.scale is a {type(scale).__name__}; it must be a Python number: multiply {name}.up by what is "
-            "traced or trained"
+            f"{name}.scale is a {type(scale).__name__}; it must be a Python number: multiply {name}.up by a traced or "
+            "trained factor"
         )
     up, down = convert(f"{name}.up", weight.up), convert(f"{name}.down", weight.down)
     return LowRank(convert(f"{name}.weight", weight.weight), up, down, checks.scalar(f"{name}.scale", scale))

@@ -108,14 +108,14 @@ def cross_entropy(
 def chunked_cross_entropy(logits: ArrayLike, labels: ArrayLike, chunk_size: int = 0, **options: Any) -> Any:
     """`cross_entropy`, with a bound on the number of rows that are worked on at a time.
 
-    The loss and its gradient are those of `cross_entropy`, which takes as many rows at a time as suit the cache; code
-    that is used to setting a chunk size can lower that number here, and so the temporary memory.
+    `cross_entropy` has the same loss and gradient, and takes as many rows at a time as suit the cache. A smaller chunk
+    lowers the temporary memory.
 
     Args:
         logits: `[..., V']`.
         labels: `[...]` integers.
-        chunk_size: at most so many rows at a time; 0 means 4096.
-        **options: those of `cross_entropy`.
+        chunk_size: the most rows at a time; 0 means 4096.
+        **options: as for `cross_entropy`.
 
     Returns:
         What `cross_entropy` returns.
@@ -303,7 +303,7 @@ def _cross_entropy(
 def _rows(
     settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits `[N, columns]`, canonical labels `[N]` and which of them count."""
+    """Logits `[N, columns]`, canonical labels `[N]` and whether each counts."""
     ids = label_rule.canonical(labels.reshape(-1), settings.spec.vocab_size)
     return logits.reshape(labels.size, settings.spec.columns), ids, label_rule.counted(ids, ignore_index)
 

@@ -58,7 +58,7 @@ class Options:
         return dataclasses.replace(self, token_weights=weights)
 
     def reduced(self, values: jax.Array, mask: jax.Array | None, leading: tuple[int, ...]) -> jax.Array:
-        """The loss from `values [N]` of rows of the shape `leading`, of which those count where `mask [N]` is True."""
+        """The loss from `values [N]` of rows of the shape `leading`; rows count where `mask [N]` is True."""
         weights = None if self.token_weights is None else self.token_weights.reshape(-1)
         loss = reduce_rows(values, mask, weights, self.reduction, self.normalizer)
         return loss.reshape(leading) if self.by_row else loss
@@ -72,7 +72,7 @@ class Options:
             wide: the accumulator dtype.
             ids: canonical labels `[...]`.
             mask: `[...]` bool, which rows count.
-            total: what makes a device's sum over rows that of the call.
+            total: makes the call's sum over rows from a device's.
         """
         by_row: Inputs = {}
         shared: Inputs = {}

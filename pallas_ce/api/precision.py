@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
-# What a call takes as a precision. Signatures print the name of such an alias.
+# What a call takes as a precision. Signatures print the alias's name.
 type PrecisionLike = str | Precision | DotAlgorithmPreset
 
 _NAMES = ("default", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32", "fastest")
 _OF_FLOAT8 = "ANY_F8"  # what presets for 8-bit operands begin with
 _WORKING = (*_NAMES, *(name for name in DotAlgorithmPreset.__members__ if not name.startswith(_OF_FLOAT8)))
 
-# What a product of operands of these dtypes is without being asked.
+# The algorithm of a product of operands of these dtypes by default.
 _ITSELF = {
     np.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
     np.dtype(np.float16): DotAlgorithmPreset.F16_F16_F32,

@@ -31,7 +31,7 @@ class LossAndGradients(NamedTuple):
         loss: `[]`, as `linear_cross_entropy` returns it, without `loss_scale`.
         hidden: the gradient of `hidden`, in its shape and dtype, times `loss_scale`.
         weight_sum: the argument with the gradient of `weight` times `loss_scale` added.
-        bias_sum: likewise that of `bias`; None where none was given.
+        bias_sum: likewise for `bias`; None where none was given.
     """
 
     loss: jax.Array
@@ -68,7 +68,7 @@ def linear_cross_entropy_and_gradients(
     mesh_axes: MeshAxes | None = None,
     validate_labels: bool = False,
 ) -> LossAndGradients:
-    """`linear_cross_entropy` and its gradients, that of the weight added to `weight_sum` where it lies.
+    """`linear_cross_entropy` and its gradients; the weight's is added to `weight_sum` in place.
 
     For gradients summed over micro-batches: `jax.grad` makes an array of the weight's size for each of them, which
     is then added to the sum; this adds tile by tile and makes none. Call it inside `jit` with the sum as the carry of a
@@ -98,7 +98,7 @@ def linear_cross_entropy_and_gradients(
         logit_softcap: the cap of the logits.
         logit_scale: their scale, a constant here.
         reduction: "mean" or "sum".
-        normalizer: the mean's divisor: that of all micro-batches makes the sum of their losses the whole mean.
+        normalizer: the mean's divisor. With all micro-batches' divisor, their losses add up to the whole mean.
         dtype: compute dtype.
         precision: how float32 operands are multiplied.
         backward: "in_forward" (three products), "recompute" (four, less scratch) or "auto".
@@ -161,7 +161,7 @@ def _checked(*, weight_sum: Any, bias_sum: Any, loss_scale: Any, **arguments: An
 def _sum(name: str, given: Any, of: str, array: jax.Array, call: CheckedCall) -> jax.Array:
     total = checks.array(name, given)
     if total.shape != array.shape:
-        raise ValueError(f"{name} has shape {total.shape}; it must be that of {of}, {array.shape}")
+        raise ValueError(f"{name} has shape {total.shape}; it must be {array.shape}, the shape of {of}")
     allowed = dict.fromkeys((call.spec.accumulator.name, array.dtype.name))
     if total.dtype.name not in allowed:
         raise TypeError(f"{name} is {total.dtype.name}; it must be {' or '.join(allowed)}")

@@ -65,9 +65,9 @@ def linear_sample(
     row in one pass over the weight.
 
     The temperature comes first, then `top_k`, `top_p` and `min_p`, in this order, each on what the one before has left.
-    The sample is the best sum of logit and noise among the columns that are left, and its log-probability is that among
-    them. With `top_k` the others take no further pass over the weight. Without it `min_p` takes two passes; and `top_p`
-    two and those of a search for the last logit that is kept, which ends when all rows of a block have theirs: five to
+    The sample is the best sum of logit and noise among the columns that are left; its log-probability is relative to
+    them. With `top_k` the other options take no further pass over the weight. Without it `min_p` takes two passes.
+    `top_p` takes two, and a search for the last logit to keep, which ends when all rows of a block have theirs: five to
     eight in all for normally distributed logits of 32768 entries. It is exact up to the rounding of sums.
 
     Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
@@ -83,8 +83,8 @@ def linear_sample(
             them. None: among all.
         top_p: p in (0, 1], a number, `[]` or `[...]`: sample among the most likely columns before which less than p of
             the probability lies (ties: the lowest id first), which are the fewest that reach p. After `top_k`, the
-            probability is that among the k. None: among all.
-        min_p: in [0, 1], a number, `[]` or `[...]`: sample among columns at least so many times as likely as the most
+            probability is relative to the k. None: all columns.
+        min_p: in [0, 1], a number, `[]` or `[...]`: sample among columns at least `min_p` times as likely as the most
             likely one; after `top_k` and `top_p`.
         row_mask: `[...]` bool; rows where it is False hold id -1 and log-probability 0, and their work is skipped.
         bias: `[V']`.

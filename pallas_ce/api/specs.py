@@ -33,8 +33,7 @@ def head_spec(
 ) -> HeadSpec:
     """The static facts of a head, from arrays or anything with `shape` and `dtype`.
 
-    `parts` tells of how many parts of the vocabulary and of H the weight is one; `up` and `down` are those of a
-    low-rank term.
+    The weight is one of `parts` parts of the vocabulary and of H; `up` and `down` belong to a low-rank term.
     """
     if not checks.is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
@@ -49,7 +48,7 @@ def head_spec(
     rows = held * parts[0]
     if hidden.shape[-1] != width:
         other = " (is vocab_axis the right one?)" if hidden.shape[-1] == rows else ""
-        other += f", of which mesh_axes.width makes weight one of {parts[1]} parts" if parts[1] > 1 else ""
+        other += f", and mesh_axes.width makes weight one of {parts[1]} parts" if parts[1] > 1 else ""
         raise ValueError(
             f"hidden has shape {hidden.shape} and weight {weight.shape} with vocab_axis={vocab_axis}: "
             f"the hidden size is {hidden.shape[-1]} in the one and {width} in the other{other}"
@@ -73,7 +72,7 @@ def head_spec(
 
 
 def _rank(up: Any, down: Any, entries: int, width: int, vocab_axis: int) -> int:
-    """The r of a low-rank term of a weight of so many entries and that width."""
+    """The r of a low-rank term, beside a weight of `entries` entries of size `width`."""
     rank = up.shape[1 - vocab_axis] if up.ndim == 2 else 0
     for name, values, shape in (("up", up, (entries, max(rank, 1))), ("down", down, (max(rank, 1), width))):
         checks.floating(f"weight.{name}", values)
@@ -82,7 +81,7 @@ def _rank(up: Any, down: Any, entries: int, width: int, vocab_axis: int) -> int:
             raise ValueError(
                 f"weight.{name} has shape {values.shape}; with vocab_axis={vocab_axis}, beside a weight of {entries} "
                 f"entries of size {width}, it must be {names[vocab_axis]}, r at least 1"
-                + (f" and that of weight.up, {rank}" if name == "down" else "")
+                + (f" and equal to weight.up's, {rank}" if name == "down" else "")
             )
     return rank
 

@@ -56,10 +56,9 @@ def linear_top_k(
 ) -> TopK:
     r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
 
-    Exact: values, ids and order are those of `jax.lax.top_k` on the whole row, ties going to the lowest id, and NaN
-    first, of either sign. The row's
-    log-sum-exp is found in the same pass, so that `log_probs = logits/temperature - lse(logits/temperature)` are
-    log-probabilities over the whole vocabulary, not over the k.
+    Exact: values, ids and order as `jax.lax.top_k` gives them on the whole row. Ties go to the lowest id, and NaN of
+    either sign comes first. The same pass finds the row's log-sum-exp, so that
+    `log_probs = logits/temperature - lse(logits/temperature)` are over the whole vocabulary, not over the k.
 
     Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
     that is differentiable.
@@ -114,7 +113,7 @@ def _checked(*, k: int, **head: Any) -> TopK:
 
 
 def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
-    """Those of the implementations that may serve the call; see `entry.at_lowering`."""
+    """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
     spec, scratch_bytes = call.spec, call.scratch_bytes
 
     def none(name: str) -> bool:

@@ -9,7 +9,7 @@ from jax._src import config  # JAX has no public way to ask whether kernels are 
 
 
 def on_cpu(arrays: Any) -> bool:
-    """Whether all of `arrays`, a pytree, have values that lie on CPUs: what is done with them is done there."""
+    """Whether all of `arrays`, a pytree, have values that lie on CPUs, where work on them runs."""
     leaves = jax.tree.leaves(arrays)
     known = all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
     return bool(leaves) and known and all(device.platform == "cpu" for x in leaves for device in x.devices())
@@ -22,7 +22,7 @@ def interpreted() -> bool:
 
 
 def platform() -> str:
-    """That of the device traced for, "cpu" or another: the ambient mesh's where known, else the process's default."""
+    """The platform traced for, "cpu" or another: the ambient mesh's where known, else the process's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else str(device.platform)
 
@@ -43,7 +43,7 @@ def cuda_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Those of the GPU traced for; where nothing tells, as under an interpreter, those of an H100 or H200."""
+    """The number of multiprocessors of the GPU traced for, or of an H100 where nothing tells, as in an interpreter."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return _local_multiprocessors() if device is None else int(device.num_cores)
 
@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def compute_capability(kind: str) -> str | None:
-    """That of a CUDA device of this model, as "9.0"; None for what is no CUDA device, or not known."""
+    """The compute capability of a device model, as "9.0"; None for one that is no CUDA device, or not known."""
     try:
         local = jax.local_devices(backend="cuda")
     except RuntimeError:

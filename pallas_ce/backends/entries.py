@@ -16,7 +16,7 @@ from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial, fields_of, spread
 
-# Of a float32 number: sign, exponent and what TF32 has of the significand.
+# The bits of a float32 number that TF32 has: sign, exponent and a part of the significand.
 _TF32_BITS = 0xFFFFE000
 
 # Columns of rows, `[n]` or `[n, K]` with -1 for none, and a number for each.
@@ -31,7 +31,7 @@ def logits(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
 
 
 def existing(head: Head, batch: Batch, columns: jax.Array) -> jax.Array:
-    """The logits of `columns [n]`, of which none is -1."""
+    """The logits of `columns [n]`, none of them -1."""
     spec, hidden = head.spec, batch.hidden
     if spec.vocab_axis == 0:
         entries = head.weight.at[columns].get(mode="promise_in_bounds")
@@ -97,7 +97,7 @@ def gradients(head: Head, batch: Batch, columns: jax.Array, logits: jax.Array, g
 
 
 def without(coefficients: Coefficients) -> Coefficients:
-    """What is left of the coefficients for the kernels."""
+    """The coefficients that kernels take."""
     return coefficients._replace(target=None, argmax=None)
 
 

@@ -5,12 +5,12 @@ largest logit m, which gradients are measured from, `e^{z_ij - m_i} = e^{e_i - m
 gradient products can apply to an operand or to a result of theirs. So dlogits need not be formed: with
 `s_i = A_i·e^{e_i - m_i}`, the term `A·e^{z-m}` contributes
 
-    s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to that of W_j
+    s_i·(E·W)_i  to the gradient of h_i        (Eᵀ·(s∘h))_j  to the gradient of W_j
 
-and the target's term is a change of one entry of each row of E. Rounding E is the rounding that dlogits would have had.
+and the target's term changes one entry of each row of E. Rounding E is the rounding that dlogits would have had.
 The statistics come from the unrounded values.
 
-There are two ways, one of which is chosen when compiling (A to G are the terms of the gradient's formula):
+There are two ways, chosen between when compiling (A to G are the terms of the gradient's formula):
 
 * *Scaled*, where only A, D and F appear and there is no soft cap. E itself is the products' operand, and the row
   factors `s` are applied to small operands and results. The targets' and the argmax's entries of E are replaced by
@@ -56,11 +56,11 @@ _HIGHEST = 1e30
 
 
 class Range(NamedTuple):
-    """What a format bears.
+    """The range of a format.
 
     Attributes:
         above_target: how far above the logit of a row's target the reference is put; None: the range is too narrow.
-        below: how far below a guessed lse it is put where that is so, and where there are no targets.
+        below: how far below a guessed lse it is put in that case, and where there are no targets.
         low: least `lse - reference` at which E keeps its accuracy.
         high: largest one at which it does not overflow.
         largest: of entries that are replaced.
@@ -90,14 +90,14 @@ def always_recomputed(spec: HeadSpec, coefficients: Coefficients) -> bool:
 
 
 def _scales(spec: HeadSpec, coefficients: Coefficients) -> bool:
-    """Whether exponentials are themselves what is multiplied."""
+    """Whether the exponentials themselves are the products' operand."""
     return spec.softcap is None and {name for name, c in coefficients._asdict().items() if c is not None} == {"prob"}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stash:
-    """What one block's products need of its logits.
+    """One block's logits, as its products need them.
 
     Attributes:
         exponentials: E, `[n, V]` or with padding in either axis.
@@ -137,9 +137,9 @@ class Block(abc.ABC):
         Nothing is left of a `Partial` that is not asked for: compilers of jax 0.11 crash on some reductions that none
         reads. It has a maximum and sums of exponentials, whatever `names`, and these are measured from `reference`.
 
-        What is padding of E is undefined, and so are rows that are skipped. Given how many rows, `[]`, are made
-        `again`, and an earlier E, the result is that of so many rows and lies in that one's memory; without any, it is
-        the earlier E, and the `Partial` is undefined.
+        E's padding is undefined, and so are rows that are skipped. Given an earlier E and the number of rows, `[]`,
+        that are made `again`, the result has these rows and lies in the earlier one's memory. If the number is 0, the
+        result is the earlier E, and the `Partial` is undefined.
         """
 
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ class Stashing(Block):
     """The first half of a block's work."""
 
     def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
-        """Statistics, and the stash; those of rows that are not valid mean nothing, but are finite."""
+        """Statistics, and the stash; statistics of rows that are not valid mean nothing, but are finite."""
         head, rows = self.head, self.batch.hidden.shape[0]
         bounds = _RANGES[head.spec.dtype.name]
         reference = _usable(_reference(head, self.batch, bounds)).astype(head.spec.accumulator)
@@ -317,7 +317,7 @@ def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
 
 
 def _guess_lse(head: Head, batch: Batch) -> jax.Array:
-    """`[n]`: the lse that every row would have if the rest of its logits were like those of a few columns."""
+    """`[n]`: the lse that every row would have if a few columns stood for all of its logits."""
     spec = head.spec
     stride = max(1, spec.vocab_size // _SAMPLE)
     stop = min(spec.vocab_size, stride * _SAMPLE)
@@ -332,5 +332,5 @@ def _guess_lse(head: Head, batch: Batch) -> jax.Array:
 
 
 def _usable(reference: jax.Array) -> jax.Array:
-    """Finite; where it is infinite, that of a row without logits, or by which E is to be 0, but for logits of +inf."""
+    """A finite reference: 0 for -inf, a row without logits; for +inf one that makes E 0, except at logits of +inf."""
     return jnp.where(jnp.isfinite(reference), reference, jnp.where(reference > 0, _HIGHEST, 0.0))

@@ -40,7 +40,7 @@ def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None
 
 
 def own_columns(for_up: jax.Array | None, count: jax.Array, shift: jax.Array) -> jax.Array | None:
-    """A part's share of `up [c, r]`, whose first `count []` count, as that of a tile that begins `shift` earlier."""
+    """A part's share of `up [c, r]`, whose first `count []` count, as a tile's that begins `shift` earlier."""
     if for_up is None:
         return None
     return jnp.roll(jnp.where(jnp.arange(len(for_up))[:, None] < count, for_up, 0), shift, axis=0)

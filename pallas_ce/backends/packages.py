@@ -23,7 +23,7 @@ _NEEDED = {"triton": _Range("triton", (3, 6), (3, 10))}
 
 
 def refusal(backend: str) -> str | None:
-    """Why the backend called so cannot be used with what is installed, as the end of a sentence; None where it can."""
+    """Why a backend cannot work with the installed packages, as the end of a sentence; None where it can."""
     needed = _NEEDED.get(backend)
     if needed is None:
         return None

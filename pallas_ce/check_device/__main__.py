@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _facts(device: jax.Device) -> dict[str, Any]:
-    """Of the device and what is installed."""
+    """The device, and the installed packages."""
     packages = {found.name: found.version for found in metadata.distributions() if _PACKAGES.fullmatch(found.name)}
     driver = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _DRIVER.read_text() if _DRIVER.exists() else "")
     return {

@@ -1,4 +1,4 @@
-"""What is checked: calls of every implementation that serves the device, beside the oracle."""
+"""The checks: calls of every implementation that serves the device, beside the oracle."""
 
 import concurrent.futures
 import itertools
@@ -115,7 +115,7 @@ def _negative_log_likelihood(row: RowStatistics, labels: jax.Array) -> jax.Array
 
 
 def _results(arrays: dict[str, jax.Array], options: dict[str, Any]) -> Any:
-    """Loss and gradients; the same in each of several runs, in the later of which a GPU replays a graph of launches."""
+    """Loss and gradients, the same in each of several runs; in later runs a GPU replays a graph of launches."""
     constant = {name: x for name, x in arrays.items() if name in ("labels", "temperature")}
 
     def loss(differentiable: dict[str, jax.Array]) -> Any:

@@ -14,7 +14,7 @@ def loss_and_gradients(
     """The mean over the rows that count of the sum of a row's cross entropies, and its gradients.
 
     Args:
-        arrays: hidden `[N, H]`, weight `[V, H]`, labels `[N, K]`, of which negative ones do not count; maybe bias `[V]`
+        arrays: hidden `[N, H]`, weight `[V, H]`, labels `[N, K]`, where negative ones do not count; maybe bias `[V]`
             and temperature `[N]`.
         softcap: c of `c·tanh(z/c)`, or None.
         smoothing: α of label smoothing.
@@ -29,7 +29,7 @@ def loss_and_gradients(
     z = (z if softcap is None else softcap * bent) / temperature
     shifted = z - z.max(axis=1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    # What each row's distribution is compared with: K one-hot rows added up, smoothed.
+    # The distribution that each row is compared with: K one-hot rows added up, smoothed.
     counts = labels >= 0
     target = np.zeros_like(log_p)
     np.add.at(target, (np.nonzero(counts)[0], labels[counts]), 1.0 - smoothing)

@@ -15,7 +15,7 @@ from pallas_ce.api.linear_cross_entropy import linear_cross_entropy
 _ROUNDS = 5
 _LAUNCHES = 8
 
-# XLA compiles so many programs at once, and times candidates for its products on arrays as large as the logits.
+# Programs that compile at once: XLA times candidates for its products on arrays as large as the logits.
 _AT_ONCE = 2
 
 
@@ -24,7 +24,7 @@ def measure(dtype: str, implementations: Sequence[str], shape: tuple[int, int, i
 
     Returns:
         `{"dtype", "shape", "products_ms", "results"}`: for each loss, forward and forward+backward, median `ms`, all
-        `samples`, and the `ratio` to the bare product that makes the logits, or to that and those of both gradients.
+        `samples`, and the `ratio` to the bare product that makes the logits, or to all three bare products.
     """
     n, h, v = shape
     keys = jax.random.split(jax.random.key(0), 4)
@@ -60,7 +60,7 @@ def measure(dtype: str, implementations: Sequence[str], shape: tuple[int, int, i
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of float32 in full float32, as the implementations' products are."""
+    """A bare product; of float32 operands in full float32, as the implementations' products are."""
     return jnp.einsum(subscripts, a, b, precision="highest" if a.dtype == jnp.float32 else None)
 
 
@@ -75,7 +75,7 @@ def _streamed(implementation: Any) -> Callable[..., Any]:
 
 
 def _in_turn(programs: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Milliseconds of a launch of each program in each round, the first of which warms up and does not count.
+    """Milliseconds of a launch of each program in each round; a first round warms up and does not count.
 
     A GPU's clocks drift by several per cent within seconds. So each round goes through all programs, and begins with
     another: each meets the clocks that the others meet.

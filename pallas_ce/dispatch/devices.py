@@ -11,8 +11,8 @@ from pallas_ce.backends import device as targets
 
 COMMAND = "python -m pallas_ce.check_device"
 
-# "tested": results of such a device are in the repository. "compiled": for such a device, never run on one. "fallback":
-# XLA's own code, which serves every device where nothing else does.
+# "tested": the repository has results of the device. "compiled": for the device, never run on one. "fallback": XLA's
+# code, which serves every device where nothing else does.
 Status = Literal["tested", "compiled", "fallback"]
 
 _NARROW = ("bfloat16", "float16")
@@ -20,7 +20,7 @@ _NARROW = ("bfloat16", "float16")
 # Of the kernels: the dtypes of operands that they multiply.
 DTYPES: dict[str, tuple[str, ...]] = {"mosaic_gpu": _NARROW, "triton": (*_NARROW, "float32")}
 
-# By implementation and compute capability: the results of such a device, None where it was only compiled for.
+# By implementation and compute capability: the device's results, None where it was only compiled for.
 RESULTS: dict[str, dict[str, str | None]] = {
     "mosaic_gpu": {"9.0": "experiments/results/gpu_report.md"},
     "triton": {
@@ -38,7 +38,7 @@ RESULTS: dict[str, dict[str, str | None]] = {
 
 
 def status(implementation: str, capability: str, dtype: str = "bfloat16") -> Status | None:
-    """What is known of an implementation on devices of a compute capability, or "CPU"; None where it does not serve."""
+    """The status of an implementation on a compute capability's devices, or "CPU"; None where it does not serve."""
     if dtype not in DTYPES.get(implementation, (dtype,)):
         return None
     results = RESULTS[implementation]
@@ -48,7 +48,7 @@ def status(implementation: str, capability: str, dtype: str = "bfloat16") -> Sta
 
 
 def note(implementation: str, kind: str | None) -> str | None:
-    """What a user of a device of this model is to know of the implementation; None where it was run on such."""
+    """A warning for users of a device of this model; None where the implementation was run on one."""
     if kind is None or None not in RESULTS.get(implementation, {}).values():
         return None
     capability = targets.compute_capability(kind)
@@ -58,7 +58,7 @@ def note(implementation: str, kind: str | None) -> str | None:
 
 
 def table(defaults: Mapping[str, tuple[str, ...]]) -> str:
-    """The README's table, in Markdown, with what is taken by default, from the table of `dispatch.select`."""
+    """The README's table, in Markdown, with the defaults from the table of `dispatch.select`."""
     names = list(RESULTS)
     rows = [["compute capability", "GPUs", *(f"`{name}`" for name in names), "by default"]]
     rows.append(["---"] * len(rows[0]))
@@ -70,7 +70,7 @@ def table(defaults: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _told(implementation: str, capability: str) -> str:
-    """The status, and of which dtypes where it is not that of all."""
+    """The status, and its dtypes where others have another."""
     dtypes = DTYPES.get(implementation, ())
     found = status(implementation, capability)
     if found is None:
@@ -79,7 +79,7 @@ def _told(implementation: str, capability: str) -> str:
 
 
 def _default(names: tuple[str, ...]) -> str:
-    """What serves 16-bit operands, and float32 where that is not the same; full float32 is XLA's everywhere."""
+    """The backend for 16-bit operands, and for float32 where it is another; full float32 is XLA's everywhere."""
     if not names:
         return "`xla`"
     narrow, tf32 = (

@@ -15,7 +15,7 @@ from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
 from pallas_ce.dispatch import devices
 from pallas_ce.parallel.target import known_device
 
-# What None chooses from, by the compute capability of the CUDA device lowered for: the first that serves the call.
+# The choices of `implementation=None`, by compute capability of the CUDA device lowered for: the first that serves.
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "8.0": ("triton",),
     "8.6": ("triton",),
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "12.1": ("triton",),
 }
 
-# What serves every other device, and every call that those refuse.
+# The backend for every other device, and for every call that the choices refuse.
 _EVERYWHERE = "xla"
 
 # The warnings that this process has given.
@@ -43,7 +43,7 @@ def load(name: str) -> Backend:
 
 
 class Default(NamedTuple):
-    """What holds of an implementation that nobody asked for by name; static and hashable.
+    """How an implementation that nobody asked for by name was chosen; static and hashable.
 
     Attributes:
         instead: the implementation that takes over where the chosen one cannot serve: for shares of a call that only
@@ -55,7 +55,7 @@ class Default(NamedTuple):
     certain: bool
 
     def variants[Variant](self, chosen: Variant, instead: Variant, served: bool) -> tuple[Variant, ...]:
-        """One variant of what one device does, or one for CUDA and one for every other platform."""
+        """The variant for one device, or one for CUDA and one for every other platform."""
         if not served:
             return (instead,)
         return (chosen,) if self.certain else (chosen, instead)
@@ -145,7 +145,7 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
 
 
 def _kind(device: AbstractDevice | None) -> str | None:
-    """The model of what is lowered for, so far as it is known; None for a process without a CUDA device."""
+    """The model of the device lowered for, if known, or the process's; None for a process without a CUDA device."""
     return targets.local_cuda() if device is None else str(device.device_kind)
 
 

@@ -41,7 +41,7 @@ class Call[How]:
     Attributes:
         settings: how it is carried out.
         names: the primitive statistics to return.
-        row_total: what is summed over the rows; None where it is the statistics that are asked for.
+        row_total: makes the sum over the rows; None where the call returns the statistics.
     """
 
     settings: How
@@ -50,7 +50,7 @@ class Call[How]:
 
     @property
     def read(self) -> frozenset[str]:
-        """Those of `names` that `row_total` reads."""
+        """The `names` that `row_total` reads."""
         return frozenset() if self.row_total is None else self.row_total.names
 
 
@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a forward has found, given to a later evaluation of the same problem so that it need not be found again.
+    """A forward's results, given to a later evaluation of the same problem so that they are not made again.
 
     For callers whose differentiation keeps arrays from forward to backward and not closures: `evaluate.keep` makes it,
     and the functions there that take it have the same values and gradients with it as without.
@@ -134,8 +134,8 @@ def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
 def sum_over_devices(shards: Shards, rows: RowArrays, head: Head, needs_grad: NeedsGrad, sums: Products) -> Gradients:
     """The head's small sums from this device's share of them, beside the weight's as it came.
 
-    When those for hidden and weight are rounded and summed is a mode's affair. The scale's gradient is made here, from
-    those of hidden and bias: see `scale_gradient`; and that of `down`, from the rows' `low`.
+    A mode decides when hidden's and weight's are rounded and summed. The scale's gradient is made here, from hidden's
+    and the bias's (see `scale_gradient`), and `down`'s from the rows' `low`.
     """
     scale = down = None
     if needs_grad.logit_scale:

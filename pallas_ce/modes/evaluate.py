@@ -58,8 +58,8 @@ def _refuse(instead: str, primals: Any, tangents: Any) -> Any:
 
 
 def first_order_only(tree: Any, instead: str = _USE_REFERENCE) -> Any:
-    """The arrays of `tree`; differentiating what is computed from them raises NotImplementedError naming `instead`."""
-    # Each array has its own, so that those nothing is computed from are neither kept nor asked for.
+    """The arrays of `tree`; differentiating anything computed from them raises NotImplementedError naming `instead`."""
+    # Each array has a barrier of its own, so that unused arrays are neither kept nor asked for.
     return jax.tree.map(functools.partial(_barrier, instead), tree)
 
 
@@ -69,7 +69,7 @@ def values_of(tree: Any) -> Any:
 
 
 def given(cotangents: Any) -> Any:
-    """`cotangents` with None for those of integers, and where JAX says that nothing depends on the output."""
+    """`cotangents`, None for integers and where JAX says that nothing depends on the output."""
 
     def none(g: Any) -> bool:
         return isinstance(g, SymbolicZero) or g.dtype == jax.dtypes.float0
@@ -117,9 +117,9 @@ def differentiable[Static, Out](
 # Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
 _recomputed = differentiable(recompute.forward, recompute.backward)
 
-# Statistics, which carry no gradient, and a scalar 0 whose gradient is that of the summed row totals. Therefore
-# `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: that of
-# `inputs` by JAX's own differentiation, those of `hidden` and `head` through the handle.
+# Statistics, which carry no gradient, and a scalar 0 with the gradient of the summed row totals. Therefore
+# `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: JAX's own
+# differentiation makes the gradient of `inputs`, and the handle the gradients of `hidden` and `head`.
 _with_handle = differentiable(in_forward.forward, in_forward.backward)
 
 

@@ -1,4 +1,4 @@
-"""What is computed tile by tile beside the row statistics: top-k, samples, divergences.
+"""Operations that work tile by tile beside the row statistics: top-k, samples, divergences.
 
 Two loops: over the tiles of the vocabulary (`Tiles.fold`), with a function of one tile and a rule that joins two
 results; and over blocks of the rows that count (`over_rows_that_count`), with `vmap`'s rule. A kernel for one of these

@@ -51,7 +51,7 @@ def forward_statistics(
 def _local_statistics(
     names: frozenset[str], before_gradient: bool, settings: Settings, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[Statistics, None]:
-    """Those of the rows that came in on one device."""
+    """The statistics of the rows that came in on one device."""
     hidden, backend = rows.batch.hidden, settings.backend
     tokens, whole = hidden.shape[0], settings.block_sizes(head.spec, hidden.shape[0], None)
 

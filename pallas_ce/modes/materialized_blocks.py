@@ -37,7 +37,7 @@ class MaterializedRows(NamedTuple):
     logit_weights: jax.Array | None = None
 
     def of(self, block: RowBlock) -> "MaterializedRows":
-        """Those of a block."""
+        """The rows of a block."""
         by_row = jax.tree.map(block.take, self._replace(logit_weights=None))
         return by_row._replace(logit_weights=self.logit_weights)
 
@@ -48,7 +48,7 @@ class MaterializedSettings:
 
     Attributes:
         spec: the logits' static facts.
-        chunk: at most so many rows a block; None for no bound but the cache's.
+        chunk: the most rows of a block; None for no bound but the cache's.
         implementation: "xla", or "mosaic_gpu": Hopper kernels do the work. They take all rows at once, as nothing of a
             block's size is made beside dlogits; labels have one target a row.
         default: what else may do it; None where the implementation was asked for by name, or is the only one.
@@ -71,7 +71,7 @@ class MaterializedSettings:
 
     @property
     def kernels(self) -> Materialized | None:
-        """Those that do the work; None where XLA does."""
+        """The kernels that do the work; None where XLA does it."""
         return select.load(self.implementation).materialized
 
     def blocks(self, tokens: int) -> RowBlocks:
@@ -127,7 +127,7 @@ def refusal(implementation: str, spec: LogitsSpec, rows: int | None = None) -> s
 
 
 def block_statistics(settings: MaterializedSettings, names: frozenset[str], block: MaterializedRows) -> Statistics:
-    """Primitive statistics of a block of rows; those of targets have the labels' shape, and are 0 where none is."""
+    """Primitive statistics of a block of rows; a target's has the labels' shape, and is 0 where no target is."""
     spec, (logits, labels, *_) = settings.spec, block
     partial = _partial(settings, block, names)
     if "target_logit" not in fields_of(names):

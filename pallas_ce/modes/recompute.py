@@ -25,11 +25,11 @@ from pallas_ce.streaming.rows import RowBlock
 
 
 class _Kept(NamedTuple):
-    """What the backward finds of the forward.
+    """The forward's results that the backward reads.
 
     Attributes:
-        statistics: those that coefficients are made of.
-        head: the one gathered inside a `shard_map`, once for both passes; else None.
+        statistics: as coefficients need them.
+        head: gathered inside a `shard_map`, once for both passes; else None.
     """
 
     statistics: Statistics
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
-    """Statistics; kept are those that their derivatives read."""
+    """The statistics; keeps the ones that their derivatives read."""
     settings, known, whole = call.settings, operands.known, None
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
     # Under `jit` the partitioner sees to it.

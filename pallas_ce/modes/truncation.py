@@ -29,7 +29,7 @@ _PARTS = 16
 
 
 class Limits(NamedTuple):
-    """What is asked for, `[n]` or anything that becomes that; None: not."""
+    """The limits that were asked for, `[n]` or anything that becomes that; None: not asked for."""
 
     top_p: jax.Array | None = None
     min_p: jax.Array | None = None
@@ -40,8 +40,8 @@ class Cut(NamedTuple):
 
     Attributes:
         threshold: `[n]` capped logit; None: not by `top_p`.
-        room: `[n]`: of columns at the threshold, in order of their ids from 0, those whose number is below it are kept.
-        floor: `[n]`, what tempered logits must reach; None: not by `min_p`.
+        room: `[n]`, how many columns at the threshold are kept, in order of their ids.
+        floor: `[n]`, which tempered logits must reach; None: not by `min_p`.
     """
 
     threshold: jax.Array | None
@@ -51,9 +51,9 @@ class Cut(NamedTuple):
     def kept(
         self, logits: jax.Array, tile: Tile, inverse_temperature: jax.Array | None, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`logits [n, c]`, with -inf for what is not kept; and how many so far, from `before`, are at the threshold.
+        """`logits [n, c]`, with -inf for dropped entries; and how many so far, from `before`, are at the threshold.
 
-        A NaN is kept, whatever its row's limits came to; and the infinite logits of a row whose largest one is +inf.
+        A NaN is kept, whatever its row's limits. So are the infinite logits of a row whose largest one is +inf.
         """
         kept = jnp.ones(logits.shape, bool) if tile.valid is None else jnp.broadcast_to(tile.valid, logits.shape)
         if self.threshold is not None:
@@ -76,7 +76,7 @@ class _Search(NamedTuple):
 
 
 class _Above(NamedTuple):
-    """Of the columns of a row, at each of some numbers `[m, n]`: the mass above it, and the logits next to it."""
+    """The mass of a row above each of some numbers `[m, n]`, and the logits next to the number."""
 
     mass: jax.Array
     largest_up_to: jax.Array
@@ -84,9 +84,9 @@ class _Above(NamedTuple):
 
 
 def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array | None, columns: int) -> Cut:
-    """What the limits `[n]` keep of the n rows, given without temperatures, by tiles of so many columns.
+    """What the limits `[n]` keep of the n rows, given without temperatures, by tiles of `columns` columns.
 
-    One pass over the vocabulary for the maximum and, with `top_p`, for the mass of all; then those of the search.
+    One pass over the vocabulary finds the maximum and, with `top_p`, the whole mass; then the search takes its passes.
     """
     tiles = Tiles(head.spec.vocab_size, columns)
 
@@ -108,7 +108,7 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
 
     p = jnp.maximum(limits.top_p, np.finfo(top.dtype).tiny)
     target = p * present(partial.sum_exp)
-    # More than 1 - p lies at the threshold and below it, in V columns at most; what is rounded on the way may be less.
+    # More than 1 - p lies at the threshold and below it, in V columns at most; a rounded sum may be less.
     lse = finalise(partial, LSE)["lse"]
     rounded = 1.0 + 8 * float(np.finfo(lse.dtype).eps) * jnp.abs(lse)
     least = lse + jnp.log1p(-p) - math.log(head.spec.vocab_size) - rounded
@@ -152,7 +152,7 @@ def cut(limits: Limits, head: Head, batch: Batch, inverse_temperature: jax.Array
 
 
 def _nothing(like: _Above) -> _Above:
-    """Of no columns."""
+    """The result for no columns."""
     return _Above(
         *(jnp.full(x.shape, neutral, x.dtype) for x, neutral in zip(like, (0, -jnp.inf, jnp.inf), strict=True))
     )

@@ -71,7 +71,7 @@ def _backward(
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
-# its operands are the `Teacher`; the temperatures of its batch are those of both heads.
+# its operands are the `Teacher`; both heads have the temperatures of its batch.
 row_divergences = differentiable(_forward, _backward)
 
 

@@ -214,7 +214,7 @@ def _check_order(loss_fn: LossFn, takes: Takes) -> None:
     called = _SIGNATURES[takes].strip("()").split(", ")
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # what is not written in Python may have none
+    except (TypeError, ValueError):  # a callable that is not written in Python may have none
         return
     try:
         bound = list(signature.bind(*called).arguments)
@@ -236,13 +236,13 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
     Built in are `cross_entropy` and `chunked_cross_entropy`, called `(logits, labels)`, and
     `fused_linear_cross_entropy`, called `(hidden, weight, labels)`, which is `linear_cross_entropy`. Further options of
     those functions may be given at the call (`vocab_axis=1`, say). Each returns the mean over the labels that count,
-    which those of -100 do not, and 0.0 where none does. A z-loss is a term of these; to a loss of the user's own,
-    `z_loss_weight·mean(lse²)` is added, in one more pass over its logits: over the same labels of the same head, by the
-    options that say which (`ignore_index`, `vocab_size`, `bias`, …); options that weigh tokens are refused.
+    which labels of -100 do not, and 0.0 where none does. A z-loss is a term of these. To a loss of the user's own,
+    `z_loss_weight·mean(lse²)` is added, in one more pass over its logits, with its options for labels and head
+    (`ignore_index`, `vocab_size`, `bias`, …); options that weigh tokens are refused.
 
     Args:
         config: a `LossConfig`, a mapping with (some of) its fields, or the path of a TOML file with a `[train]`
-            section. Keys of a training program's own may stand beside them, of which a warning tells.
+            section. A training program's own keys may stand beside them; a warning names them.
 
     Returns:
         The loss function.
@@ -298,7 +298,7 @@ def _with_z_loss(entry: LossEntry, z_weight: float) -> LossFn:
                 f"{weighing[0]} at a call of a registered loss with z_loss_weight={z_weight}: the z-loss that is added "
                 "is a plain mean; make it part of the loss, and leave z_loss_weight at 0.0"
             )
-        # Those that say which logits and labels there are.
+        # The options that say which logits and labels there are.
         of_z = {name: value for name, value in options.items() if name in known}
         return entry.loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 

@@ -51,9 +51,9 @@ def sampled_softmax_cross_entropy(
 
         loss = -log( e^{y_t} / (e^{y_t} + Σ_{v sampled, v ≠ t} e^{y_v}) ),     y_v = z_v - log Q_v
 
-    so that the time is that of a vocabulary of S classes. It is a loss to train with: for its gradient to make `z` the
+    so that it takes the time of a vocabulary of S classes. It is a loss to train with: for its gradient to make `z` the
     logits of the whole softmax, the correction `-log Q` belongs to the label's logit too. Evaluate with
-    `linear_cross_entropy` on the same arguments, which is also what this is when `num_samples` is V.
+    `linear_cross_entropy` on the same arguments; the two are equal when `num_samples` is V.
 
     The S columns of the weight are gathered once, as a small head that is streamed like any other: no array of tokens ×
     samples is stored. A label that was drawn by accident is not taken out of the sum and put back: it is one of the
@@ -63,7 +63,7 @@ def sampled_softmax_cross_entropy(
     Args:
         hidden: `[..., H]`.
         weight: `[V', H]` or `[H, V']`. Its gradient is dense, 0 in columns that are neither sampled nor labels. A GPU
-            adds up those of equal labels in any order, unless XLA is told to be deterministic.
+            adds up equal labels' columns in any order, unless XLA is told to be deterministic.
         labels: `[...]` integers; those outside `[0, V)` count as ignored.
         key: one of JAX's random keys; a new one for each step.
         num_samples: S, from 1 to V.
@@ -141,12 +141,12 @@ def _sampled_softmax(
     hidden, ids = batch.hidden, batch.labels
     assert ids is not None
     assert mask is not None
-    # Of rows that do not count nothing may reach the gradients, neither a nan nor its product with a gradient of 0.
+    # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, ids, 0)
     drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
-    # Of an id that is drawn twice the first place is kept, so that the second does not find itself there.
+    # An id that is drawn twice keeps the first place, so that the second does not find itself there.
     place_of = (
         jnp.full(spec.vocab_size, count, jnp.int32).at[drawn.ids].min(order, mode="drop", wrap_negative_indices=False)
     )
@@ -186,7 +186,7 @@ def _sampled_softmax(
     )
 
     def own(rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """Of each row with its label's column."""
+        """The product of each row and its label's column."""
         return jnp.einsum(
             "nh,nh->n" if axis == 0 else "nh,hn->n",
             rows.astype(spec.dtype),
@@ -205,6 +205,6 @@ def _sampled_softmax(
     lse, target_in_sum = present(found.lse), present(found.target_logit)
     joined = jax.nn.softplus(lse - jnp.where(drawn_by_accident, 0.0, target))
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
-    # A label of logit +inf has no probability, as in a softmax of which the sum is +inf.
+    # A label of logit +inf has no probability, as in a softmax whose sum is +inf.
     values = values * jnp.where(different & ~jnp.isposinf(target), 1.0, jnp.nan)  # and so are the gradients
     return options.reduced(values, mask, call.leading)

@@ -30,8 +30,8 @@ from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
-# `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions; those of
-# `of_head` are named as the head's arrays, and have their shapes; `shared` are whole arrays. Without a head it is None.
+# `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves of
+# `of_head` have the names and shapes of the head's arrays. `shared` are whole arrays. Without a head it is None.
 Operation = Callable[..., tuple[Any, Any]]
 
 
@@ -41,7 +41,7 @@ def program[Out](
     """Jits a function; the explicit axes of its arguments' mesh, if there are any, are automatic inside.
 
     Args:
-        static: so many arguments, the first ones, are static. The first array of the others is `[..., K]`: its leading
+        static: how many arguments are static, the first ones. The first array of the others is `[..., K]`: its leading
             dimensions are the rows'.
         by_row: of the arguments: a prefix of the result's tree, whether a result has the rows' leading dimensions and
             lies as they do, or is a replicated scalar; or the argument that it lies as.
@@ -199,7 +199,7 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
             return operation(shards, *jax.tree.unflatten(structure, leaves))
 
-        with known_device(leaves):  # where nothing is split, what is traced here is what runs
+        with known_device(leaves):  # where nothing is split, this trace runs
             whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
         out_structure, consts, count = jax.tree.structure(results), whole.consts, len(leaves)
         if whole.effects:  # printing, say, which custom_partitioning cannot lower
@@ -272,7 +272,7 @@ def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> 
 
 
 def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
-    """Those of the dimensions of the leaves of `arrays`, which are named as the head's, that may be split."""
+    """For each leaf of `arrays`, named as the head's, the names of its dimensions that may be split."""
     weight, entries = weight_names(head), () if head is None else ("vocabulary",)
     given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries, "running": weight}
     return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]

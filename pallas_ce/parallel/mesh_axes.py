@@ -22,9 +22,9 @@ class MeshAxes:
 
     * `vocabulary` only: tensor parallelism. Row statistics are merged over its axes, so that results agree on them.
     * `vocabulary` and `rows` share axes: sequence parallelism or FSDP, whichever moves fewer bytes. A mean or sum is
-      that of all rows of the devices along these axes, and agrees on them; values by row are those of a device's own.
+      over all rows of the devices along these axes, and agrees on them; values by row are of a device's own rows.
     * `width` (its axes must be among `rows`): FSDP over H. Means and sums are as above.
-    * Axes that split the rows only (data parallelism) need no mention. A mean or sum is that of the device's own rows:
+    * Axes that split the rows only (data parallelism) need no mention. A mean or sum is over the device's own rows:
       pass the global count as `normalizer` and add up.
     * `MeshAxes()` says that each device has a whole weight, gathered or its own, where JAX knows that it varies.
 
@@ -40,8 +40,8 @@ class MeshAxes:
             differentiated (or nothing is). Only for `check_vma=False`.
 
     Raises:
-        ValueError: axes that are not those of the surrounding `shard_map`, that do not go together, or over which JAX
-            knows that the arrays do not vary.
+        ValueError: axes that the surrounding `shard_map` lacks, that do not go together, or over which JAX knows that
+            the arrays do not vary.
         NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
 
     Example:

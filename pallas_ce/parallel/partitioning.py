@@ -1,7 +1,7 @@
-"""What the shardings of a call's arrays amount to, under `jit` and for `explain`.
+"""How a call is split, from the shardings of its arrays, under `jit` and for `explain`.
 
-The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes; `split` decides what
-that amounts to: data, tensor or sequence parallelism, FSDP, and their combinations, whatever the layout.
+The rows' leading dimensions, the vocabulary and the weight's width may be split over mesh axes. `split` decides between
+data, tensor and sequence parallelism, FSDP, and their combinations, whatever the layout.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class Apart(NamedTuple):
 
 
 def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None, axes: dict[str, Axes]) -> Apart:
-    """Which arrays come in parts of their width, where `given` and `axes` are those of `split`."""
+    """Which arrays come in parts of their width; `given` and `axes` as for `split`."""
     weight: Axes = ()
     hidden = _axes(mesh, given[0].batch.hidden[-1:])
     ends = [axes[name][-len(hidden) :] == hidden for name in row_names(rows)]
@@ -124,18 +124,18 @@ def apart_over_width(mesh: Mesh, given: Any, rows: RowArrays, head: Head | None,
 
 
 def _hidden_bytes(mesh: Mesh | AbstractMesh, rows: RowArrays, over_rows: Axes) -> int:
-    """What a device holds of the hidden states."""
+    """The bytes of a device's hidden states."""
     hidden = rows.batch.hidden
     return hidden.size * hidden.dtype.itemsize // _devices(mesh, over_rows)
 
 
 def _weight_bytes(mesh: Mesh | AbstractMesh, head: Head, axes: dict[str, Axes]) -> int:
-    """What a device holds of the weight once its width is gathered."""
+    """The bytes of a device's part of the weight, once its width is gathered."""
     return head.weight.size * head.spec.dtype.itemsize // _devices(mesh, axes["vocabulary"])
 
 
 class Share(NamedTuple):
-    """What one device of a mesh has of a call.
+    """One device's share of a call on a mesh.
 
     Attributes:
         tokens: rows it works on, gathered ones included.
@@ -198,13 +198,13 @@ def share(hidden: Any, weight: Any, labels: Any | None, spec: HeadSpec) -> Share
 def spec_of(mesh: Mesh, place: Sharding, dimensions: int) -> PartitionSpec:
     """The mesh axes that split an array's dimensions, an entry for each, from where its parts lie.
 
-    An axis of which one half splits one dimension and the other half another one is named for both.
+    An axis whose halves split different dimensions is named for both.
     """
     parts = place.devices_indices_map((mesh.size,) * dimensions)  # of an array that every layout divides
     starts = np.array([[part.start or 0 for part in parts[device]] for device in mesh.devices.flat], np.int64)
     starts = starts.reshape(*mesh.devices.shape, dimensions)
     others = (0,) * (mesh.devices.ndim - 1)
-    # How far parts lie along each dimension from that of the mesh's first device: the further, the more major the axis.
+    # How far parts lie along each dimension from the first device's part: the further, the more major the axis.
     reach = {axis: np.moveaxis(starts, i, -1)[others].max(axis=-1) for i, axis in enumerate(mesh.axis_names)}
     by_reach = (sorted(reach, key=lambda axis: -reach[axis][i]) for i in range(dimensions))
     return PartitionSpec(*(tuple(axis for axis in order if reach[axis][i]) for i, order in enumerate(by_reach)))
@@ -223,7 +223,7 @@ def _splits(mesh: Mesh | AbstractMesh, names: Names, spec: PartitionSpec) -> lis
 
 
 def _axes(mesh: Mesh | AbstractMesh, spec: Iterable[Any]) -> Axes:
-    """The mesh axes of the entries of a PartitionSpec, without those of one device."""
+    """The mesh axes of the entries of a PartitionSpec, without axes of one device."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return tuple(axis for axis in itertools.chain.from_iterable(parts) if axis is not None and mesh.shape[axis] > 1)
 

@@ -47,7 +47,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(_REFUSAL)
 
 
-# Of tangents, `[]` float32.
+# Takes tangents, `[]` float32.
 _tangent_p = jex.Primitive("pallas_ce_reverse_mode_only")
 _tangent_p.def_impl(_refuse)
 _tangent_p.def_abstract_eval(lambda *_: jax.core.ShapedArray((), jnp.float32))

@@ -4,9 +4,9 @@ A streamed operation runs on each device on its own rows and its own slice of th
 devices is here, as methods that do nothing where nothing is split:
 
 * rows split (data parallelism): the head's gradients are summed over the row axes, the weight's in its own dtype, as
-  JAX's data parallelism sums that of every other parameter;
-* vocabulary split (tensor parallelism): partial statistics merge by the rule of `row.merge`, and the gradient
-  of the hidden states, of which each device has a share, is summed in the accumulator dtype;
+  JAX's data parallelism sums every other parameter's;
+* vocabulary split (tensor parallelism): partial statistics merge by the rule of `row.merge`, and the devices' shares
+  of the hidden states' gradient are summed in the accumulator dtype;
 * both over the same axis: either the rows are gathered on entry and their gradient is reduce-scattered on exit
   (sequence parallelism), or the weight is gathered and its gradient is reduce-scattered (FSDP), whichever moves fewer
   bytes;
@@ -35,7 +35,7 @@ Axes = tuple[str, ...]
 
 
 class RowArrays(NamedTuple):
-    """What an operation knows of each row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
+    """An operation's arrays by row: leaves `[..., *K]`, or flat `[N, *K]`; None where absent.
 
     Attributes:
         batch: hidden states, labels, temperatures.
@@ -62,17 +62,17 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Static. Every field names mesh axes, major to minor; those of one array's dimensions are disjoint.
+    """Static. Every field names mesh axes, major to minor; one array's dimensions have disjoint axes.
 
     Attributes:
         rows: the rows are split over these.
         vocabulary: the weight's vocabulary is split over these, and so is the work.
-        sequence: those of `vocabulary` that split the rows too; the rows are gathered over them.
+        sequence: the axes of `vocabulary` that split the rows too; the rows are gathered over them.
         gathered_vocabulary: the vocabulary is split over these in memory only; the weight is gathered over them.
         gathered_width: H is split over these in memory only; they split the rows too.
         sums: over which axes each input's gradient is added up and left whole.
         cotangents_by_row: over which axes a statistic's cotangent is added up before it is used.
-        cotangents_of_total: over which axes that of a loss summed over rows is.
+        cotangents_of_total: over which axes the cotangent of a loss summed over rows is.
         typed: whether JAX tracks over which axes each value varies (`check_vma=True`).
         handed_whole: whether weight, bias and a low-rank term's `up` come in gathered already.
     """
@@ -95,19 +95,19 @@ class Shards:
 
     @property
     def common(self) -> Axes:
-        """The axes that split both rows and weight: a sum over rows is one over all rows of such a group."""
+        """The axes that split both rows and weight: a sum over rows is over all rows of their devices."""
         weight = self.vocabulary + self.gathered
         return tuple(axis for axis in self.rows if axis in weight)
 
     def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
-        """What this device works on: gathered rows, the head's own columns, labels counted from the first of them."""
+        """This device's rows, gathered, its columns of the head, and labels counted from the first of them."""
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
         head = self._local_head(self.gather(head))
         return rows._replace(batch=rows.batch._replace(labels=self.columns(rows.batch.labels, head))), head
 
     def columns(self, ids: jax.Array | None, local: Head) -> jax.Array | None:
-        """Vocabulary ids as columns of this device; `NO_TARGET` for those of another."""
+        """Vocabulary ids as columns of this device; `NO_TARGET` for another device's."""
         if ids is None or not self.vocabulary:
             return ids
         columns = ids - self._start(local)
@@ -119,7 +119,7 @@ class Shards:
             return head
         weight, bias, axis = head.weight, head.bias, head.spec.vocab_axis
         if jnp.dtype(head.spec.dtype).itemsize < weight.dtype.itemsize:
-            weight = weight.astype(head.spec.dtype)  # what is computed with is what is moved
+            weight = weight.astype(head.spec.dtype)  # moved in the dtype of the products
         weight = _gather(_gather(weight, self.gathered_width, 1 - axis), self.gathered_vocabulary, axis)
         bias, up = jax.tree.map(lambda x: _gather(x, self.gathered_vocabulary, 0), (bias, head.up))
         return dataclasses.replace(head, weight=weight, bias=bias, up=up)
@@ -147,7 +147,7 @@ class Shards:
         return lax.axis_index(self.vocabulary).astype(jnp.int32) * local.spec.weight_rows
 
     def merge(self, partial: Partial, local: Head) -> Partial:
-        """Statistics over the whole vocabulary from those of this device's columns, in one collective.
+        """Statistics over the whole vocabulary from statistics of this device's columns, in one collective.
 
         Each device needs the others' maxima to add up their sums of exponentials. So all are told all: one sum of a
         table with a place for each device, which the others leave 0. The argmax costs a collective more.
@@ -177,7 +177,7 @@ class Shards:
         return whole._replace(target_logit=added)
 
     def own_rows[Tree](self, rows: Tree) -> Tree:
-        """Of values `[N, ...]` that all devices agree on, those of the rows that came in on this one."""
+        """The part of values `[N, ...]`, on which all devices agree, for the rows that came in on this one."""
         if not self.sequence:
             return rows
 
@@ -228,14 +228,14 @@ _replicated_sum.defvjp(
 
 
 def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight_bytes: int) -> Shards:
-    """What it amounts to that rows, vocabulary and width are split over these axes, and each array is whole elsewhere.
+    """The way of working where rows, vocabulary and width are split over these axes, and arrays are whole elsewhere.
 
     Args:
         rows: axes that split the rows.
         vocabulary: axes that split the vocabulary.
         width: axes that split the weight's width.
-        hidden_bytes: what a device holds of the hidden states.
-        weight_bytes: what a device holds of the weight once its width is gathered.
+        hidden_bytes: a device's hidden states.
+        weight_bytes: a device's part of the weight, once its width is gathered.
     """
     common = tuple(axis for axis in vocabulary if axis in rows)
     others = without(vocabulary, common)

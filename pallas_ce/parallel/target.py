@@ -31,7 +31,7 @@ def known_device(arrays: Any) -> Iterator[AbstractDevice | None]:
 
 
 def _device(array: Any) -> AbstractDevice | None:
-    """That of the mesh of an array, tracer or struct."""
+    """The device of an array's, tracer's or struct's mesh."""
     # A tracer has the sharding of its type only.
     place = jax.typeof(array).sharding if isinstance(array, jax.Array) else getattr(array, "sharding", None)
     mesh = getattr(place, "mesh", None)

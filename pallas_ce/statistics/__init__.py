@@ -1,1 +1,1 @@
-"""Row statistics: what is kept of a row of logits, how parts merge, and how they are differentiated."""
+"""Row statistics: the numbers kept of a row of logits, how parts merge, and how they are differentiated."""

@@ -68,7 +68,7 @@ class Normaliser(NamedTuple):
 
 
 class PairStatistics(NamedTuple):
-    """What is kept of each row, `[n]` each.
+    """The numbers kept of each row, `[n]` each.
 
     A row in which either head's logits are all -inf has no pair of distributions. Its divergence is 0, and both its
     normalisers are +inf here, so that every probability computed from them is 0 and so are its gradients. In a row with
@@ -88,11 +88,11 @@ class PairStatistics(NamedTuple):
 
 
 class PairPartial(NamedTuple):
-    """What is accumulated of each row over part of the vocabulary.
+    """The sums of each row over part of the vocabulary.
 
     Attributes:
         student: maximum and sum of exponentials of the student's logits.
-        teacher: those of the teacher's.
+        teacher: the same of the teacher's.
         cross: `Σ e^{x-m_x} ((x-m_x) - (y-m_y))`, with x the logits of the side that the expectation is over, y the
             other side's and `m` the maxima; None for "jsd".
     """

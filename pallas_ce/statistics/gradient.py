@@ -38,8 +38,8 @@ def from_cotangents(cotangents: Values, statistics: Values, batch: Batch | None 
     """Coefficients from the statistics' cotangents (absent where zero) and the saved statistics.
 
     Args:
-        cotangents: `[n]`, that of `target_logit` in the labels' shape.
-        statistics: `[n]`, those that `saved_statistics` names.
+        cotangents: `[n]`; `target_logit`'s in the labels' shape.
+        statistics: `[n]`, as `saved_statistics` names them.
         batch: the rows; None: without temperature, and targets that repeat are not added up here.
     """
     found: Values = {}
@@ -109,7 +109,7 @@ def normalise(coefficients: Coefficients, logit_weights_max: jax.Array | float) 
     of two costs no accuracy, and the product is multiplied back in float32.
     """
     bounds = [TERMS[name].bound(coefficients) for name in TERMS if getattr(coefficients, name) is not None]
-    # Of K targets each has a column of its own, where no other adds to it.
+    # Each of K targets has a column of its own, where no other adds to it.
     entries = [c for c in (coefficients.target, coefficients.argmax) if c is not None]
     bounds += [jnp.max(abs(c), axis=1) if c.ndim == 2 else abs(c) for c in entries]
     if coefficients.logit_weights is not None:
@@ -135,7 +135,7 @@ def dlogits(
     """The gradient `[n, c]` with respect to `scale·(hidden·weight + bias)` of one tile, in the logits' dtype.
 
     Args:
-        coefficients: of the rows, each `[n]`; that of the target in the labels' shape.
+        coefficients: of the rows, each `[n]`; the target's in the labels' shape.
         logits: `[n, c]`.
         reference: `[n]`, not less than the logits, where `coefficients.need_probabilities`: m, for coefficients that
             are `measured_from_largest`; or the lse.
@@ -150,7 +150,7 @@ def dlogits(
     if coefficients.prob is not None:
         assert reference is not None
         # A row of -inf only has no distribution: p = 0 throughout, hence gradient 0.
-        # Above 0 by rounding only, of large logits by much: those of 1e9, as low temperatures make them, by up to 64.
+        # Above 0 by rounding only, but far where logits are large: by up to 64 at 1e9, which low temperatures make.
         # A NaN stays, which `jnp.minimum` on a CPU would make a probability of 1.
         log_p = logits - jnp.where(jnp.isneginf(reference), 0.0, reference)[:, None]
         log_p = jnp.where(log_p > 0, 0.0, log_p)

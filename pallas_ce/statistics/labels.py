@@ -47,7 +47,7 @@ def targets(ids: jax.Array, ignore_index: int | None, row_axes: int) -> tuple[ja
 
 
 def shifted(values: jax.Array, shift: int, axis: int, fill: int) -> jax.Array:
-    """What stands `shift` places later along `axis`, and `fill` where that is behind the last."""
+    """The values `shift` places later along `axis`, and `fill` behind the last."""
     gone = min(shift, values.shape[axis])
     places = [(-gone, gone, 0) if i == axis else (0, 0, 0) for i in range(values.ndim)]
     return jax.lax.pad(values, jnp.asarray(fill, values.dtype), places)

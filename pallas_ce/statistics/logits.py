@@ -1,4 +1,4 @@
-"""What the entries of `table` read of logits: a tile while streaming, or whole rows for the definitions."""
+"""Logits as the entries of `table` read them: a tile while streaming, or whole rows for the definitions."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ class LogitsTile:
 
 
 def reference_of(m: jax.Array) -> jax.Array:
-    """What a row with the largest logit m is measured from: m, but 0 where that is infinite.
+    """The reference of a row with the largest logit m: m, or 0 where m is infinite.
 
     So exponentials are 0 in a row of -inf only, and inf for a logit of +inf, instead of e^nan.
     """

@@ -27,9 +27,9 @@ def primitive_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def only[T](values: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Those of `values` in `names`, in one order for every process.
+    """The `values` in `names`, in one order for every process.
 
-    Sets of names iterate as Python's hash seed has it: what is traced in their order is another program each time.
+    Python's hash seed orders a set of names: traced in that order, a program would be another each time.
     """
     return {name: values[name] for name in sorted(names)}
 
@@ -111,7 +111,7 @@ _JOINED_IN_TURN = 8
 
 
 def joined(parts: Partial, join: Callable[[Partial, Partial], Partial] = merge) -> Partial:
-    """The `Partial` of all columns from those of sets of columns, `[sets, ...]`, in one order whatever the rows.
+    """The `Partial` of all columns from partials of sets of columns, `[sets, ...]`, in one order whatever the rows.
 
     Eight are joined one after the other, entry by entry, and then their results: a reduction of XLA's might choose its
     order by the number of rows, and so would the bits of a row depend on the others.

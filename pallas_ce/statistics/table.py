@@ -34,7 +34,7 @@ class RowStatistics(NamedTuple):
         expected_logit: `Σ_v p_v z_v = lse - entropy`.
         sum_sq_probs: `Σ_v p_v²`.
         max_logit: `max_v z_v`.
-        argmax: the index of the largest logit, the lowest one where several tie; that of the first NaN, where one is.
+        argmax: the index of the largest logit, the lowest one where several tie; the first NaN's, where one is.
         varentropy: `Σ_v p_v log² p_v - entropy²`, the variance of `log p` under `p`, in nats².
         mean_log_prob: `Σ_v u_v log p_v`, with u as for `mean_logit`; an offset costs it nothing either.
     """
@@ -61,7 +61,7 @@ class RowStatistics(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What is kept of each row while streaming over columns; None where no requested statistic needs it.
+    """The numbers kept of each row while streaming over columns; None where no requested statistic needs them.
 
     With `m` the maximum over the columns seen so far, sums are relative to it, so nothing overflows and a common offset
     of all logits changes only `max` and `target_logit`. A row whose m is infinite is measured from 0.
@@ -103,7 +103,7 @@ class Coefficients(NamedTuple):
         return jax.tree.map(function, self._replace(entropy=None))._replace(entropy=self.entropy)
 
 
-# The least normal number of float32: keeps what is divided by a weight finite where it is 0.
+# The least normal number of float32: keeps a quotient finite where the weight that divides it is 0.
 _TINY = 2.0**-126
 
 
@@ -130,7 +130,7 @@ class Field:
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger of the two, NaN where either is: `jnp.maximum`, but for XLA on a CPU, which drops NaN."""
+    """The larger of the two, NaN where either is: `jnp.maximum` drops NaN on a CPU."""
     return jnp.where((a > b) | jnp.isnan(a), a, b)
 
 
@@ -223,8 +223,7 @@ TERMS: dict[str, Term] = {
         lambda c: abs(present(c.prob_sq)),
         lambda c, scale, log_sum: {"prob_sq": scale * scale * present(c.prob_sq)},
     ),
-    # Measured from the mean of log p: written as p·log²p beside the others, what is left of a flat row's terms is ten
-    # times less accurate.
+    # Measured from the mean of log p: as p·log²p beside the other terms, a flat row's would cancel and lose a digit.
     "prob_deviation_sq": Term(
         lambda p, log_p, c: jnp.square(log_p + present(c.entropy)[:, None]),
         # |log p + H| is at most the larger of -log p and H, and p·log²p ≤ 4/e².
@@ -269,7 +268,7 @@ def log_sum(part: Partial) -> jax.Array:
     return jnp.log(total(part))
 
 
-# What `log p = (z - m) - l` is made of. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
+# The parts m and l of `log p = (z - m) - l`. Their sum, the lse, is rounded to the size of the logits: at 1e5 to 4e-3.
 _NORMALISER = ("max_logit", "log_sum")
 
 

@@ -1,9 +1,9 @@
-"""What blocks and tiles may take beside a call's inputs and outputs."""
+"""The memory that blocks and tiles may take beside a call's inputs and outputs."""
 
-# What a call may take by default.
+# A call's by default.
 DEFAULT_SCRATCH_BYTES = 512 * 2**20
 
-# What small problems may take however few their logits: otherwise their blocks would shrink to nothing.
+# A small problem's, however few its logits: otherwise its blocks would shrink to nothing.
 _SMALL_BYTES = 2**20
 
 

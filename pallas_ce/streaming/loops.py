@@ -1,4 +1,4 @@
-"""Loops and choices, as JAX's own but for what its compilers need.
+"""JAX's loops and choices, with what its compilers need beside.
 
 Inside a `shard_map` with `check_vma=True` a loop's carry must not change its type, and zeros that become sums over a
 device's own rows do: they start the same on all devices and differ afterwards.
@@ -18,7 +18,7 @@ _LAUNCHES_BEFORE_CHOICE = 3
 
 
 def device_cond[Result](predicate: jax.Array, if_true: Callable[[], Result], if_false: Callable[[], Result]) -> Result:
-    """`lax.cond`, behind so many launches of a microsecond that a GPU chooses by itself, if no branch has a loop."""
+    """`lax.cond`, behind enough launches of a microsecond that a GPU chooses by itself, if no branch has a loop."""
     for _ in range(_LAUNCHES_BEFORE_CHOICE):
         # Barriers keep them apart, and from being folded.
         predicate ^= lax.optimization_barrier(jnp.zeros((), bool))

@@ -1,4 +1,4 @@
-"""Which rows count: how they are visited block by block, and what stands where one does not count."""
+"""Which rows count: how they are visited block by block, and the values of rows that do not count."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from jax import lax
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.tiles import Tile, Tiles
 
-# Of so few rows each may be compared with each: two launches on a GPU, where parts and a scatter take five. More are
-# taken in parts.
+# Up to this number of rows each is compared with each: two launches on a GPU, where parts and a scatter take five. More
+# rows are taken in parts.
 _FEW_ROWS = 2048
 _PART_ROWS = 32
 
-# Where at most one row in so many is ignored, packing the others saves less than it costs.
+# Where at most one row in this number is ignored, packing the others saves less than it costs.
 _FEW_IGNORED = 16
 
 
@@ -103,7 +103,7 @@ class Rows:
         upto = _counted_up_to(mask)
         counted, stays = upto[-1], _few_ignored(upto[-1], n)
         place = jnp.where(stays, ids, jnp.maximum(upto - 1, 0))
-        # What stands at each place, as one reduction or scatter, behind a barrier: a choice between two orders would be
+        # The row at each place, as one reduction or scatter, behind a barrier: a choice between two orders would be
         # made again for every number of a row that is read from its place.
         if n <= _FEW_ROWS:
             row, at = ids[None, :], ids[:, None]
@@ -126,7 +126,7 @@ class Rows:
         return self.put_all(0, visited)
 
     def put_all(self, buffer: jax.Array | float, visited: jax.Array) -> jax.Array:
-        """`visited [N, ...]`, written by place, as values by row; those of `buffer` in rows that do not count."""
+        """`visited [N, ...]`, written by place, as values by row; rows that do not count have `buffer`'s."""
         if self.mask is None:
             return visited
         assert self.place is not None
@@ -139,7 +139,7 @@ class Rows:
 
 
 def _counted_up_to(mask: jax.Array) -> jax.Array:
-    """Of rows `[n]`, n ≥ 1: how many count up to each, itself included.
+    """How many of the rows `[n]`, n ≥ 1, count up to each, itself included.
 
     Behind a barrier: XLA would compute it again for every number of a row that is read from its place.
     """
@@ -147,7 +147,7 @@ def _counted_up_to(mask: jax.Array) -> jax.Array:
 
 
 def _prefix_sum(x: jax.Array) -> jax.Array:
-    """Of `x [n]`, n ≥ 1, int32: in parts, of which each entry is compared with each, and over the parts.
+    """Sums of `x [n]`, n ≥ 1, int32, up to each entry: within parts each is compared with each, then over the parts.
 
     XLA's own takes as long to compile as ten of its other fusions.
     """
@@ -169,8 +169,8 @@ class RowBlocks:
     Attributes:
         rows: which count.
         tiles: the blocks.
-        skipped: whether what is done with a block skips the places behind its `filled` ones by itself. Then every block
-            is visited, and the device need not tell the host how many hold a row. A single block always is.
+        skipped: whether the work on a block skips the places behind its `filled` ones by itself. Then every block is
+            visited, and the device need not tell the host how many hold a row. A single block is always visited.
     """
 
     rows: Rows
@@ -215,7 +215,7 @@ class RowBlocks:
         assert self.rows.filled is not None
         assert self.rows.valid is not None
         if self.all_visited:
-            # What holds a row comes first, so the last block need not start early: it runs over, and repeats a row.
+            # Places with a row come first, so the last block need not start early: it runs over, and repeats a row.
             places = jnp.int32(index) * tile.size + jnp.arange(tile.size, dtype=jnp.int32)
             ids, valid = (
                 x.at[jnp.minimum(places, self.tiles.total - 1)].get(mode="promise_in_bounds")
@@ -276,8 +276,8 @@ class RowBlock:
             return self.only.put_all(buffer, values)
         if self.index is not None:
             assert self.valid is not None
-            # Those that are dropped have places of their own, too: where an entry might be written twice, XLA writes
-            # atomically, or sorts all entries first where it is to be deterministic.
+            # Dropped rows have places of their own, too: where an entry might be written twice, XLA writes atomically,
+            # or sorts all entries first where it is to be deterministic.
             outside = buffer.shape[0] + jnp.arange(self.tile.size, dtype=jnp.int32)
             index = jnp.where(self.valid, self.index, outside)
             return buffer.at[index].set(values, mode="drop", unique_indices=True)

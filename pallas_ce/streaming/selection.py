@@ -28,7 +28,7 @@ class Largest(NamedTuple):
 
 
 def top_k(values: jax.Array, k: int) -> Largest:
-    """What `lax.top_k` returns for `values [n, m]`, `k <= m`, which has a NaN with a minus sign come last."""
+    """As `lax.top_k` of `values [n, m]`, `k <= m`, but a NaN with a minus sign does not come last."""
     found, places = lax.top_k(jnp.where(jnp.isnan(values), jnp.nan, values), k)
     return Largest(found, places.astype(jnp.int32))
 
@@ -38,7 +38,7 @@ def largest(values: jax.Array, k: int) -> Largest:
     n, m = values.shape
     if m <= max(_SHORT, k * _GROUP):
         return top_k(values, k)
-    # Padding comes last of all equal entries, of which there are m >= k others.
+    # Padding comes last of all equal entries, and there are m >= k others.
     padded = jnp.pad(values, ((0, 0), (0, -m % _GROUP)), constant_values=-jnp.inf)
     return largest_in_groups(padded.reshape(n, -1, _GROUP), k)
 
@@ -53,7 +53,7 @@ def largest_in_groups(groups: jax.Array, k: int, maxima: jax.Array | None = None
     """
     n, m, size = groups.shape
     maxima = _maxima(groups) if maxima is None else maxima
-    # In order of their places, so that of equal entries the first is the one at the lowest place.
+    # In order of their places, so that the first of equal entries is at the lowest place.
     chosen = lax.sort(largest(maxima, min(k, m)).places, is_stable=False)
     entries = jnp.take_along_axis(groups, chosen[:, :, None], axis=1, mode="promise_in_bounds")
     found = largest(entries.reshape(n, -1), k)

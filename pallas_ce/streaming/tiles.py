@@ -13,8 +13,8 @@ from jax import lax
 
 from pallas_ce.streaming.loops import fori_loop
 
-# Each is work for the compiler. Where there are more, there are so many rows that the host need not be quick: 32768
-# rows of 4096 16-bit numbers, in the forward's parts of 12 MiB, are 22.
+# Each is work for the compiler. With more there are enough rows that the host need not be quick: 32768 rows of 4096
+# 16-bit numbers, in the forward's parts of 12 MiB, are 22.
 _MOST_WITHOUT_LOOP = 22
 
 
@@ -46,7 +46,7 @@ class Tiles:
 
     Attributes:
         total: the columns.
-        size: those of a tile.
+        size: the columns of a tile.
         limit: `[]`; columns from there on are valid in no tile. None: all are.
         last_apart: whether a last tile that starts early is worked on outside of the loop over the others. XLA has a
             GPU's products read and write slices in place where these are evenly spaced; else it copies them.

@@ -118,7 +118,7 @@ H, W, L = np.ones((2, 4), np.float32), np.ones((6, 4), np.float32), np.zeros(2, 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"weight_sum": W.T}, ValueError, r"weight_sum has shape \(4, 6\); it must be that of weight, \(6, 4\)"),
+        ({"weight_sum": W.T}, ValueError, r"weight_sum has shape \(4, 6\); it must be \(6, 4\), the shape of weight"),
         ({"weight_sum": W.astype(np.float16)}, TypeError, "weight_sum is float16; it must be float32"),
         ({"weight_sum": W.astype(int)}, TypeError, "weight_sum is int"),
         ({"bias_sum": np.ones(6, np.float32)}, ValueError, "bias_sum is given and bias is None"),

@@ -5,6 +5,8 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_bridge.autograd.namespace import NAMESPACE
+
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
@@ -32,8 +34,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if not self._paused:
             shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
-            if function.name().startswith("pallas_ce::"):
-                self.bridged.append(function.name().removeprefix("pallas_ce::"))
+            if function.namespace == NAMESPACE:
+                self.bridged.append(function.name().removeprefix(f"{NAMESPACE}::"))
             elif function.overloadpacket in _PRODUCTS and any(self.vocabulary in shape for shape in shapes):
                 self.wide.append(shapes)
         return function(*args, **(kwargs or {}))

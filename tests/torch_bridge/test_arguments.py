@@ -33,6 +33,7 @@ MISTAKES = [
         (ValueError, "token_weights has shape", {"token_weights": torch.ones(2)}),
         (ValueError, "class_weights has shape", {"class_weights": torch.ones(2)}),
         (ValueError, "vocab_size=9", {"vocab_size": 9}),
+        (ValueError, "vocab_size='9' must be an int between 1 and", {"vocab_size": "9"}),
         (ValueError, "label_smoothing=1.5", {"label_smoothing": 1.5}),
         (ValueError, "z_loss=-1 must be a finite number, at least 0", {"z_loss": -1}),
         (ValueError, r"logit_softcap=1e\+39 lies outside", {"logit_softcap": 1e39}),
@@ -51,6 +52,9 @@ MISTAKES = [
         (ValueError, r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
         (TypeError, "ignore_index='a' must be", {"ignore_index": "a"}),
         (ValueError, "vocab_start=24 with 7 rows", {"vocab_start": 24}),
+        (ValueError, "vocab_start=None with 7 rows.*must be ints", {"vocab_start": None}),
+        (ValueError, "vocab_start=0.0 with 7 rows.*must be ints", {"vocab_start": 0.0}),
+        (ValueError, "with 0 rows.*at least one row", {"linear_weight": torch.ones(0, 4)}),
     ]),
     (linear_log_probs, HEAD, [
         (ValueError, TARGET_SHAPE, {"target": torch.zeros(3, 1, 2).long()}),

@@ -241,7 +241,7 @@ def test_a_recomputing_backward_adds_to_main_grad_where_it_lies(asked):
         "target": torch.ones(rows, dtype=torch.int32),
         "linear_bias": torch.ones(vocabulary),
     }
-    bits = sum(1 << operation.differentiable.index(name) for name in tensors if name != "target")
+    bits = sum(1 << operation.tensors.index(name) for name in tensors if name != "target")
     options = [bits, "bfloat16", "mean", -100, None, None, "recompute", "highest", None, 2**18, 1.0, False]
     program = operation.program([tensors.get(name) for name in operation.tensors], options)
     assert calls.adds_to(program, torch.zeros(of_weight), tensors["linear_weight"], asked)

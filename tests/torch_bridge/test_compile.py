@@ -16,6 +16,7 @@ from torch_bridge import (
     linear_row_statistics,
     selective_log_softmax,
 )
+from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS, namespace
 
 MODES = ["in_forward", "recompute"]
 
@@ -138,28 +139,28 @@ def test_inductor_compiles_losses_and_statistics(function, sizes):
 @pytest.mark.parametrize("statistics", ["lse,log_prob,mean_log_prob", "lse,log_prob"])
 def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inplace):
     logits, target = torch.randn(12, 40, requires_grad=True), problem()[2][:, None]
-    valid = torch.arange(12) % 4 != 0 if "mean_logit" in statistics else None
+    valid = torch.arange(12) % 4 != 0 if "mean_log_prob" in statistics else None
     arguments = (logits, target, valid, None, statistics, 40, None, 1.0, inplace)
-    torch.library.opcheck(torch.ops.pallas_ce.materialized_row_statistics.default, arguments)
+    torch.library.opcheck(OPERATORS.materialized_row_statistics.default, arguments)
 
 
 @pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
-@pytest.mark.parametrize("differentiated", [0, 3, 15])  # 15: with a low-rank term
+@pytest.mark.parametrize("differentiated", [0, 0b11, 0b11011])  # the last: with a low-rank term
 def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     hidden, weight, target, temperature = problem()
     tensors = [x.detach().requires_grad_(differentiated > 0) for x in (hidden, weight)]
     term = [torch.randn(40, 2, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
-    term, scale = (term, 0.7) if differentiated == 15 else ([None, None], 1.0)
+    term, scale = (term, 0.7) if differentiated > 3 else ([None, None], 1.0)
     target = (torch.stack([target] * 3, 1) if "several" in name else target).int()
     if name in MODES:
-        operator, others = torch.ops.pallas_ce.linear_cross_entropy, [None] * 7
+        operator, others = OPERATORS.linear_cross_entropy, [None] * 7
         options = [differentiated, "float32", "mean", -100, None, None, name, "highest", None, None, scale, True]
     elif name == "row_statistics":
-        operator, others = torch.ops.pallas_ce.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
+        operator, others = OPERATORS.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
         names = "lse,entropy,max_logit,argmax"
         options = [differentiated, "float32", names, None, None, "highest", None, None, scale, 1.0]
     else:
-        operator, others = torch.ops.pallas_ce.linear_log_probs, [None, None, temperature]
+        operator, others = OPERATORS.linear_log_probs, [None, None, temperature]
         options = [differentiated, "float32", True, True, True, -100, None, None, "highest", None, None, scale, 1.0]
     torch.library.opcheck(operator.default, (*tensors, target, *term, *others, *options))
 
@@ -176,8 +177,8 @@ def test_a_dispatch_mode_sees_the_operators_and_gets_what_is_computed_without_on
     want = value_and_gradients(loss(mode), *problem())
     with Recorder():
         got = value_and_gradients(loss(mode), *problem())
-    ours = [name for name in seen if name.startswith("pallas_ce")]
-    assert ours == ["pallas_ce::linear_cross_entropy", "pallas_ce::linear_cross_entropy_backward"]
+    ours = [name for name in seen if name.startswith(NAMESPACE)]
+    assert ours == [f"{NAMESPACE}::linear_cross_entropy", f"{NAMESPACE}::linear_cross_entropy_backward"]
     assert all(map(torch.equal, got, want))
 
 
@@ -189,3 +190,20 @@ def test_shapes_are_known_without_computing():
         value.sum().backward()
     assert value.shape == (2, 3)
     assert weight.grad.shape == (40, 8)
+
+
+def test_other_code_has_operators_of_other_names_which_no_graph_on_disk_calls(tmp_path):
+    source = tmp_path / "package" / "programs.py"
+    source.parent.mkdir()
+    found = []
+    for text, versions in [("kept = 1", "0.2"), ("kept = 2", "0.2"), ("kept = 2", "0.3")]:
+        source.write_text(text)
+        found.append(namespace([tmp_path], versions))
+    assert len(set(found)) == 3
+    assert namespace([tmp_path], "0.3") == found[-1]
+
+
+def test_all_operators_have_names_of_this_code():
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("pallas_ce")]
+    assert len(registered) >= 9
+    assert all(name.startswith(f"{NAMESPACE}::") for name in registered)

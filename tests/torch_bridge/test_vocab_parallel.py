@@ -103,8 +103,8 @@ def refuse_parts_that_are_not(rank, _):
 
 
 def spread_nan(rank, _):
-    of_one = torch.tensor([0.0, torch.nan, 1.0]) if rank else torch.tensor([1.0, 2.0, -torch.inf])
-    _, log_sum = vocab_parallel._Merged.apply(of_one, None)
+    of_one = torch.tensor([0.0, torch.nan, 0.0]) if rank else torch.tensor([1.0, 2.0, -torch.inf])
+    log_sum = vocab_parallel._LogSum.apply(of_one, None)
     assert log_sum.isnan().tolist() == [False, True, False]
     assert log_sum[2] == 0
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pallas_ce import LowRank, integration
 from pallas_ce.integration import PrecisionLike
+from torch_bridge.autograd.namespace import NAMESPACE
 from torch_bridge.dlpack import exchange
 
 _DTYPES = {
@@ -17,7 +18,7 @@ _DTYPES = {
     torch.float64: "float64",
 }
 
-# The widths that the operators take; others become int64, which holds them all but what lies outside any vocabulary.
+# The widths that the operators take. Others become int64, which holds every id of a vocabulary.
 _LABELS = (torch.int32, torch.int64)
 
 
@@ -51,8 +52,7 @@ def head(
             f"{input.shape[-1]} in the one and {weight.shape[1]} in the other"
         )
     shape("linear_bias", bias, (weight.shape[0],))
-    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
-        raise ValueError(f"vocab_size={vocab_size!r} must lie between 1 and the weight's {weight.shape[0]} rows")
+    size(vocab_size, weight.shape[0], "linear_weight's rows")
     kind, dtype = input.device.type, input.dtype
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -105,11 +105,15 @@ def vocabulary(logits: Tensor, vocab_size: int | None) -> int:
     """V of materialized logits `[..., V']`."""
     if logits.ndim < 1:
         raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [..., V]")
-    columns = logits.shape[-1]
+    return size(vocab_size, logits.shape[-1], "the logits' columns")
+
+
+def size(vocab_size: int | None, most: int, of: str) -> int:
+    """V, which is `most` by default."""
     if vocab_size is None:
-        return columns
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size <= columns:
-        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the logits' {columns} columns")
+        return most
+    if not integration.is_int(vocab_size) or not 1 <= vocab_size <= most:
+        raise ValueError(f"vocab_size={vocab_size!r} must be an int between 1 and the number of {of}, {most}")
     return vocab_size
 
 
@@ -133,8 +137,8 @@ def labels(
 ) -> Tensor:
     """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
 
-    With `valid`, a vocabulary's size and `ignore_index`, their values are read: others raise a ValueError. With
-    `shift`, a row has the label that stands so many positions later.
+    `valid` is a vocabulary's size and `ignore_index`: with it the values are read, and others raise a ValueError. A row
+    has the label `shift` positions later.
     """
     exchange.check_dense("target", target)
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
@@ -159,8 +163,8 @@ def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) ->
     return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
 
 
-# An operator, which torch.compile keeps as it is; its result is used, so that it stays in the program.
-@torch.library.custom_op("pallas_ce::with_valid_values", mutates_args=())
+# An operator, which torch.compile does not trace. Its result is used, so that it stays in the program.
+@torch.library.custom_op(f"{NAMESPACE}::with_valid_values", mutates_args=())
 def _with_valid_values(target: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
     integration.check_label_values(target.numpy(force=True), ignore_index, vocab_size, "target")
     return target.clone()

@@ -32,7 +32,7 @@ def cross_entropy(
     validate_labels: bool = False,
     inplace_backward: bool = False,
 ) -> Tensor:
-    r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors of any device.
+    r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors (CPU or CUDA).
 
     `torch.nn.functional.cross_entropy(logits.float(), target, …)` without a float32 copy of narrower logits, and with
     z-loss, soft cap, token weights and a normaliser. Beside logits and gradient it takes a few numbers a row, on a

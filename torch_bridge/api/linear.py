@@ -47,7 +47,7 @@ def linear_cross_entropy(
         input: `[..., H]` bfloat16, float16, float32 or float64 (which needs JAX's 64-bit mode); zero tokens included.
         linear_weight: `[V', H]`, as in `torch.nn.Linear`; a transposed view of contiguous memory costs no copy,
             one that does not begin at a multiple of 256 bytes (of a flat parameter, say) does on a CUDA device. Or a
-            `pallas_ce.LowRank` of such a tensor, `up [V', r]` and `down [r, H]`: LoRA's B and A. Where the weight
+            `pallas_ce.LowRank` of this tensor, `up [V', r]` and `down [r, H]`: LoRA's B and A. Where the weight
             requires no gradient, the loss with gradients then makes no array of its size.
         target: `[...]`, integers; those outside `[0, vocab_size)` count as ignored.
         linear_bias: `[V']`.

@@ -55,8 +55,7 @@ def linear_log_probs(
         logit_softcap: c > 0, or None.
         logit_scale: a number or a scalar tensor, differentiable.
         vocab_size: V.
-        shift: a row meets the targets that stand so many positions later, as in `linear_cross_entropy`; the temperature
-            is that of the row.
+        shift: a row meets the targets `shift` positions later, as in `linear_cross_entropy`, at its own temperature.
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
         precision: how float32 operands are multiplied; None: as PyTorch's settings say.

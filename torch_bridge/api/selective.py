@@ -1,8 +1,8 @@
 """`selective_log_softmax` in PyTorch: what reinforcement learning libraries import under that name, in O(rows) memory.
 
-On a Hopper GPU `pallas_ce`'s kernels serve one index a row, where V is a multiple of 16; all else is PyTorch's. There
-rows are taken in chunks (64 MiB in float32 at most, and a sixteenth of the logits), of which a float32 copy exists at a
-time; the backward makes the gradient the same way, straight in the logits' dtype.
+On a Hopper GPU `pallas_ce`'s kernels serve one index a row, where V is a multiple of 16. Elsewhere PyTorch takes rows
+in chunks (64 MiB in float32 at most, and a sixteenth of the logits) and holds a float32 copy of one chunk. The backward
+makes the gradient the same way, in the logits' dtype.
 """
 
 import torch
@@ -71,15 +71,7 @@ def _picked(logits: torch.Tensor, index: torch.Tensor, temperature: float, inpla
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = False) -> torch.Tensor:
     """`selective_log_softmax` under the name and with the arguments that verl calls it by.
 
-    There `inplace_backward` defaults to True, which overwrites the logits; here it has to be asked for.
-
-    Args:
-        logits: `[..., V]`.
-        labels: `[...]` integers.
-        inplace_backward: see `selective_log_softmax`.
-
-    Returns:
-        Tensor: `[...]` float32 (float64 for float64).
+    verl's own has `inplace_backward=True` by default, which overwrites the logits.
     """
     return selective_log_softmax(logits, labels, inplace_backward=inplace_backward)
 

@@ -1,14 +1,14 @@
 """A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`.
 
-Each process streams its own part of the vocabulary, of any size, and only numbers by row cross the group, as a maximum
-and sums. With l_k the log-sum-exp of part k, and L the largest of them,
+Each process streams its own part of the vocabulary, of any size. The group exchanges a maximum and sums of numbers by
+row. With l_k the log-sum-exp of part k, and L the largest of them,
 
     lse - L = log Σ_k exp(l_k - L),      d lse / d l_k = exp(l_k - lse),
 
 and the target's logit and the mean of all logits, both less L, are sums over the parts. A log-sum-exp is rounded to the
-size of the logits; so `l_k - L` is made of a logit z of part k, as `(z - L) - log p_z`. Every process computes the same
-loss from these, so that a part's own cotangents are the whole's; the gradient of the hidden states, of which each
-process has a share, is summed in the backward.
+size of the logits, so `l_k - L` is made of a logit z of part k, as `(z - L) - log p_z`. Every process computes the same
+loss from these, so a part's own cotangents are the whole's. The backward sums the processes' shares of the hidden
+states' gradient.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ def vocab_parallel_cross_entropy(
     validate_labels: bool = False,
     validate_parts: bool = False,
 ) -> Tensor:
-    r"""`linear_cross_entropy` of a head of which each process of `group` has some rows of the weight.
+    r"""`linear_cross_entropy` where each process of `group` has some rows of the weight.
 
-    Every process calls it with the same tokens, and gets the same loss. The parts need not be equally large, must be
-    disjoint and together be `[0, vocab_size)`: of parts that are not, such as the same rows on two processes, the loss
-    is another, without an error unless `validate_parts` asks for one or a part is the whole vocabulary. The backward
-    recomputes tiles of logits.
+    Every process calls it with the same tokens, and gets the same loss. The parts may differ in size; they must be
+    disjoint and together be `[0, vocab_size)`. Other parts, such as the same rows on two processes, give another loss.
+    An error says so where a part is the whole vocabulary, or under `validate_parts`. The backward recomputes tiles of
+    logits.
 
     Args:
         input: `[..., H]`, the same on every process; its gradient is summed over them, in its dtype.
@@ -99,9 +99,11 @@ def vocab_parallel_cross_entropy(
     """
     weight = checks.weight(linear_weight)
     rows = weight.weight.shape[0]
-    if not 0 <= vocab_start <= vocab_start + rows <= vocab_size:
+    are_ints = integration.is_int(vocab_start) and integration.is_int(vocab_size)
+    if not are_ints or not 0 <= vocab_start < vocab_start + rows <= vocab_size:
         raise ValueError(
-            f"vocab_start={vocab_start} with {rows} rows of the weight does not lie in vocab_size={vocab_size}"
+            f"vocab_start={vocab_start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
+            "both must be ints, and a part has at least one row and lies in the vocabulary"
         )
     tensors = {"input": input, "linear_weight": weight.weight, "target": target, "linear_bias": linear_bias}
     first_order.reverse_mode(tensors | {"linear_weight.up": weight.up, "linear_weight.down": weight.down})

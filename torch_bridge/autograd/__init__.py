@@ -1,1 +1,1 @@
-"""The functions of a head as PyTorch operators and autograd functions: what is saved, and which gradients are asked."""
+"""The functions of a head as PyTorch operators and autograd functions: what they save, which gradients they make."""

@@ -1,7 +1,7 @@
 """Operations in eager PyTorch past its dispatcher, whose wrapping of a Python operator costs more than the operation.
 
-Compilation and dispatch modes need the operator, which also takes what is constant in functional transforms; all others
-take this way, through the same programs, saved tensors and gradients.
+Compilation, dispatch modes and constants in functional transforms need the operator. All other calls take this way,
+with the same programs, saved tensors and gradients.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def serves(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing but autograd follows a call on these tensors."""
+    """Whether autograd alone follows a call on these tensors."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -44,16 +44,16 @@ class Call(NamedTuple):
 
 
 class Eager(torch.autograd.Function):
-    """`(*tensors, call) -> outputs`, of the tensors that are there: to autograd, an argument of None costs as much."""
+    """`(*tensors, call) -> outputs`, without missing tensors: autograd takes as long for None as for a tensor."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """The program's outputs; what else the backward needs is only saved."""
+        """The program's outputs; saves what else the backward needs."""
         *tensors, ctx.call = inputs
         program = ctx.call.program
         layout = program.layout
         found = calls.forward(program, tensors, layout.staying)
-        # Beside autograd's own, until the graph goes: a number a row each.
+        # Numbers by row, which live as long as the graph.
         ctx.staying = {i: found[i] for i in layout.staying}
         graph.save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
         outputs = [x for x in found[: len(layout.outputs)] if isinstance(x, Tensor)]
@@ -91,7 +91,7 @@ def _computed(
     asked: tuple[str, ...],
     total: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients in `asked`; unless the graph is kept, those that the forward has all but made are handed over.
+    """The gradients in `asked`; unless the graph is kept, it hands over the ones that lack the upstream scalar only.
 
     A `total` to which the backward can add the weight's gradient is returned in place of that.
     """

@@ -21,7 +21,7 @@ def reverse_mode(tensors: Mapping[str, Tensor | None]) -> None:
 
     Operators would take it for a constant there, or fail with what PyTorch says of them.
     """
-    # Of transforms Dynamo can trace the level of forward mode alone; in others it refuses the operators.
+    # Dynamo can trace the level of forward mode; in other transforms it refuses the operators.
     tracing = torch.compiler.is_compiling()
     in_transform = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
     if not in_transform and forward_ad._current_level < 0:
@@ -78,7 +78,7 @@ class _Final(torch.autograd.Function):
 
 def differentiable_once(tensor: Tensor | None) -> Tensor | None:
     """The tensor as an input of differentiable PyTorch operators whose result is differentiable once."""
-    # What is compiled cannot be differentiated twice in any case.
+    # A compiled function cannot be differentiated twice in any case.
     if tensor is None or torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     function: Any = _Once

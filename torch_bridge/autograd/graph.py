@@ -38,8 +38,8 @@ def asked(
 def main_grad(ctx: Any, asked: Sequence[str]) -> Tensor | None:
     """The weight's `main_grad`, where it has one and its gradient is to be added there in place of `.grad`.
 
-    What `torch.autograd.grad` asks for it gets, and `main_grad` stays as it is. Under `torch.compile` the node is not
-    the leaf's, and `.grad` is filled.
+    `torch.autograd.grad` gets the gradient that it asks for, and `main_grad` does not change. Under `torch.compile` the
+    node is not the leaf's, and `.grad` is filled.
     """
     node = ctx.next_functions[WEIGHT][0]
     if "linear_weight" not in asked or _is_captured(node):

@@ -1,7 +1,7 @@
 """The operations as PyTorch operators: implementation, shapes for tracing, and differentiation, once for all of them.
 
-`pallas_ce::linear_cross_entropy` and its like return the function's outputs and, behind them, what the backward needs;
-the latter is an operator too, so that `torch.compile` traces through both.
+An operator returns the function's outputs and, behind them, what the backward needs. The backward is an operator too,
+so that `torch.compile` traces through both.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autograd import eager, first_order, graph
+from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, calls
 from torch_bridge.programs import functions as operations
 from torch_bridge.programs import program as programs
 from torch_bridge.programs.program import Function, Program, Shape, Signature
 
-# Of packed batches every token count is another way to call a program that is there already.
+# Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
 
 _SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
@@ -27,7 +28,7 @@ _SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """What describes an operator.
+    """The description of an operator.
 
     Attributes:
         name: its name.
@@ -35,9 +36,9 @@ class Operation:
         options: the NamedTuple of the function's static options; all but `vocab_axis` are the operator's.
         required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
         optional: names of further tensors.
-        by_row: for each tensor with one entry for each row, what fills padded rows; a scalar in its place is for all.
-        differentiable: names of tensors, in the order of the bits of `differentiated`.
-        tensors: names of all tensors, in the order of the operator's arguments.
+        by_row: the fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
+        differentiable: names of the tensors that have gradients.
+        tensors: names of all tensors, in the order of the operator's arguments and of the bits that stand for them.
     """
 
     name: str
@@ -48,21 +49,21 @@ class Operation:
     by_row: dict[str, float]
     differentiable: tuple[str, ...]
 
-    # Programs by what is read off a call's arguments sooner than a signature.
+    # Programs by a key that is quicker to make than a signature.
     _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
     tensors: tuple[str, ...] = dataclasses.field(init=False)
-    # For each of the tensors its bit of `differentiated`, or 0.
+    # The bit of each tensor, or 0 if it has no gradient.
     _bits: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Here and not when first asked for: torch.compile guards the attributes that a trace has found.
+        # Now and not when first read: torch.compile guards the attributes that a trace has read.
         tensors = self.required + self.optional
-        bits = tuple([1 << self.differentiable.index(x) if x in self.differentiable else 0 for x in tensors])
+        bits = tuple([1 << place if x in self.differentiable else 0 for place, x in enumerate(tensors)])
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "_bits", bits)
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs; what PyTorch will differentiate is read off the tensors."""
+        """The function's outputs; the tensors tell what PyTorch will differentiate."""
         exchange.check_one_device(tensors)
         first_order.reverse_mode(tensors)
         given, differentiated = [tensors.get(name) for name in self.tensors], 0
@@ -72,7 +73,7 @@ class Operation:
                     differentiated |= bit
         static = (differentiated, *[options[name] for name in self.options._fields[1:]])
         if not eager.serves(given):
-            return getattr(torch.ops.pallas_ce, self.name)(*given, *static)
+            return getattr(OPERATORS, self.name)(*given, *static)
         program, present = self.program(given, static), [x for x in given if x is not None]
         if not differentiated:
             return calls.forward(program, present)
@@ -87,9 +88,9 @@ class Operation:
         cotangents: Sequence[Tensor | None],
         asked: tuple[str, ...],
     ) -> list[Tensor]:
-        """The gradients of the inputs in `asked` by the operator, from all that the forward found."""
-        bits = sum(1 << self.differentiable.index(name) for name in asked)
-        operator = getattr(torch.ops.pallas_ce, f"{self.name}_backward")
+        """The gradients of the inputs in `asked` by the operator; `found` is all that the forward returned."""
+        bits = sum(1 << self.tensors.index(name) for name in asked)
+        operator = getattr(OPERATORS, f"{self.name}_backward")
         given = [tensors.get(name) for name in self.tensors]
         return list(operator(*given, *static, list(found), list(cotangents), bits))
 
@@ -102,12 +103,12 @@ class Operation:
             + [f"{_schema_type(kind)} {name}" for name, kind in list(typing.get_type_hints(self.options).items())[1:]]
         )
         forward = torch.library.custom_op(
-            f"pallas_ce::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
+            f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
         forward.register_fake(self._forward_shapes)
         forward.register_autograd(self._differentiate, setup_context=self._setup_context)
         backward = torch.library.custom_op(
-            f"pallas_ce::{self.name}_backward",
+            f"{NAMESPACE}::{self.name}_backward",
             self._backward,
             mutates_args=(),
             schema=f"({inputs}, Tensor?[] found, Tensor?[] cotangents, int asked) -> Tensor[]",
@@ -116,7 +117,7 @@ class Operation:
         backward.register_autograd(first_order.refuse)
 
     def signature(self, tensors: Sequence[Any], static: Sequence[Any]) -> Signature:
-        """What a call is compiled for; both are the operator's arguments."""
+        """The call's signature; both arguments are the operator's."""
         axis = _vocab_axis(tensors[1])
         shapes = []
         for name, tensor in zip(self.tensors, tensors, strict=True):
@@ -129,7 +130,7 @@ class Operation:
         return Signature(self.function, self.options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
 
     def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
-        """What serves a call with the operator's arguments."""
+        """The program for a call with the operator's arguments."""
         key = (_vocab_axis(tensors[1]), *static, *[None if x is None else (x.shape, x.dtype) for x in tensors])
         if (program := self._known.get(key)) is None:
             program = programs.program(self.signature(tensors, static), bucketing.bucket(tensors[0].shape[0]))
@@ -139,10 +140,10 @@ class Operation:
         return program
 
     def _names(self, bits: int) -> tuple[str, ...]:
-        return tuple([name for bit, name in enumerate(self.differentiable) if bits >> bit & 1])
+        return tuple([name for bit, name in enumerate(self.tensors) if bits >> bit & 1])
 
     def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The operator's arguments: tensors, and what is static."""
+        """The operator's arguments: tensors, and static ones."""
         return arguments[: len(self.tensors)], arguments[len(self.tensors) :]
 
     def _forward(self, *arguments: Any) -> list[Tensor]:
@@ -205,34 +206,17 @@ def _vocab_axis(weight: Tensor) -> int:
 
 # The low-rank term of a weight, `[V, r]` and `[r, H]`.
 _TERM = ("linear_up", "linear_down")
+# What every head differentiates.
+_HEAD = ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale")
 
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     operations.LOSS,
     operations.LossOptions,
     ("input", "linear_weight", "target"),
-    (
-        *_TERM,
-        "linear_bias",
-        "class_weights",
-        "token_weights",
-        "logit_scale",
-        "label_smoothing",
-        "z_loss",
-        "normalizer",
-    ),
+    (*_TERM, "linear_bias", "class_weights", "token_weights", "logit_scale", "label_smoothing", "z_loss", "normalizer"),
     {"input": 0, "target": -1, "token_weights": 0},
-    (
-        "input",
-        "linear_weight",
-        *_TERM,
-        "linear_bias",
-        "token_weights",
-        "logit_scale",
-        "label_smoothing",
-        "z_loss",
-        "normalizer",
-    ),
+    (*_HEAD, "token_weights", "label_smoothing", "z_loss", "normalizer"),
 )
 
 LINEAR_ROW_STATISTICS = Operation(
@@ -242,7 +226,7 @@ LINEAR_ROW_STATISTICS = Operation(
     ("input", "linear_weight"),
     ("target", *_TERM, "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
     {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
-    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
+    _HEAD,
 )
 
 LINEAR_LOG_PROBS = Operation(
@@ -252,7 +236,7 @@ LINEAR_LOG_PROBS = Operation(
     ("input", "linear_weight", "target"),
     (*_TERM, "linear_bias", "logit_scale", "temperature"),
     {"input": 0, "target": -1, "temperature": 1},
-    ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale"),
+    _HEAD,
 )
 
 for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):

@@ -1,6 +1,6 @@
 """Tensors as JAX arrays and back, through DLPack, sharing memory.
 
-What cannot be shared as it is, is either copied because PyTorch itself would (strided views), or refused by name.
+Strided views are copied, as PyTorch itself would. Other tensors that cannot be shared are refused by name.
 """
 
 import atexit
@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch_bridge import memory
 from torch_bridge.dlpack import streams
 
-# XLA's CPU code assumes it; JAX copies without saying so where it does not hold. On a GPU the kernels ask for it.
+# XLA's CPU code assumes it, and JAX silently copies other arrays. On a GPU the kernels need it.
 _CPU_ALIGNMENT = 64
 CUDA_ALIGNMENT = 256
 
-# All that both frameworks have and DLPack carries, by the name that is the same in both.
+# The dtypes that both frameworks have and DLPack carries; both have the same names for them.
 TO_TORCH: dict[Any, torch.dtype] = {
     np.dtype(getattr(jnp, name)): getattr(torch, name)
     for name in (
@@ -88,8 +88,7 @@ def to_jax(tensor: torch.Tensor, name: str = "tensor") -> jax.Array:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, which JAX does not have; convert it to one of {list(map(str, TO_JAX))}"
         )
-    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-        raise _narrowed(name, tensor.dtype)
+    _check_width(name, tensor.dtype)
     with streams.on(tensor.device) as current:
         return _import([_plain(tensor)], _device(tensor.device, name), current)[0]
 
@@ -99,7 +98,7 @@ def share(
 ) -> list[Any]:
     """Dense tensors on `device` as arrays, behind one event on PyTorch's current stream; arrays among them stay.
 
-    They are for one program that takes them all, also those that it does not use (`keep_unused` of `jax.jit`).
+    They are for one program that takes them all, even if it does not use some (`keep_unused` of `jax.jit`).
 
     Scalars on the CPU go to whichever device computes; 64-bit integers come as their 32-bit words, which
     `words_to_int32` puts together.
@@ -120,8 +119,7 @@ def _words(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that JAX has."""
     if tensor.dtype == torch.int64:
         return tensor.view(torch.int32)
-    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
-        raise _narrowed(name, tensor.dtype)
+    _check_width(name, tensor.dtype)
     return tensor
 
 
@@ -131,11 +129,12 @@ def words_to_int32(words: jax.Array) -> jax.Array:
     return jnp.where(high == low >> 31, low, -1)
 
 
-def _narrowed(name: str, dtype: torch.dtype) -> TypeError:
-    return TypeError(
-        f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
-        "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
-    )
+def _check_width(name: str, dtype: torch.dtype) -> None:
+    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{name} has dtype {_WIDE[dtype]}, which JAX would narrow to 32 bits: convert it, or switch on "
+            "JAX's 64-bit mode with jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,8 +150,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> list[Any]:
     """Past `jax.dlpack.from_dlpack`, which takes eight times as long and orders each tensor on its own.
 
-    Only the first array on a GPU is ready when its event has happened, all others at once: whatever reads them must
-    read that one too. An event costs the host as much again as the exchange.
+    On a GPU only the first array waits for the event: whatever reads the others must read it too. An event costs the
+    host as much time as the exchange.
     """
     # Behind all that made the tensors plain.
     handle = None if current is None else streams.behind(current, to)
@@ -170,7 +169,7 @@ def _import(given: Sequence[Any], to: Any, current: streams.Current | None) -> l
 
 @functools.lru_cache
 def _device(device: torch.device, name: str) -> Any:
-    """JAX's name for it, whose pool CUDA keeps from then on; `name` is of a tensor there."""
+    """JAX's device for PyTorch's; CUDA keeps its pool from then on. `name` is of a tensor there."""
     try:
         devices = jax.local_devices(backend=device.type)
         found = next(x for x in devices if device.index is None or x.local_hardware_id == device.index)
@@ -191,9 +190,9 @@ def _at_exit(device: torch.device) -> None:
 
 
 def _let_go(device: torch.device) -> None:
-    """Gives JAX's threads time to drop the last call's tensors, while there is an interpreter, which they need for it.
+    """Gives JAX's threads time to drop the last call's tensors, for which they need the interpreter.
 
-    They do so a little after the results are there; when the interpreter has gone that aborts the process.
+    They drop them a little after the results are there. Once the interpreter has ended, that aborts the process.
     """
     if _forked:  # those threads are the parent's
         return
@@ -256,7 +255,7 @@ def written(into: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Refuses what is not a plain dense tensor with memory of its own, and a process in which JAX would hang."""
+    """Refuses all but a plain dense tensor with memory of its own, and a process in which JAX would hang."""
     if _forked:
         raise RuntimeError(
             "this process was forked from one in which JAX had started, and JAX would wait for ever for threads that "

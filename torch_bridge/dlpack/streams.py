@@ -78,7 +78,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Current | None
 
 
 def behind(current: Current, jax_device: Any) -> int:
-    """The handle of a stream of JAX's that now waits for what is queued on the current one, of the same device."""
+    """The handle of a JAX stream that now waits for the work queued on the current one, of the same device."""
     handle: int = jax_device.get_stream_for_external_ready_events()
     current.event.record(current.stream)
     current.event.wait(_foreign(handle, current.stream.device_index))

@@ -1,7 +1,7 @@
-"""The head of a model whose `lm_head` has an adapter of PEFT's (LoRA): its weight and bias, and what is refused.
+"""A head with an adapter of PEFT's (LoRA): its weight and bias, and which adapters are refused.
 
-A layer of PEFT's holds the model's own layer as `base_layer`, and adapters by name in `lora_A` and `lora_B`. The one
-that is active becomes the low-rank term of a `LowRank`, so that its gradients make no array of the weight's size.
+A layer of PEFT's holds the model's own layer as `base_layer`, and adapters by name in `lora_A` and `lora_B`. The active
+one becomes the low-rank term of a `LowRank`, so that its gradients make no array of the weight's size.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(head: Any) -> Parameters:
-    """Those of a head for which `passed_over` finds nothing, with its active adapter."""
+    """The parameters of a head for which `passed_over` finds nothing, with its active adapter."""
     layer = _base(head)
     if layer is not head and head.disable_adapters and head.merged:
         head.unmerge()  # as its own forward does
@@ -44,7 +44,7 @@ def is_adapted(head: Any) -> bool:
 
 
 def passed_over(head: Any) -> str | None:
-    """What of a head its weights do not tell, and what to do, to stand behind "the head of this model"; or None."""
+    """What the patch would pass over, and the cure, as the end of "the head of this model …"; None for nothing."""
     sharded, layer = isinstance(head, FSDPModule), _base(head)
     kind = type(head).__bases__[1] if sharded else type(head)
     if is_adapted(head):
@@ -54,7 +54,7 @@ def passed_over(head: Any) -> str | None:
     if kind is not nn.Linear:
         quantised = "bit" in kind.__name__
         cure = f"keep it whole, {_WHOLE}" if quantised else "make it an nn.Linear"
-        return f"is a {kind.__name__}, of which the patch would read the weight alone: {cure}"
+        return f"is a {kind.__name__}, and the patch would read its weight alone: {cure}"
     for module in head.modules():
         # FSDP2 has one of each.
         if max(len(module._forward_hooks), len(module._forward_pre_hooks)) > (sharded and module is head):
@@ -80,8 +80,8 @@ def _of_adapter(head: Any, kind: type) -> str | None:
     active = _active(head)
     if len(active) > 1:
         return (
-            f"has several active adapters, {active}, of which a head takes one: choose it with set_adapter, or merge "
-            "them with add_weighted_adapter"
+            f"has several active adapters, {active}, and a head takes one: choose it with set_adapter, or merge them "
+            "with add_weighted_adapter"
         )
     for name in active:
         if head.use_dora.get(name):

@@ -52,7 +52,7 @@ def has_forward_of_its_class(model: Any) -> bool:
 
 
 def forwards(model: Any) -> list[Any]:
-    """The model's forward and those that it says it wraps, as functions; up to that of its class."""
+    """The model's forward and the forwards that it says it wraps, as functions, up to its class's own."""
     found, method = [], model.forward
     while True:
         found.append(getattr(method, "__func__", method))

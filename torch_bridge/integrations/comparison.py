@@ -37,7 +37,7 @@ def compare(model: Any, options: dict[str, Any]) -> None:
 
 
 def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
-    """How the model's own logits of four tokens differ from those of the patch's loss; None where they do not."""
+    """How the model's own logits of four tokens differ from the patch's; None where they do not."""
     head, tokens = causal_lm.head(model), _four_tokens(model)
     want = model(input_ids=tokens).logits.float()
     hidden = causal_lm.backbone(model)(input_ids=tokens).last_hidden_state
@@ -58,7 +58,7 @@ def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
 
 
 def _of_losses(model: Any) -> str | None:
-    """How the model's own loss of its logits differs from the one that the patch computes; None where it does not."""
+    """How the model's own loss of its logits differs from the patch's; None where it does not."""
     tokens = _four_tokens(model)
     labels = _telling_labels(model(input_ids=tokens).logits.float())
     for items in (None, 7) if _takes_num_items(model) else (None,):

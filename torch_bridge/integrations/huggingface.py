@@ -12,8 +12,8 @@ from torch import nn
 from torch_bridge.integrations import causal_lm, comparison, patched, trl
 from torch_bridge.integrations.patched import OF_A_HEAD, OF_A_LOSS
 
-# Heads that are known to be an nn.Linear on the backbone's last hidden states, with behind it what is named here of all
-# that a configuration may state. Others are compared with their own forward before they are patched.
+# Models whose head is known to be an nn.Linear on the backbone's last hidden states, with the options that follow it.
+# Others are compared with their own forward before they are patched.
 _CAPPED = {"logit_softcap"}
 _KNOWN: dict[str, set[str]] = {
     "gemma": set(),
@@ -46,9 +46,9 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
     and 0 at the end, and `loss.sum(-1) / count` is the logarithm of a text's perplexity. Losses of a mixture's routers
     are added to the mean only, and returned as `aux_loss`.
 
-    TRL's trainers put a head of their own in the place of a model's forward. Where TRL is installed, all such heads in
-    the process, those of reference models included, are computed by `linear_row_statistics` once a model is patched,
-    with the `precision`, `implementation` and `scratch_bytes` of the latest.
+    TRL's trainers replace a model's forward by a head of their own. Once a model is patched, `linear_row_statistics`
+    computes every such head in the process, of reference models too, with the `precision`, `implementation` and
+    `scratch_bytes` of the model patched last.
 
     Args:
         model: a `…ForCausalLM` or `…LMHeadModel` of transformers whose head is an `nn.Linear` after the backbone:

@@ -1,8 +1,7 @@
 """The class that `patch_causal_lm` gives a model: a subclass of its own, which computes the loss without logits.
 
-A class and not a forward among the model's attributes, so that the patch goes with whatever is made of the model: a
-copy, a pickle, a replica of `torch.nn.DataParallel`, a forward that is wrapped and unwrapped again. All models of a
-kind share the class, and each has what it was patched with for an attribute.
+A class, since a forward among the model's attributes would not survive a copy, a pickle, a replica of
+`torch.nn.DataParallel`, or wrapping and unwrapping. Models of one kind share the class, and each holds its options.
 """
 
 import dataclasses
@@ -10,14 +9,14 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from torch_bridge.api.linear import linear_cross_entropy
 from torch_bridge.integrations import adapters, causal_lm, trl
 
-# What makes the loss of training another than the model's own, which is that of evaluation.
+# Options that change the loss in training only: evaluation has the model's own.
 _IN_TRAINING = {"label_smoothing", "z_loss"}
 OF_A_LOSS = _IN_TRAINING | {"validate_labels"}
 OF_A_HEAD = {"precision", "implementation", "scratch_bytes"}
@@ -50,13 +49,6 @@ class Patch:
     skip_logits: bool
 
 
-class _Own(NamedTuple):
-    """The forward of the model's own class."""
-
-    forward: Callable[..., Any]
-    signature: inspect.Signature
-
-
 def of(model: Any) -> Patch | None:
     """What a model was patched with; None where it is not patched."""
     found: Patch | None = model.__dict__.get(_ATTRIBUTE)
@@ -64,7 +56,7 @@ def of(model: Any) -> Patch | None:
 
 
 def put(model: Any, patch: Patch) -> None:
-    """Patches a model whose forward is that of its class, and serves TRL's trainers."""
+    """Patches a model that has its class's own forward, and serves TRL's trainers."""
     model.__dict__.pop("forward", None)  # as a wrapper that was taken off again leaves it
     if not isinstance(model, _Patched):
         kind: Any = type(model)
@@ -82,7 +74,7 @@ def take_away(model: Any) -> None:
 
 
 class _Patched:
-    """What a patched class adds to the model's own but for the forward, which has its signature."""
+    """What a patched class adds to the model's own, beside the forward."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -121,18 +113,19 @@ def _new(own: type) -> Any:
 
 @functools.cache
 def _class(own: Any) -> type:
-    """The patched class of a class of transformers, under the same name: transformers writes it into configurations."""
-    of_own = _Own(own.forward, inspect.signature(own.forward))
+    """The patched class of a class of transformers; transformers writes its name, the same, into configurations."""
+    theirs = own.forward
+    signature = inspect.signature(theirs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = of(self)
-        return (
-            of_own.forward(self, *args, **kwargs) if patch is None else _forward(of_own, patch, self, *args, **kwargs)
-        )
+        if patch is None:
+            return theirs(self, *args, **kwargs)
+        return _forward(theirs, signature, patch, self, *args, **kwargs)
 
-    functools.update_wrapper(forward, of_own.forward)
+    functools.update_wrapper(forward, theirs)
     del forward.__wrapped__  # type: ignore[attr-defined]  # whoever unwraps a forward is to stop here
-    forward.__signature__ = of_own.signature  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(own.__name__, (_Patched, own), {**names, "forward": forward, "_own_class": own})
 
@@ -143,7 +136,8 @@ def _serve(model: Any, patch: Patch) -> None:
 
 
 def _forward(
-    own: _Own,
+    theirs: Callable[..., Any],
+    signature: inspect.Signature,
     patch: Patch,
     model: Any,
     *args: Any,
@@ -151,9 +145,9 @@ def _forward(
     reduction: Any = None,
     **kwargs: Any,
 ) -> Any:
-    given = dict(own.signature.bind(model, *args, **kwargs).arguments)
+    given = dict(signature.bind(model, *args, **kwargs).arguments)
     del given["self"]
-    for parameter in own.signature.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     kept = given.get("logits_to_keep", 0)
@@ -163,10 +157,10 @@ def _forward(
     if not skip_logits or not has_labels or not (isinstance(kept, int) and kept == 0):
         if reduction is not None:
             raise ValueError(
-                f"reduction={reduction!r} is that of a loss without logits: pass labels, and neither logits_to_keep "
-                "nor skip_logits=False"
+                f"reduction={reduction!r} needs a loss without logits: pass labels, and neither logits_to_keep nor "
+                "skip_logits=False"
             )
-        return own.forward(model, *args, **kwargs)
+        return theirs(model, *args, **kwargs)
 
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 

@@ -1,9 +1,9 @@
 """The head's loss in a pipeline-parallel model: `PipelineFusedLoss`.
 
-A schedule of `torch.distributed.pipelining` calls `loss_fn(output, target)` on what the last stage returns, and keeps
-that output until the microbatch's backward. If it is logits, the last stage holds those of every microbatch in flight.
-So the last stage returns hidden states in training, and the loss function has the output layer. `take_head` arranges
-both in a model that has an `nn.Linear` for its head:
+A schedule of `torch.distributed.pipelining` calls `loss_fn(output, target)` on the last stage's output, and keeps that
+output until the microbatch's backward: logits of every microbatch in flight, if it is logits. So the last stage returns
+hidden states in training, and the loss function has the output layer. `take_head` arranges both in a model whose head
+is an `nn.Linear`:
 
     loss_fn = take_head(last_stage_model, "lm_head")
     schedule = Schedule1F1B(stage, n_microbatches, loss_fn=loss_fn)   # any schedule
@@ -23,14 +23,9 @@ root, whose parameters stay gathered until the backward, gradients are right. A 
 is sharded again by then, as is a root with `reshard_after_forward=True`, and the loss refuses its DTensor: leave the
 head to the root, or wrap it with `reshard_after_forward=False`.
 
-Other designs were weighed. *Two outputs*, hidden states and logits, still make the logits and keep them. A *schedule of
-one's own* that passes targets to the last stage means maintaining a fork of every schedule. *Lazy logits*, a wrapper
-that multiplies on demand, breaks with whatever expects a tensor: buffers between stages, metadata, merged outputs.
-Passing the targets as keyword arguments to a head with the loss inside works too, but every stage of the rank receives
-them, and evaluation needs another model. Megatron-LM computes the loss inside the last stage's model, whose own
-schedule hands it the labels; in torchtitan a chunked loss is given the head and is the loss function, as here. The
-boundary "hidden states, output layer, targets" is the one that every schedule supports unchanged, and moving the
-layer's *use*, but not its parameters, removes the drawbacks of moving the layer.
+Every schedule supports this boundary unchanged. Two outputs, hidden states and logits, would still make the logits; a
+wrapper that multiplies on demand breaks buffers between stages, which expect tensors; targets passed as keyword
+arguments reach every stage of the rank, and evaluation would need another model.
 
 The loss recomputes logits in the backward (`backward="recompute"`): gradients computed in the forward would be held
 for each microbatch in flight, among them one of the weight's size.

@@ -1,9 +1,8 @@
 """TRL's trainers on this library's row statistics.
 
-A trainer of TRL gives each of its models, and those that it makes for a reference, a head of its own in the place of
-the forward (`add_fused_lm_head`). All that such a head reads of the logits comes from one function,
-`trl.trainer.utils._ChunkedLogProbFunction`. That alone is replaced here: whatever TRL does around it (adapters, FSDP2,
-context parallelism, losses of routers) stays TRL's.
+A trainer of TRL replaces the forward of its models and reference models by a head of its own (`add_fused_lm_head`). One
+function makes all that the head reads of the logits, `trl.trainer.utils._ChunkedLogProbFunction`. Only that function is
+replaced here: adapters, FSDP2, context parallelism and losses of routers stay TRL's.
 """
 
 import functools
@@ -24,7 +23,7 @@ from torch_bridge.integrations import adapters, causal_lm
 # The versions whose trainers the tests have run.
 TESTED = ("1.16.0",)
 
-# Of `FusedCausalLMOutput`, in the order in which TRL's function returns them: the statistic that each is made of.
+# The fields of `FusedCausalLMOutput` in the order of TRL's function, each with the statistic that makes it.
 _STATISTICS = {
     "log_probs": "log_prob",
     "entropy": "entropy",
@@ -35,7 +34,7 @@ _STATISTICS = {
 
 
 class FusedHead:
-    """What stands in the place of TRL's function, whose `apply` has these arguments.
+    """Replaces TRL's function, whose `apply` has these arguments.
 
     Attributes:
         original: TRL's own.
@@ -60,7 +59,7 @@ class FusedHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = tuple(_STATISTICS),
     ) -> tuple[Tensor | None, ...]:
-        """`[N]` of hidden states `[N, H]`, for each of `_STATISTICS`; None for what is not in `outputs`.
+        """`[N]` of hidden states `[N, H]`, for each of `_STATISTICS`; None for one that is not in `outputs`.
 
         Only log-probabilities and entropies have a gradient, as in TRL.
 
@@ -146,7 +145,7 @@ def release(model: Any) -> None:
 
 
 def _is_of_trl(function: Any) -> bool:
-    """Whether TRL's modules define it; its own `__module__` is that of what it wraps."""
+    """Whether TRL's modules define it; its `__module__` names the function that it wraps."""
     return bool(getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."))
 
 

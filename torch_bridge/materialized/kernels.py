@@ -23,7 +23,7 @@ from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
 
-# What the gradient is made of, beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
+# The gradient's inputs beside the rows: a row's largest logit, and how far its log-sum-exp lies above it.
 KEPT = ("max_logit", "log_sum")
 
 
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What programs are compiled for, but the number of rows and what is asked.
+    """The static facts of a program, beside its number of rows and what it returns.
 
     Attributes:
         spec: the logits' static facts.
@@ -62,10 +62,10 @@ class Kernels(NamedTuple):
         return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
 
     def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
-        """Those of each row, in the order of the names.
+        """The statistics of each row, in the order of the names.
 
         Args:
-            names: "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and those of `KEPT`.
+            names: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
             rows: `[n, V']`, contiguous.
             ids: `[n]` int32, the targets; -1 for none.
             u: `[V']` float32, 0 for padding, if the mean is among the names.
@@ -90,7 +90,7 @@ class Kernels(NamedTuple):
         exchange.written(rows, gradient)
 
     def loss(self, what: "Loss", tensors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The loss and its gradients of `what.differentiated`; that of "rows" takes their memory, and is not returned.
+        """The loss and its gradients of `what.differentiated`. The rows' overwrites the rows, and is not returned.
 
         Args:
             what: static options.
@@ -113,7 +113,7 @@ class Kernels(NamedTuple):
 
 
 def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
-    """The kernels for rows of such logits where they are, on a GPU that JAX has too; None where there are none."""
+    """The kernels for rows of these logits, on a GPU that JAX has too; None where there are none."""
     if not logits.is_cuda or local_cuda() is None or materialized_refusal("mosaic_gpu", spec):
         return None
     by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
@@ -122,7 +122,7 @@ def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
 
 @functools.lru_cache(maxsize=256)
 def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]) -> Any:
-    """`(*inputs) -> arrays`, of which the rows are the first."""
+    """`(*inputs) -> arrays`; the rows are the first input."""
     replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -28,7 +28,7 @@ def cross_entropy(
         z_loss: factor of `lse²`; the number 0 leaves it out.
         token_weights: of each row, or None.
         reduction: "mean", "sum" or "none".
-        normalizer: of the mean; by default the weights that count, for the z part without those of classes.
+        normalizer: of the mean; by default the weights that count, without class weights for the z part.
         class_weights: of each row's target; None: 1.
     """
     weight = torch.ones_like(lse) if token_weights is None else token_weights.to(lse.dtype)

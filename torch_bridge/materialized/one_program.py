@@ -22,14 +22,14 @@ def cross_entropy(
     if torch.is_grad_enabled():
         names = tuple(name for name, x in tensors.items() if x.requires_grad and name != "class_weights")
     what = Loss(reduction, ignore_index, names)
-    # What a graph of the gradients hangs on. Of the logits no entry: their memory is not to be kept.
+    # A graph of the gradients depends on these. Of the logits no entry is kept, so that their memory is free.
     depends = [logits[..., :0].clone(), *given.values()]
     function: Any = _LossAndGradients
     return function.apply(kernels, what, inplace, tuple(tensors), depends, *tensors.values())
 
 
 class _LossAndGradients(torch.autograd.Function):
-    """`(…, logits [..., V'], *tensors) -> loss`; all gradients but for the upstream scalar are made in the forward."""
+    """`(…, logits [..., V'], *tensors) -> loss`; the forward makes all gradients, without the upstream scalar."""
 
     @staticmethod
     def forward(

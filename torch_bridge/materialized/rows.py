@@ -1,4 +1,4 @@
-"""Statistics of rows of materialized logits, and their gradient: `pallas_ce::materialized_row_statistics`.
+"""Statistics of rows of materialized logits, and their gradient: the operator `materialized_row_statistics`.
 
 Rows are taken a chunk at a time. `pallas_ce`'s kernels do the work of a chunk on a Hopper GPU; elsewhere, and for a few
 rows that are left over, PyTorch does, with one copy of the chunk in float32. With z the (capped) logits,
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pallas_ce.integration import LogitsSpec, read_logits_spec
 from torch_bridge.autograd import eager, first_order
+from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack.exchange import TO_JAX
 from torch_bridge.materialized import kernels
 from torch_bridge.materialized.chunks import chunks, gradient_chunks, powers, wide
@@ -45,7 +46,7 @@ class Options(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the statistics."""
+        """The statistics' names."""
         return self.statistics.split(",")
 
 
@@ -70,7 +71,7 @@ def row_statistics(
     first_order.reverse_mode({"logits": logits, "index": index})
     arguments = (logits, index, valid, mean_weights, *options)
     if not eager.serves((logits, index, valid, mean_weights)):
-        found = torch.ops.pallas_ce.materialized_row_statistics(*arguments)
+        found = OPERATORS.materialized_row_statistics(*arguments)
     elif torch.is_grad_enabled() and logits.requires_grad:
         function: Any = _RowStatistics
         found = function.apply(*arguments)
@@ -91,7 +92,7 @@ def _forward(
     for part, rows in cut(logits):
         if served and served.serve(rows):
             if valid is None:
-                rows.gather(1, index[part])  # for its complaint about entries that there are not
+                rows.gather(1, index[part])  # raises an error for an index out of range
             names = (*found, *kernels.KEPT)
             *values, normaliser[0, part], normaliser[1, part] = served.statistics(
                 names, rows, index[part, 0].int(), columns
@@ -140,11 +141,11 @@ def _backward(
 
 
 def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, options: Options) -> list[Tensor]:
-    """Those of a chunk, by PyTorch."""
+    """The statistics of a chunk, by PyTorch."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     largest = (z if options.temperature == 1.0 else rows[:, : options.vocab_size]).amax(1).to(dtype)
     largest = largest / options.temperature
-    # PyTorch's own, which converts as it reads.
+    # PyTorch's own converts as it reads.
     log_p = torch.log_softmax(z, 1, dtype=dtype)
     found = {
         "lse": torch.where(largest.isneginf(), largest, largest - log_p.amax(1)),
@@ -158,7 +159,7 @@ def _statistics(rows: Tensor, index: Tensor, mean_weights: Tensor | None, option
 def _gradient(
     rows: Tensor, index: Tensor, mean_weights: Tensor | None, cotangents: dict[str, Tensor], options: Options
 ) -> Tensor:
-    """That of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
+    """The gradient of a chunk `[n, V]` by PyTorch, in the dtype of sums."""
     dtype, z = wide(rows.dtype), _logits(rows, options)
     cotangents = {name: x / options.temperature for name, x in cotangents.items()}
     for_log_prob = cotangents.get("log_prob", torch.zeros(index.shape, dtype=dtype, device=index.device))
@@ -228,7 +229,7 @@ def _differentiate(ctx: Any, cotangents: Sequence[Tensor | None], compute: Any =
     """The gradients of all arguments; by the operator, unless `compute` is given."""
     gradient, given = None, list(cotangents[:-2])
     if any(x is not None for x in given):
-        compute = compute or torch.ops.pallas_ce.materialized_row_statistics_backward
+        compute = compute or OPERATORS.materialized_row_statistics_backward
         gradient = compute(*ctx.saved_tensors, given, *ctx.static)
     return gradient, *[None] * (3 + len(Options._fields))
 
@@ -260,7 +261,7 @@ def _backward_in_own_memory(*arguments: Any) -> Tensor:
 
 
 _forward_operator = torch.library.custom_op(
-    "pallas_ce::materialized_row_statistics",
+    f"{NAMESPACE}::materialized_row_statistics",
     _forward,
     mutates_args=(),
     schema=f"(Tensor logits, Tensor index, Tensor? valid, Tensor? mean_weights, {_SCHEMA}) -> Tensor[]",
@@ -268,7 +269,7 @@ _forward_operator = torch.library.custom_op(
 _forward_operator.register_fake(_forward_shapes)
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
 _backward_operator = torch.library.custom_op(
-    "pallas_ce::materialized_row_statistics_backward",
+    f"{NAMESPACE}::materialized_row_statistics_backward",
     _backward_in_own_memory,
     mutates_args=(),
     schema="(Tensor logits, Tensor index, Tensor? mean_weights, Tensor normaliser, Tensor without_gradient, "

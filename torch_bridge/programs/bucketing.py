@@ -1,8 +1,8 @@
 """Few shapes for many token counts: rows are padded up to the next of a short list of sizes.
 
 JAX compiles for each shape. Packed batches have another number of tokens each time, so their rows are padded, and the
-padding masked like ignored tokens, which cost no products. What padding does cost is a copy of the rows, and memory for
-those that are not there: at most as much again from 1024 rows on.
+padding masked like ignored tokens, which cost no products. Padding costs a copy of the rows, and from 1024 rows on at
+most twice their memory.
 
 Training takes two programs a bucket where the backward is one of its own, as in "recompute": at most ten up to 8192
 tokens, and two more for each doubling.

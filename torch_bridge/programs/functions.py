@@ -18,7 +18,7 @@ _TYPICAL_ROWS = 4096
 
 
 class LossOptions(NamedTuple):
-    """Static options of the loss; the types are those of the operator's schema.
+    """Static options of the loss; the operator's schema has their types.
 
     `term_scale` is the factor of the weight's low-rank term, where there is one.
     """
@@ -70,7 +70,7 @@ class LogProbsOptions(NamedTuple):
     fixed_temperature: float
 
 
-# What `pallas_ce` calls the tensors that have another name here.
+# The names in `pallas_ce` of tensors that have another name here.
 _NAMES = {
     "input": "hidden",
     "linear_weight": "weight",
@@ -81,7 +81,7 @@ _NAMES = {
 }
 
 
-# What has a gradient in a backward that adds the weight's to a sum.
+# Inputs with a gradient in a backward that adds the weight's to a sum.
 _OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
 
 
@@ -123,21 +123,21 @@ def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
 
 
 def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
-    """What is asked for, in the order of the result's fields; only floating values have gradients."""
+    """The values that are asked for, in the order of the result's fields; only floating ones have gradients."""
     values = jax.tree.leaves(steps.compute(*checked, known))
     floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
     return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _of_head(known: Known | None) -> Any:
-    """The sums but for hidden's, which is by row, like the statistics."""
+    """The sums without hidden's, which is by row, like the statistics."""
     return None if known is None else known.sums._replace(hidden=None)
 
 
 def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
     """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one.
 
-    Those of a low-rank term are small, and lie otherwise where the weight is `[H, V]`: a program finishes them.
+    A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
     """
     _, call, _ = checked
     if known is None or call.logit_scale is not None:

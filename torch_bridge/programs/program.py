@@ -23,7 +23,7 @@ Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 # The weight is the second array of every signature.
 WEIGHT = 1
 
-# For what is asked of a signature's programs whatever their rows.
+# A signature's layout is the same for any number of rows.
 _ANY_ROWS = 1024
 
 
@@ -37,7 +37,7 @@ class Function(NamedTuple):
         of_head: `known -> arrays` of it that are of the head, in a pytree; all others are by row.
         scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
             for one factor, the cotangent of the only differentiable output, a scalar.
-        adds: `(problem, known) -> names of inputs` of which `add` makes all gradients that are asked for.
+        adds: `(problem, known) -> names of inputs` whose gradients `add` makes.
         add: `(problem, known, cotangent of the only differentiable output, sum, names) -> gradients by names`, in place
             of the weight's the float32 sum with it added where it lies.
     """
@@ -84,11 +84,11 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """All that a program is compiled for, but the number of rows; static and hashable.
+    """All that a program is compiled for, except the number of rows; static and hashable.
 
     Attributes:
-        function: what is computed.
-        options: its static options, a NamedTuple; 1 as `vocab_axis` says that the weight is `[H, V]`.
+        function: the function.
+        options: its static options, a NamedTuple; `vocab_axis` is 1 where the weight is `[H, V]`.
         arrays: name and shape of each input.
         differentiated: names of the inputs to differentiate; none of them: nothing is kept.
     """
@@ -136,14 +136,14 @@ class Program:
     """The programs of one signature and number of rows; compiled when first called.
 
     Attributes:
-        signature: its.
-        rows: theirs.
+        signature: the programs'.
+        rows: the programs'.
         inputs: shapes of the inputs, in the signature's order.
         outputs: shapes of the function's outputs.
         kept: shapes of what the backward needs beside inputs and outputs.
         differentiable: how many outputs have gradients.
         layout: what forward and backward exchange.
-        scaled: of inputs whose gradients the forward returns but for the loss's cotangent, in their dtypes, the place.
+        scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
         forward: `(*inputs) -> (*outputs, *kept)`.
     """
@@ -213,7 +213,7 @@ class Program:
         differentiable, others = function.compute(problem, known)
         self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
         outputs = [*differentiable, *others]
-        # What is an output already is not returned twice: the two would share memory.
+        # An array is returned once: two outputs would share memory.
         found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
 
         def index(x: jax.Array) -> int:
@@ -254,7 +254,7 @@ class Program:
         return tuple(gradients[name] for name in asked)
 
     def _taken(self, flat: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Sequence[Any]]:
-        """What a backward takes: the inputs by name, what is known, and the cotangents."""
+        """A backward's arguments: the inputs by name, the known arrays, and the cotangents."""
         inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
         return self._named(flat[:inputs]), known, flat[inputs + saved :]

@@ -1,6 +1,6 @@
-"""Gradients times the upstream scalar, in place: that of a loss is 1 nearly always, which then costs no pass over them.
+"""Gradients times the upstream scalar, in place. A loss's scalar is nearly always 1, which costs no pass over them.
 
-On a GPU the host does not know the scalar; a kernel reads it and leaves at once where there is nothing to do.
+On a GPU the host does not know the scalar; a kernel reads it and ends at once where it is 1.
 """
 
 from collections.abc import Sequence

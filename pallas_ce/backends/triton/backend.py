@@ -30,16 +30,16 @@ _LARGEST_VOCABULARY = 2**30
 # Statistics that a tile may leave of each row.
 _PARTIAL_FIELDS = len(FIELDS) - 2  # no target's logit, and no sum of u
 
-# How large tiles of the recompute mode are at most and, if all rows are to be one block, at least; and what their
-# dlogits take where that leaves so many columns. Larger ones would save a few per cent.
+# The most columns of a tile in the recompute mode, and the fewest if all rows are to be one block; and the bytes of its
+# dlogits, where that leaves `_LEAST_COLUMNS`. Larger ones would save a few per cent.
 _RECOMPUTE_COLUMNS = 16384
 _LEAST_COLUMNS = 2048
 _RECOMPUTE_BYTES = 160 * 2**20
 
-# What a part costs beside its tiles, in rounds of those.
+# The cost of a part beside its tiles, in rounds of tiles.
 _ROUNDS_OF_A_PART = 2
 
-# What a block takes in the plain forward, if that leaves so many rows; larger ones would not be faster.
+# The bytes of a block in the plain forward, if they leave `_ROWS_OF_FORWARD`; larger ones would not be faster.
 _FORWARD_BYTES, _ROWS_OF_FORWARD = 2**25, 2048
 
 # In_forward: a stash that takes no memory of its own is preferred to one of more rows, if it has this share of them.
@@ -80,7 +80,7 @@ class TritonBackend(Backend):
         return _scratch(spec, mode, 1, 1)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """As many rows as fit, all of them best; all columns, but for the recompute mode."""
+        """As many rows as fit, all of them best; all columns, except in the recompute mode."""
         columns = spec.vocab_size
         if mode == "recompute":
             return _recompute_plan(spec, tokens, scratch_bytes)
@@ -157,7 +157,7 @@ def _recompute_plan(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
 
 
 def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
-    """Of each row there are two numbers of every tile; and if there are several blocks, its hidden states once more."""
+    """Rows of a block: each has two numbers of every tile and, with several blocks, its hidden states once more."""
     tile = configs.config_for(spec, binding.capability(), "forward")
     of_row = 2 * spec.accumulator.itemsize * -(-spec.vocab_size // tile.columns)
     if tokens * of_row <= _FORWARD_BYTES:
@@ -166,7 +166,7 @@ def _rows_of_forward(spec: HeadSpec, tokens: int) -> int:
 
 
 def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
-    """Columns of each part, at most so many.
+    """Columns of each part, at most `most`.
 
     The multiprocessors work on a part's tiles round by round, and the last round of each may be nearly empty. So these
     are the columns with the fewest rounds for all parts, and of several, those that make parts equal.
@@ -182,7 +182,7 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
 
 
 def _equal(tokens: int, most: int) -> int:
-    """Rows of the fewest blocks of at most so many: about equal ones, in whole steps."""
+    """Rows of the fewest blocks of at most `most` rows: about equal ones, in whole steps."""
     rows = -(-tokens // -(-tokens // most))
     if rows == tokens:
         return rows

@@ -11,8 +11,7 @@ things are unlike what `jax_triton` does:
   kernel has, so the first stands for the profiler's buffer, which is not used, and the second is not read.
 * *Nothing is measured*: tiles come from a table, and there is no autotuner.
 
-Sizes are compile-time constants. As arguments they would lose what is known of their divisibility, and loads with it
-their width.
+Sizes are compile-time constants. As arguments they would hide their divisibility, and loads would be narrower.
 """
 
 import functools
@@ -37,14 +36,14 @@ _SCRATCH_ALIGNMENT = 128
 _SHARED_KIB = {80: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_SHARED_KIB = 99
 
-# The PTX to write, as 87 for 8.7, by compute capability, and elsewhere. It is that of CUDA 12.8, and of 12.9 for GPUs
-# that came with it: JAX's CUDA 12 plugin has no newer assembler, and Triton from 3.7 on would write 9.x for some GPUs.
+# The PTX to write, as 87 for 8.7, by compute capability, and elsewhere: CUDA 12.8's, or 12.9's for GPUs that came with
+# it. JAX's CUDA 12 plugin has no newer assembler, and Triton from 3.7 on would write 9.x for some GPUs.
 _PTX, _PTX_ELSEWHERE = {103: 88, 121: 88}, 87
 
 # An input of the first name is the memory in which the output of the second is written.
 BEFORE, STORED = "before", "stored"
 
-# Of a kernel that makes five descriptors, which is what its programs have room for.
+# For a kernel that makes five descriptors, the most that its programs have room for.
 SCRATCH_BYTES = 5 * 128
 
 
@@ -186,8 +185,8 @@ def call(
 ) -> dict[str, jax.Array]:
     """The kernel's outputs by name; parameters that are not given are None in the kernel.
 
-    The launcher goes by the order of the kernel's parameters, of which outputs are behind inputs. What the kernel does
-    not translate, a new field or term of the statistics' table, is no parameter of it and is refused.
+    The launcher goes by the order of the kernel's parameters, where outputs follow inputs. A new field or term of the
+    statistics' table, which the kernel does not translate, is no parameter of it and is refused.
     """
     order = _function(function).arg_names
     if missing := sorted((inputs.keys() | outputs.keys()) - set(order)):

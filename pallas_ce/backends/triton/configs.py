@@ -38,18 +38,18 @@ class Config(NamedTuple):
 
 Use = Literal["forward", "stash", "dlogits"]
 
-# What `some` has room for.
+# Registers that `some` has room for.
 _SOME = 6
 
 
 class Entry(NamedTuple):
-    """What an architecture takes; registers are what limits tiles.
+    """The tiles of an architecture; registers limit them.
 
     Attributes:
-        room: how many registers' worth of options and statistics, as `launch` counts them, the next three have room
-            for beside those of plain cross entropy.
+        room: registers for options and statistics, as `launch` counts them, that the next three have beside plain cross
+            entropy's.
         forward: for statistics.
-        stash: for those and the exponentials.
+        stash: for statistics and the exponentials.
         dlogits: for dlogits.
         some: for any of them with a little more, or where loads are narrow.
         many: for every other call.
@@ -146,8 +146,8 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
         spec: the head.
         capability: of the device.
         use: the pass.
-        taken: registers' worth of what is asked for beside plain cross entropy.
-        step: parts of the vocabulary begin at multiples of so many columns; 0 where there is one part.
+        taken: registers that options and statistics take beside plain cross entropy.
+        step: parts of the vocabulary begin at multiples of this number of columns; 0 where there is one part.
     """
     entry = _entry(spec, capability or 80)
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
@@ -162,7 +162,7 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
 
 
 def product_for(spec: HeadSpec, capability: int | None, columns: int) -> Config | None:
-    """The tiles of the products of so many columns' dlogits, read and written in place; None: XLA makes them."""
+    """The tiles of the products of `columns` columns' dlogits, read and written in place; None: XLA makes them."""
     found = PRODUCTS.get(capability or 0)
     if found is None or spec.dtype.itemsize > 2:
         return None
@@ -172,7 +172,7 @@ def product_for(spec: HeadSpec, capability: int | None, columns: int) -> Config 
 
 
 def described(length: int, dtype: np.dtype) -> bool:
-    """Whether a tensor descriptor can stand for rows of so many entries."""
+    """Whether a tensor descriptor can stand for rows of `length` entries."""
     return length * dtype.itemsize % _ROW_BYTES == 0
 
 

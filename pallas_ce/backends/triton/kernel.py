@@ -1,4 +1,4 @@
-"""The kernel for logits, rows × columns tile by tile, and what is made of a tile while it is in registers.
+"""The kernel for logits, rows × columns tile by tile, and for their statistics while a tile is in registers.
 
 A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never leaves the registers as a whole, unless
 `stored` is asked for. What is made of it depends on which outputs there are:

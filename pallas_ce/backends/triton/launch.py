@@ -17,11 +17,11 @@ from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
 from pallas_ce.streaming.tiles import pad
 
-# What numbers take of registers, where options and other numbers take 1, and a mask.
+# Registers that numbers take, where options and other numbers take 1; and a mask's.
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
 _OF_MASK = 2
 
-# A low-rank term's operands have a multiple of so many entries, zeros behind its own; so many are multiplied at a time.
+# A low-rank term's operands are padded with zeros to a multiple of this, the entries that are multiplied at a time.
 _RANK_STEP = 16
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
@@ -113,7 +113,7 @@ def dlogits(
 def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
     options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low, head.up)
-    held = 2 if use == "stash" else 1  # the exponentials themselves are stored, beside what is made of them
+    held = 2 if use == "stash" else 1  # the exponentials are stored, beside the statistics
     taken = held * sum(_REGISTERS.get(number, 1) for number in numbers) + sum(x is not None for x in options)
     find = functools.partial(configs.config_for, head.spec, binding.capability(), use, step=_step(head, part))
     masked = (
@@ -133,7 +133,7 @@ def _overlaps(head: Head, part: Part | None) -> bool:
 
 
 def _step(head: Head, part: Part | None) -> int:
-    """What the kernel is told that the part begins at a multiple of; 0 where it begins at the first column."""
+    """A number that divides the part's first column, for the kernel; 0 where that is the vocabulary's first."""
     return 0 if part is None else math.gcd(part.size, head.spec.vocab_size, _STEP)
 
 
@@ -142,7 +142,7 @@ def _u(head: Head, names: frozenset[str]) -> dict[str, jax.Array]:
 
 
 def _fields(names: frozenset[str]) -> tuple[str, ...]:
-    """Those that the kernel makes; the sums of u are the same for all rows."""
+    """The fields that the kernel makes; the sums of u are the same for all rows."""
     return tuple(field for field in fields_for(names) if field != "sum_weights")
 
 
@@ -155,7 +155,7 @@ def _partials(head: Head, batch: Batch, config: Config, fields: Sequence[str]) -
 def _joined(
     head: Head, config: Config, found: dict[str, jax.Array], rule: Callable[[Partial, Partial], Partial]
 ) -> Partial:
-    """One `Partial` `[n]` of those of the column blocks `[blocks, n]`."""
+    """One `Partial` `[n]` from the column blocks' `[blocks, n]`."""
     if "weighted_sum" in found:
         blocks, rows = found["weighted_sum"].shape
         u = head.tile_logit_weights(0, head.spec.vocab_size)

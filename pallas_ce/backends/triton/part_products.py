@@ -13,7 +13,7 @@ from pallas_ce.head import Head
 
 
 def served(head: Head, columns: int) -> bool:
-    """Whether the kernel makes the products of so many columns' dlogits."""
+    """Whether the kernel makes the products of `columns` columns' dlogits."""
     return configs.product_for(head.spec, binding.capability(), columns) is not None
 
 

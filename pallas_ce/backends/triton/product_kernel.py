@@ -24,7 +24,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     right,  # [at least VOCABULARY, N] or [N, STRIDE] weight for hidden; for it, [K, N], what its columns are of
     bounds,  # [2] int32
     scale,  # [1], which the product is multiplied by
-    before,  # where `stored` is, with what is added to or kept; not read
+    before,  # in `stored`'s memory: the sum that is added to, or the entries that are kept; not read
     stored,  # [M, N] for hidden; for the weight, [at least VOCABULARY, N], or [M, STRIDE] where AXIS is 1
     M: tl.constexpr,
     N: tl.constexpr,

@@ -33,7 +33,7 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is the same for all parts.
+    """The work, with the arguments that all parts share.
 
     `exact` holds columns and values of single entries, which `gradient` lacks; `carrying` see `part_products.scaled`.
     """

@@ -21,7 +21,7 @@ from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 
-# In_forward's blocks hold so many rows on a CPU, however few there are.
+# The fewest rows of in_forward's blocks on a CPU.
 _FEW_ROWS = 128
 
 

@@ -1,9 +1,8 @@
 """How large blocks of rows and tiles of the vocabulary are, on each platform.
 
 On a CPU a tile's logits are to stay in the caches from their product to their statistics, so tiles are small. On an
-accelerator products must be large to fill the chip, and what is carried over blocks and tiles is read and written
-again for each of them: blocks and tiles are as large as the scratch allows, and their proportions those of least
-traffic.
+accelerator products must be large to fill the chip, and sums over blocks and tiles are read and written again for each
+of them. So blocks and tiles are as large as the scratch allows, in the proportions of least traffic.
 """
 
 import math
@@ -16,7 +15,7 @@ from pallas_ce.streaming.tiles import shrink
 
 
 class Tiling(NamedTuple):
-    """What a platform prefers.
+    """The block and tile sizes that a platform prefers.
 
     Attributes:
         rows: rows of a block, at most.
@@ -39,26 +38,26 @@ class Tiling(NamedTuple):
 # 8 MiB of float32: on a CPU larger tiles gain nothing, and smaller ones make the products inefficient.
 _CPU = Tiling(rows=1024, elements=2**21, cached=True, in_place=False, worth_adding=0)
 
-# Beyond so many rows products gain nothing, and only whole blocks of ignored rows are skipped.
+# Larger blocks of rows gain nothing, and only whole blocks of ignored rows are skipped.
 _GPU = Tiling(rows=8192, elements=2**27, cached=False, in_place=True, worth_adding=1792)
 _TPU = _GPU._replace(in_place=False, worth_adding=1024)
 
 # Blocks and tiles of an accelerator are a multiple of this, which its matrix units' own tiles divide.
 _STEP = 128
 
-# How many times longer than the three products one pass over sums would take, of those that `_least_traffic` counts, if
-# each logit had one: 8·H bytes to 6·H operations, of which accelerators do 150 to 250 in the time of a byte.
+# How many times longer than the three products one pass over sums, as `_least_traffic` counts them, would take if each
+# logit had one: 8·H bytes to 6·H operations, and accelerators do 150 to 250 operations in the time of a byte.
 _PASSES = 200
 
 # Elements of a product that half of the chip could have made while the last parts of it were.
 _IDLE = 2**21
 
-# So many numbers of tiles are compared: fewest that fit, and more.
+# How many numbers of tiles are compared, from the fewest that fit on.
 _TRIED = 8
 
 
 def preferred(platform: str) -> Tiling:
-    """That of a platform, as JAX's devices name theirs."""
+    """The tiling for a platform, by JAX's name."""
     return {"cpu": _CPU, "tpu": _TPU}.get(platform, _GPU)
 
 
@@ -121,7 +120,7 @@ def _least_traffic(
 
 
 def _equal(total: int, parts: int) -> int:
-    """The size of so many parts: whole steps, but for a single one."""
+    """The size of each of `parts` parts: whole steps, except for a single part."""
     return total if parts == 1 else min(total, -(-total // parts // _STEP) * _STEP)
 
 
@@ -160,10 +159,10 @@ def scratch(
     wide, narrow = spec.accumulator.itemsize, spec.dtype.itemsize
     if tiling.cached:
         return tiles_bytes((spec,), 2 * wide + narrow, mode, rows, columns)
-    # Elementwise work is fused with what reads it. In_forward's logits are those of the stash.
+    # Elementwise work is fused with its readers. In_forward's logits are the stash's.
     entry = {None: wide, "recompute": wide + narrow, "in_forward": narrow + (0 if tiling.in_place else wide)}[mode]
-    # A block's hidden states and their gradient, and a tile of the weight; the weight's gradient is added up in place,
-    # but for what has to be rounded first.
+    # A block's hidden states and their gradient, and a tile of the weight. The weight's gradient is added up in place,
+    # except where a share is rounded first.
     of_rows = narrow + (wide if mode == "in_forward" else 0)
     of_columns = narrow + (wide if mode == "recompute" or (mode == "in_forward" and alone) else 0)
     return entry * rows * columns + (of_rows * rows + of_columns * columns) * spec.width

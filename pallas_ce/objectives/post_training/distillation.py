@@ -27,8 +27,8 @@ def top_k_distillation_loss(
 ) -> jax.Array:
     r"""The divergence of a student p from a teacher q, on the teacher's K most likely tokens.
 
-    Each distribution is K probabilities and, with `tail`, that of all other tokens together, `1 - Σ_k p_k`; without,
-    the K are normalised to sum to 1. Merging tokens never raises a divergence: with the tail it is a lower bound of the
+    With `tail` each distribution is K probabilities and the other tokens' together, `1 - Σ_k p_k`. Without, the K are
+    normalised to sum to 1. Merging tokens never raises a divergence: with the tail it is a lower bound of the
     one over the vocabulary, and exact where the other tokens are in the teacher's proportions.
 
         forward_kl   KL(q ‖ p) = Σ_k q_k·(log q_k - log p_k)

@@ -74,7 +74,7 @@ def policy_loss(
     * GSPO: `level="sequence"`, `aggregation="sequence_mean"`, `clip_low=3e-4`, `clip_high=4e-4`
 
     Args:
-        log_probs: `[..., T]`, log π of the sampled tokens; what is differentiated.
+        log_probs: `[..., T]`, log π of the sampled tokens; differentiable.
         advantages: `[...]`, one for each sequence, or `[..., T]`. A constant, as all that follow but `entropy`.
         mask: bool `[..., T]`, the tokens that count; None: all. The others contribute exactly 0, whatever they hold.
         old_log_probs: `[..., T]` under the policy that sampled; None where that is the current one, and r = 1.

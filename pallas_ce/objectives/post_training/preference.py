@@ -16,7 +16,7 @@ class PreferenceMetrics(NamedTuple):
 
     Attributes:
         chosen_reward: `β·(log π - log π_ref)` of the chosen answers.
-        rejected_reward: that of the rejected ones.
+        rejected_reward: the same of the rejected ones.
         margin: the former less the latter.
         accuracy: the share of pairs whose margin is positive.
     """

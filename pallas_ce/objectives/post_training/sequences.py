@@ -38,7 +38,7 @@ def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
 
 
 def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, and 0 where masked: before anything is computed, since the derivative of what is not finite is nan."""
+    """`x`, and 0 where masked: before anything is computed, since a value that is not finite has a nan derivative."""
     return jnp.where(mask, x, 0.0)
 
 
