@@ -59,76 +59,54 @@ def _task(**given: Any) -> Any:
     return (_AddingTask if _copy.adds else _PlainTask)(**given)
 
 
-def _call_directly(*args: Any, callback: Any, **others: Any) -> Any:
+def _call_directly(*args: Any, callback: Any, **_: Any) -> Any:
     """What the interpreter calls, on NumPy's arrays: to put each argument on a device took most of the tests' time."""
-    del others
-    return jax.tree.map(np.asarray, callback(*[int(x) if _is_index(x) else x for x in args]))
+    numbers = [np.ndim(x) == 0 and np.issubdtype(np.result_type(x), np.integer) for x in args]
+    return jax.tree.map(
+        np.asarray, callback(*[int(x) if is_one else x for x, is_one in zip(args, numbers, strict=True)])
+    )
 
-
-def _is_index(x: Any) -> bool:
-    return np.ndim(x) == 0 and np.issubdtype(np.result_type(x), np.integer)
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return jnp.where((a > b) | (a != a), a, b)
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return jnp.where((a < b) | (a != a), a, b)
-
-
-def _least(dtype: Any) -> Any:
-    return -np.inf if np.issubdtype(dtype, np.floating) else jnp.iinfo(dtype).min
-
-
-# A GPU's maxima keep NaN, and those that XLA makes for a CPU do not.
-_AS_ON_A_GPU = {
-    lax.max_p: _larger,
-    lax.min_p: _smaller,
-    lax.reduce_max_p: lambda x, axes, **_: lax.reduce(x, np.array(_least(x.dtype), x.dtype), _larger, axes),
-}
 
 RACE = "RACE DETECTED"
 
 
 @pytest.fixture
-def maxima_keep_nan() -> Iterator[None]:
-    """In what is compiled; not for all tests, as XLA crashes on some programs then."""
-    with mock.patch.dict(mlir._platform_specific_lowerings["cpu"]):
-        for primitive, rule in _AS_ON_A_GPU.items():
-            mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
-        jax.clear_caches()
-        yield
-    jax.clear_caches()
+def interpreted(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """The interpreter runs a test's kernels, which fails where it sees a race; `interpreted(f)(*args)` runs f."""
 
+    def run(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: jax.block_until_ready(jax.jit(f)(*args))
 
-@pytest.fixture
-def interpreter() -> Iterator[Callable[..., Any]]:
-    """`interpreter(f)(*args)` runs f under the interpreter, which prints or raises `RACE` where it sees one."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
-
-    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-                return jax.block_until_ready(jax.jit(f)(*args))
-
-        return run
-
     with contextlib.ExitStack() as stack:
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add))
         stack.enter_context(mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", _task))
         stack.enter_context(mock.patch.object(jax_callback, "io_callback_impl", _call_directly))
         stack.enter_context(mock.patch.object(launch, "name_dumps"))  # it has no program to write
-        yield wrap
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)))
+        yield run
+    said = "".join(capfd.readouterr())
+    assert RACE not in said, said[:2000]
 
 
 @pytest.fixture
-def interpreted(interpreter: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
-    """The interpreter; the test fails where it saw a race."""
-    yield interpreter
-    said = "".join(capfd.readouterr())
-    assert RACE not in said, said[:2000]
+def maxima_keep_nan() -> Iterator[None]:
+    """As a GPU's do, and a CPU's by XLA do not; not for all tests, as XLA crashes on some programs then."""
+
+    def larger(a: Any, b: Any) -> Any:
+        return jnp.where((a > b) | (a != a), a, b)
+
+    def largest(x: Any, axes: Any, **_: Any) -> Any:
+        least = -np.inf if np.issubdtype(x.dtype, np.floating) else np.iinfo(x.dtype).min
+        return lax.reduce(x, np.array(least, x.dtype), larger, axes)
+
+    with mock.patch.dict(mlir._platform_specific_lowerings["cpu"]):
+        for primitive, rule in ((lax.max_p, larger), (lax.reduce_max_p, largest)):
+            mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture

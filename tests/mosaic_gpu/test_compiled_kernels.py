@@ -20,8 +20,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, rule
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_statistics
 from pallas_ce.statistics.table import PRIMITIVES
-from tests import compile_for_h200 as h200
-from tests.mosaic_gpu.compiled import MIB, Compiled, arguments, clean
+from tests.mosaic_gpu.compiled import MIB, Compiled, arguments, clean, shaped
 
 LOSS = frozenset({"lse", "target_logit"})
 EVERY = frozenset(PRIMITIVES)
@@ -54,7 +53,8 @@ def compiled_kernel(
             return partial(), stored
         return dlogits_kernel.dlogits(head, hidden, by_row, coefficients_of(names, by_row), config)
 
-    return clean(run, *arguments(n, v, h, axis))
+    further = shaped(((n,), jnp.float32), ((v,), jnp.float32), ((), jnp.float32))
+    return clean(run, *arguments(n, v, h, axis), *further)
 
 
 @pytest.mark.nightly(keep=8)
@@ -114,11 +114,10 @@ def test_products_with_all_their_tiles(config: Config, vocab_axis: int) -> None:
         )
 
     n, v, h = 2048, 32768, 1024
-    mesh, of_weight = h200.h200_mesh(), (v, h) if vocab_axis == 0 else (h, v)
-    shapes = [((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16)]
-    shapes += [((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)]
-    shapes.append((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
-    clean(run, *(h200.shaped(mesh, *shape) for shape in shapes))
+    of_weight = (v, h) if vocab_axis == 0 else (h, v)
+    given = shaped(((n, v), jnp.bfloat16), (of_weight, jnp.bfloat16), ((n, h), jnp.bfloat16))
+    lower = shaped((narrow_sum.lower_shape(*of_weight), jnp.bfloat16))
+    clean(run, *given, *shaped(((n, h), jnp.float32), (of_weight, jnp.float32), ((), jnp.int32)), *lower)
 
 
 @pytest.mark.nightly(keep=1)

@@ -71,7 +71,8 @@ def several_blocks(p: Problem, implementation: Any, backward: Any) -> int:
     """A budget for as few blocks of rows as may be, but for more than one; of a single row, the least that it takes."""
     (n, h), (v, _) = p.arrays["hidden"].shape, p.arrays["weight"].shape
     real, softcap = p.options.get("vocab_size", v), p.options.get("logit_softcap")
-    spec, backend = HeadSpec(h, v, real, p.vocab_axis, p.arrays["hidden"].dtype, softcap), select.load(implementation)
+    rank, backend = len(p.arrays.get("down", ())), select.load(implementation)
+    spec = HeadSpec(h, v, real, p.vocab_axis, p.arrays["hidden"].dtype, softcap, rank=rank)
     least = max(backend.minimum_scratch(spec, mode) for mode in (None, backward))
     most = backend.plan(spec, n, backward, 2**30).scratch_bytes
     budgets = {int(x): backend.plan(spec, n, backward, int(x)).rows for x in np.linspace(least, most, 50)}

@@ -1,0 +1,64 @@
+"""The contract of every implementation, with implementation="mosaic_gpu" under the GPU interpreter."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from tests.pallas_ce import spoilt, test_calls
+from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, library_results
+from tests.pallas_ce.problems import Problem, narrow_problems, readable
+from tests.pallas_ce.spoilt_functions import FUNCTIONS
+from tests.pallas_ce.sums import LOSS_SCALES, assert_adds_16_bits, several_blocks
+
+MODES = ["recompute", "in_forward"]
+
+pytestmark = [pytest.mark.usefixtures("small_backend", "interpreted"), pytest.mark.slow]
+
+
+@pytest.mark.nightly(keep=6)
+@pytest.mark.parametrize("backward", MODES)
+# The interpreter's effects cannot be rematerialised.
+@pytest.mark.parametrize("name", [name for name in test_calls.CALLS if name != "rematerialised"])
+def test_each_call(name: str, backward: str) -> None:
+    test_calls.check(name, "mosaic_gpu", backward)
+
+
+@hypothesis.settings(
+    max_examples=max(2, hypothesis.settings.default.max_examples // 4),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    p=narrow_problems().map(readable), backward=st.sampled_from(MODES), loss_scale=st.none() | LOSS_SCALES,
+    narrow=st.booleans(), several=st.booleans(),
+)  # fmt: skip
+def test_any_options(p: Problem, backward: Any, loss_scale: float | None, narrow: bool, several: bool) -> None:
+    """With a loss scale, gradients are added to sums."""
+    budget = several_blocks(p, "mosaic_gpu", backward) if several else None
+    if loss_scale is None:
+        got = library_results(p, "mosaic_gpu", backward, scratch_bytes=budget)
+        assert_as_accurate_as_rounded_dlogits(p, got, backward)
+    else:
+        given: dict[str, Any] = {"implementation": "mosaic_gpu", "scratch_bytes": budget}
+        assert_adds_16_bits(p, loss_scale, backward, narrow=narrow, **given)
+
+
+SMALL = spoilt.Sizes(rows=70, width=64, classes=201, padded=208, dtype="bfloat16", scratch_bytes=None)
+SPOILT = [
+    (name, backward, only)
+    for name in ("linear_cross_entropy", "linear_cross_entropy, low rank", "linear_row_statistics", "linear_loss")
+    for backward in ([""] if name == "linear_row_statistics" else MODES)
+    for only in FUNCTIONS[name].inputs
+    if only != "temperature"  # of each row, which the kernels do not know
+]
+
+
+@pytest.mark.nightly(keep=5)
+@pytest.mark.usefixtures("maxima_keep_nan")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy's
+@pytest.mark.parametrize(("name", "backward", "only"), SPOILT)
+def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, backward: str, only: str) -> None:
+    for seed in range(4):
+        given = spoilt.without(FUNCTIONS[name], "temperature"), SMALL, ("mosaic_gpu", backward), seed
+        spoilt.check(*given, [only])
