@@ -132,8 +132,8 @@ class Settings:
         spare = weight_sum.spare
         if weight_sum.given:
             default, spare = default + spare, 0
-        if weight_sum.narrow:  # 2048 rows of a wide vocabulary, beside which adding takes little time
-            default += default // 5
+        if weight_sum.narrow:  # the larger the sum, the more it costs to read it for each block
+            default += weight_sum.bytes // 4
         return self._within_budget(spec, tokens, mode, default, spare)
 
     def _within_budget(
