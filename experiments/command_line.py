@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+# Numbers lie at depth 0, samples at 1, a program's numbers and samples at 2.
+_DEPTH_OF_A_LINE = 2
+
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the module's docstring as it stands."""
@@ -85,7 +88,25 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 def write_record(path: Path, record: Any) -> None:
     """Writes a result file in one step."""
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    write_atomically(path, as_json(record) + "\n")
+
+
+def as_json(value: Any, indent: int = 0) -> str:
+    """JSON whose lines are rows: a program's numbers and samples stand on one line, whatever holds several on more."""
+    if _depth(value) <= _DEPTH_OF_A_LINE and indent:
+        return json.dumps(value)
+    inner = " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {as_json(item, indent + 1)}" for key, item in value.items()]
+    else:
+        lines = [inner + as_json(item, indent + 1) for item in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return "\n".join([opening, ",\n".join(lines), " " * indent + closing])
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(_depth, items), default=0)
 
 
 def read_record(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:

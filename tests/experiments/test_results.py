@@ -1,11 +1,12 @@
 """Figures in the documentation are those of the result files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import site
+from experiments import command_line, site
 from experiments.bench import drawings, paper, report, training_report
 from experiments.bench.results import FOLDER, read
 
@@ -39,3 +40,11 @@ def test_what_lines_show_is_what_the_files_hold() -> None:
     gradients = (8192 + 131072) * 4096 * 2 / 2**20
     assert memory["pallas-ce, recompute"][131072] == point["results"]["recompute"]["temporary_mib"] + gradients
     assert memory["Liger"][131072] == documents["peers"]["points"]["8192x131072"]["results"]["Liger"]["peak_mib"]
+
+
+def test_result_files_are_as_the_writer_writes_them() -> None:
+    """A program's samples on one line, so that a file has a line a program. Another package writes `check_device`'s."""
+    files = [path for path in FOLDER.glob("*.json") if not path.name.startswith("check_device")]
+    for path in files:
+        assert path.read_text() == command_line.as_json(json.loads(path.read_text())) + "\n", path.name
+    assert sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.json")) <= 8000
