@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.command_line import write_atomically
+from experiments.files import write_atomically
 from experiments.lm.model.program import Program
 from experiments.lm.run import run_directory, session
 from experiments.lm.run.metrics import read_records

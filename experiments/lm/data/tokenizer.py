@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.command_line import write_atomically
+from experiments.files import write_atomically
 from experiments.lm.data.corpus import Document, digest
 from experiments.lm.errors import TooFewEntriesError, UsageError
 

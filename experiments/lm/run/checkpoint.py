@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.command_line import write_record
+from experiments.files import write_record
 from experiments.lm.errors import RunError, UsageError
 from experiments.lm.run.memory import as_text
 from experiments.lm.run.processes import is_first

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import write_atomically
+from experiments.files import write_atomically
 
 Record = dict[str, Any]
 

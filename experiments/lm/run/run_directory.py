@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.command_line import write_atomically
+from experiments.files import write_atomically
 from experiments.lm.config import TrainConfig, default_config, merge, read_toml, to_toml
 from experiments.lm.errors import UsageError
 
