@@ -17,9 +17,9 @@ import torch_bridge
 from experiments.bench.huggingface_table import Setting, intervals, model_of, patch_of
 from experiments.bench.results import Record
 from experiments.bench.torch_timing import used_bytes
-from experiments.bench.trainings import Training, batches, load_text, mean_loss
+from experiments.bench.trainings import Training, batches, load_text
 from experiments.lm.config import TrainConfig
-from experiments.lm.data.packing import Dataset
+from experiments.lm.data.packing import Dataset, mean_loss
 from experiments.lm.data.tokenizer import END_OF_TEXT
 
 _LEARNING_RATE = 3e-4

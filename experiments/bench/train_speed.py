@@ -13,7 +13,6 @@ import functools
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,11 +23,10 @@ from experiments.bench.results import Point, Record, ResultFile
 from experiments.lm.config import TrainConfig, default_config
 from experiments.lm.data.dataset import load_dataset
 from experiments.lm.data.packing import Dataset, training_batch
+from experiments.lm.loop import WARM_UP, Trainer
 from experiments.lm.model.program import Program, TrainState, build
-from experiments.lm.run.checkpoint import Checkpoints
-from experiments.lm.run.loop import WARM_UP, Trainer
-from experiments.lm.run.metrics import MetricsLog, read_records
-from experiments.lm.run.programs_kept import programs_kept
+from experiments.lm.programs_kept import programs_kept
+from experiments.lm.records import MetricsLog, read_records
 from experiments.train_lm import start_jax
 
 HEADS = trainings.FAMILIES["train_lm"]
@@ -48,19 +46,12 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     return [ResultFile("train_speed", [Point("defaults", lambda: measure(config, options.rounds))], "train_speed")]
 
 
-class _Unsaved(Checkpoints[TrainState]):
-    """Checkpoints that are not written."""
-
-    def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
-        pass
-
-
 def loop_milliseconds(program: Program, config: TrainConfig, dataset: Dataset) -> float:
     """Of a step in the training loop, its warm-up left out."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
-        Trainer(program, config, dataset, _Unsaved(folder), log, lambda: lambda: 0).run(resume=False)
+        Trainer(program, config, dataset, log).run()
         (summary,) = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "summary"]
     return 1e3 * config.batch_size * config.sequence_length / float(summary["tokens_per_second"])
 

@@ -7,11 +7,10 @@ Each function that trains is called in a process of its own: pools of memory onl
 import dataclasses
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,11 +19,11 @@ from experiments.bench.processes import apart
 from experiments.bench.results import Record
 from experiments.lm.config import TrainConfig
 from experiments.lm.data.dataset import load_dataset
-from experiments.lm.data.packing import Dataset, counted_labels, training_batch, validation_batches
-from experiments.lm.errors import TooFewEntriesError
+from experiments.lm.data.packing import Dataset, mean_loss, training_batch
+from experiments.lm.data.tokenizer import TooFewEntriesError
+from experiments.lm.loop import WARM_UP
 from experiments.lm.model.program import build
-from experiments.lm.run.loop import WARM_UP
-from experiments.lm.run.memory import peak_bytes
+from experiments.lm.records import peak_bytes
 from experiments.train_lm import start_jax
 
 # By family, the variant with our loss and the one without.
@@ -135,13 +134,6 @@ def load_text(config: TrainConfig) -> tuple[Dataset, Record]:
 def batches(dataset: Dataset, config: TrainConfig) -> list[np.ndarray]:
     """The rows of every step."""
     return [training_batch(dataset.training, config.seed, step, config.batch_size) for step in range(config.steps)]
-
-
-def mean_loss(dataset: Dataset, batch_size: int, loss: Callable[[np.ndarray], Any]) -> float:
-    """Of all counted labels of the validation rows, from the mean loss of a batch."""
-    found = validation_batches(dataset.validation, batch_size, dataset.end_of_text)
-    counts = [counted_labels(batch, dataset.end_of_text) for batch in found]
-    return math.fsum(float(loss(b)) * count for b, count in zip(found, counts, strict=True) if count) / sum(counts)
 
 
 def lm_training(config: TrainConfig, head: str, device: str) -> Training:

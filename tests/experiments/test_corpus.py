@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, digest, load_documents, split
-from experiments.lm.errors import UsageError
 
 
 def test_the_standard_library_is_read_without_tests_and_installed_packages() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, load_documents
 from experiments.lm.data.tokenizer import END_OF_TEXT, encode, end_of_text_id, load_tokenizer
-from experiments.lm.errors import UsageError
 
 
 @pytest.fixture(scope="module")

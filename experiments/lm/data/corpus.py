@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.lm.errors import UsageError
+from experiments.lm.config import UsageError
 
 # Not everyone's Python ships its tests, and the build configuration differs between machines: without them the text is
 # the same wherever the same version of Python is.

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from experiments.lm.config import TrainConfig
+from experiments.lm.config import TrainConfig, UsageError
 from experiments.lm.data import corpus, packing, tokenizer
 from experiments.lm.data.packing import Dataset
-from experiments.lm.errors import UsageError
 
 
 def load_dataset(config: TrainConfig) -> Dataset:

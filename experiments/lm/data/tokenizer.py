@@ -14,11 +14,23 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from experiments.files import write_atomically
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, digest
-from experiments.lm.errors import TooFewEntriesError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 _ENCODED_TOGETHER = 64
+
+
+class TooFewEntriesError(UsageError):
+    """The text does not support a vocabulary of that size.
+
+    Attributes:
+        entries: how many it supports.
+    """
+
+    def __init__(self, message: str, entries: int) -> None:
+        super().__init__(message)
+        self.entries = entries
 
 
 def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Path) -> tuple[Tokenizer, bool]:

@@ -18,8 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.lm.config import TrainConfig
-from experiments.lm.errors import UsageError
+from experiments.lm.config import TrainConfig, UsageError
 
 _AXES = ("data", "fsdp", "tensor")
 _SEQUENCE = "sequence"
@@ -102,20 +101,6 @@ def make_layout(config: TrainConfig) -> Layout:
         )
     types = (AxisType.Auto,) * len(_AXES)
     return Layout(jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=types, devices=jax.devices()[:used]), sequence)
-
-
-def refuse_other_padding(stored: TrainConfig, config: TrainConfig) -> None:
-    """A run goes on on any mesh, as long as its arrays keep their shapes.
-
-    Raises:
-        UsageError: if the vocabulary is padded to another size.
-    """
-    old, new = padded_vocab_size(stored), padded_vocab_size(config)
-    if old != new:
-        raise UsageError(
-            f"mesh is {config.mesh!r}, which pads the vocabulary to {new} entries, but the run was started with "
-            f"mesh {stored.mesh!r} and has {old}; resume with a tensor axis that divides {old}"
-        )
 
 
 def _parse(text: str) -> tuple[dict[str, int], bool]:

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.lm.config import TrainConfig
-from experiments.lm.errors import UsageError
+from experiments.lm.config import TrainConfig, UsageError
 from experiments.lm.model.mesh import make_layout
 from experiments.lm.model.objective import objective
 from experiments.lm.model.optimizer import make_optimizer
