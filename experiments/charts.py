@@ -7,28 +7,20 @@ from typing import Any, NamedTuple
 
 from experiments.files import write_atomically
 
-_THEMES = {"light": ("#1f2328", "#d0d7de"), "dark": ("#e6edf3", "#3d444d")}  # ink, and what is drawn behind it
+_THEMES = {"light": ("#1f2328", "#d0d7de"), "dark": ("#e6edf3", "#3d444d")}  # ink, and the lines behind it
 _PLAIN = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
     "font.size": 10,
+    "axes.titlesize": 10,
     "svg.fonttype": "none",
     "svg.hashsalt": "pallas-ce",
 }
 
 
 class Panel(NamedTuple):
-    """One pair of axes.
-
-    Attributes:
-        lines: y by x, by label; x may be words.
-        x: what x is.
-        y: what y is.
-        title: above the panel.
-        log: which axes are logarithmic: "", "x", "y" or "xy".
-        marked: whether each point has a marker.
-    """
+    """One pair of axes: y by x, which may be words, for each label. `log` names axes: "", "x", "y" or "xy"."""
 
     lines: Mapping[str, Mapping[Any, float]]
     x: str = ""
@@ -89,5 +81,4 @@ def _draw(axes: Any, panel: Panel, legend: dict[str, Any]) -> None:
     if "x" in panel.log:
         axes.set_xticks(places)
     axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
-    axes.title.set_fontsize(10)
     axes.grid(axis="y", linewidth=0.6)

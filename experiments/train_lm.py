@@ -12,17 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lm.config import (
-    FREE_ON_RESUME,
-    OPTIONS,
-    TrainConfig,
-    UsageError,
-    add_options,
-    default_config,
-    merge,
-    read_toml,
-    to_toml,
-)
+from experiments.lm import config as configs
+from experiments.lm.config import OPTIONS, TrainConfig, UsageError, merge, read_toml
 
 DEFAULT = Path("runs/train_lm")
 _CONFIG, _METRICS = "config.toml", "metrics.jsonl"
@@ -36,12 +27,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FOLDER", help=f"of the run; default: {DEFAULT}, numbered if that exists")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, or the latest default one")
     several = parser.add_argument_group(
-        "several processes", "the same command for each, and one --out; what is not given JAX finds out (SLURM, MPI)"
+        "several processes", "the same command for each, and one --out; JAX finds out the rest under SLURM and MPI"
     )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a port of it that is free")
     several.add_argument("--num-processes", type=int, metavar="INT", help="how many")
     several.add_argument("--process-id", type=int, metavar="INT", help="which one, from 0")
-    add_options(parser)
+    configs.add_options(parser)
     return parser
 
 
@@ -77,18 +68,18 @@ def _folder(out: str | None, resume: bool) -> Path:
 
 
 def _configuration(arguments: argparse.Namespace, folder: Path, backend: str) -> TrainConfig:
-    """Defaults, or those of the run that is resumed, then the file's options, then the command line's."""
+    """Defaults, or the resumed run's options, then the file's, then the command line's."""
     from experiments.lm.model.mesh import padded_vocab_size
 
     given = {name: value for name, value in vars(arguments).items() if name in OPTIONS}
     values = (read_toml(Path(arguments.config)) if arguments.config else {}) | given
     if not arguments.resume:
-        return merge(default_config(backend), values, arguments.config or "the command")
+        return merge(configs.default_config(backend), values, arguments.config or "the command")
     stored = merge(TrainConfig(), read_toml(folder / _CONFIG), str(folder / _CONFIG))
     config = merge(stored, values, "the command")
     for name in OPTIONS:
         old, new = getattr(stored, name), getattr(config, name)
-        if name not in FREE_ON_RESUME and old != new:
+        if name not in configs.FREE_ON_RESUME and old != new:
             raise UsageError(f"{folder} was made with {name} = {old!r}, but now {name} = {new!r}; resume with the same")
     old, new = padded_vocab_size(stored), padded_vocab_size(config)
     if old != new:
@@ -143,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             # Only now: a configuration that cannot be trained leaves nothing behind.
             folder.mkdir(parents=True, exist_ok=True)
             if first:
-                (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
+                (folder / _CONFIG).write_text(configs.to_toml(config), encoding="utf-8")
             with (
                 records.MetricsLog(metrics if first else None) as log,
                 checkpoints(folder / "checkpoints" / head) as kept,

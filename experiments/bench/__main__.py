@@ -32,14 +32,14 @@ def positive(word: str) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Carries out the command; returns the exit status."""
-    parser = argparse.ArgumentParser("experiments.bench", None, __doc__, formatter_class=_AsItStands)
+    parser = argparse.ArgumentParser(
+        "experiments.bench", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=(*MEASURING, *PAGES), metavar="NAME", help=", ".join((*MEASURING, *PAGES)))
     parser.add_argument("options", nargs=argparse.REMAINDER)
     given = parser.parse_args(words)
     try:
-        if given.name in PAGES:
-            return _write(given.name, given.options)
-        return _measure(given.name, given.options)
+        return (_write if given.name in PAGES else _measure)(given.name, given.options)
     except results.ResultError as error:
         print(error, file=sys.stderr)
         return 2
@@ -48,8 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _write(name: str, words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(f"experiments.bench {name}", description=PAGES[name].__doc__)
     parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where result files are")
-    for path in PAGES[name](parser.parse_args(words).folder):
-        print(path)
+    print("\n".join(map(str, PAGES[name](parser.parse_args(words).folder))))
     return 0
 
 
@@ -75,22 +74,26 @@ def _measure(name: str, words: Sequence[str]) -> int:
 
 
 def _options(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(f"experiments.bench {name}", None, module.__doc__, formatter_class=_AsItStands)
+    parser = argparse.ArgumentParser(
+        f"experiments.bench {name}", None, module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=positive, default=7, help="times each program of a point is timed")
     parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
     parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the command works")
+    if sections := getattr(module, "SECTIONS", None):
+        parser.add_argument("sections", nargs="*", metavar="SECTION", default=list(sections), help=", ".join(sections))
+    if name.startswith("train"):
+        parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
     if hasattr(module, "add_options"):
         module.add_options(parser)
     parser.set_defaults(usage_error=parser.error)
     options = parser.parse_args(words)
     if options.dry_run and options.out is None:
-        parser.error("--dry-run needs --out: its results are not those of the published sizes")
+        parser.error("--dry-run needs --out: its results are not of the published sizes")
     return options
 
-
-_AsItStands = argparse.RawDescriptionHelpFormatter
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Trainings of a small Qwen3 of random weights, for the harness: in a plain loop, and by TRL's `SFTTrainer`.
 
 By the model's own loss or TRL's (`plain`), and by `patch_causal_lm` (`fused`). A row has one token more than the
-configuration says, all of which are inputs.
+configuration says; all are inputs.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def patched_model(config: TrainConfig, variant: str, device: str) -> Any:
 
 def plain_training(config: TrainConfig, variant: str, device: str) -> Training:
     """A plain loop with AdamW at a constant rate, all in bfloat16."""
-    (dataset, sizes), before = load_text(config), _driver_bytes(device)
+    (dataset, sizes), before = load_text(config), used_bytes(device)
     model = patched_model(config, variant, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
 
@@ -80,7 +80,7 @@ def trl_training(config: TrainConfig, variant: str, device: str) -> Training:
             ended.append(time.perf_counter())
 
     disable_progress_bars()
-    (dataset, sizes), before = load_text(config), _driver_bytes(device)
+    (dataset, sizes), before = load_text(config), used_bytes(device)
     model = patched_model(config, variant, device)
     # Of rows that are there nothing is left to it but to say which token would fill them up.
     tokenizer = Tokenizer(models.WordLevel({END_OF_TEXT: dataset.end_of_text}, unk_token=END_OF_TEXT))
@@ -133,21 +133,11 @@ def _parameters(model: Any) -> Record:
     return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
-def _driver_bytes(device: str) -> int:
-    """Bytes of the GPU in use, a framework that has only started included; nothing of a CPU's."""
-    return used_bytes(device) if device == "cuda" else 0
-
-
 def _memory(device: str, variant: str, before: int) -> Record:
-    """`peak_mib` of PyTorch's tensors, `jax_peak_mib` beside them, `driver_mib` of both pools; of a CPU the process's.
-
-    Neither framework's pool has given anything back.
-    """
+    """`peak_mib` of PyTorch's tensors, `jax_peak_mib` beside them, `driver_mib` of both pools, which only grow."""
+    driver = used_bytes(device)
     if device == "cpu":
-        return {"peak_mib": used_bytes(device) / 2**20}
+        return {"peak_mib": driver / 2**20}
     jax_peak = (torch_bridge.memory_usage().jax_peak or 0) if variant == "fused" else 0
-    return {
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
-        "jax_peak_mib": jax_peak / 2**20,
-        "driver_mib": (_driver_bytes(device) - before) / 2**20,
-    }
+    found = {"peak": torch.cuda.max_memory_allocated(), "jax_peak": jax_peak, "driver": driver - before}
+    return {f"{name}_mib": count / 2**20 for name, count in found.items()}

@@ -2,14 +2,13 @@
 
 OTHER is the import name of another version of `pallas_ce`, say `pallas_ce_old`: a copy whose own imports say that name.
 At each point of the paper's grid, at published heads and with options, every program is timed as this version and the
-other have it by default, one right after the other, so that both meet the same clocks; what is written is the ratio of
-the two. Points come in a mixed order.
+other have it by default, one right after the other, so that both meet the same clocks; the file has the ratio of
+the two.
 """
 
 import argparse
 import functools
 import importlib
-import random
 import statistics
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax
 
 import pallas_ce
 from experiments.bench import timing
-from experiments.bench.gpu_head import GRID, HEADS, OPTIONS_SHAPE
+from experiments.bench.gpu_head import GRID, HEADS
 from experiments.bench.programs import Program, Shape, both, inputs
 from experiments.bench.results import Point, Record, ResultFile
 from experiments.bench.sections import dry
@@ -33,43 +32,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def files(options: argparse.Namespace) -> list[ResultFile]:
-    """All points, the one with options first."""
+    """All points."""
     other = importlib.import_module(options.other)
-    shapes: dict[str, Shape] = {f"{n}x{v}": (n, v, h) for n, v, h in GRID} | HEADS | {"options": OPTIONS_SHAPE}
-    order = sorted(random.Random(1).sample(list(shapes), len(shapes)), key=lambda name: name != "options")
-
-    def measured(name: str) -> Record:
-        shape = dry(shapes[name]) if options.dry_run else shapes[name]
-        return measure(shape, other, options.rounds, with_options=name == "options")
-
-    points = [Point(name, functools.partial(measured, name)) for name in order]
+    shapes: dict[str, Shape] = {f"{n}x{v}": (n, v, h) for n, v, h in GRID} | HEADS
+    sizes = {name: dry(shape) if options.dry_run else shape for name, shape in shapes.items()}
+    points = [Point(name, functools.partial(measure, shape, other, options.rounds)) for name, shape in sizes.items()]
     return [ResultFile("compare_versions", points, f"compare_versions {options.other}")]
 
 
-def programs_of(package: Any, *, with_options: bool) -> dict[str, Program]:
+def programs_of(package: Any) -> dict[str, Program]:
     """The programs of one version."""
-
-    def loss(**given: Any) -> Program:
-        return functools.partial(package.linear_cross_entropy, **given)
-
-    found = {"forward": loss()} | {mode: both(loss(backward=mode)) for mode in ("in_forward", "recompute")}
-    if with_options:
-        found |= {f"{mode} with options": both(loss(backward=mode, **_OPTIONS)) for mode in ("in_forward", "recompute")}
-        found["in_forward frozen weight"] = jax.value_and_grad(loss(backward="in_forward"))
-        found["forward statistics"] = functools.partial(package.linear_row_statistics, statistics=_STATISTICS)
+    loss = package.linear_cross_entropy
+    found = {
+        "forward": loss,
+        "forward statistics": functools.partial(package.linear_row_statistics, statistics=_STATISTICS),
+    }
+    for mode in ("in_forward", "recompute"):
+        found[mode] = both(functools.partial(loss, backward=mode))
+        found[f"{mode} with options"] = both(functools.partial(loss, backward=mode, **_OPTIONS))
+    found["in_forward frozen weight"] = jax.value_and_grad(functools.partial(loss, backward="in_forward"))
     return found
 
 
-def measure(shape: Shape, other: Any, rounds: int, *, with_options: bool = False) -> Record:
+def measure(shape: Shape, other: Any, rounds: int) -> Record:
     """Of each program at one shape: milliseconds of both versions, and the median of the rounds' ratios."""
-    versions = {"this": pallas_ce, "other": other}
-    made = {version: programs_of(package, with_options=with_options) for version, package in versions.items()}
+    this, before = programs_of(pallas_ce), programs_of(other)
     # One right after the other.
-    programs = {f"{name}|{version}": made[version][name] for name in made["this"] for version in made}
-    found = timing.compiled_in_turn(programs, dict.fromkeys(programs, inputs(*shape)), rounds, timing.back_to_back)
+    programs = {(name, version): made[name] for name in this for version, made in (("this", this), ("other", before))}
+    found = timing.compiled_in_turn(programs, dict.fromkeys(programs, inputs(*shape)), rounds)
     results = {}
-    for name in made["this"]:
-        this, before = found[f"{name}|this"], found[f"{name}|other"]
-        ratios = [a / b for a, b in zip(this["samples"], before["samples"], strict=True)]
-        results[name] = {"this_ms": this["ms"], "other_ms": before["ms"], "ratio": statistics.median(ratios)}
-    return {"n": shape[0], "v": shape[1], "h": shape[2], "results": results}
+    for name in this:
+        pair = found[name, "this"], found[name, "other"]
+        ratios = [a / b for a, b in zip(pair[0]["samples"], pair[1]["samples"], strict=True)]
+        results[name] = {"this_ms": pair[0]["ms"], "other_ms": pair[1]["ms"], "ratio": statistics.median(ratios)}
+    return {**dict(zip("nvh", shape, strict=True)), "results": results}

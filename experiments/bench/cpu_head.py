@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from experiments.bench.programs import both, canonical, inputs, ours
 from experiments.bench.results import Point, Record, ResultFile
 from experiments.bench.sections import dry
-from experiments.bench.timing import back_to_back, compiled_in_turn
+from experiments.bench.timing import compiled_in_turn
 
 SHAPE = (2048, 32768, 512)
 
@@ -21,7 +21,7 @@ def measure(options: argparse.Namespace) -> Record:
     losses = {"canonical": canonical} | {mode: ours("xla", backward=mode) for mode in ("in_forward", "recompute")}
     programs = {name: both(loss) for name, loss in losses.items()}
     data = inputs(n, v, h, jnp.float32)
-    found = compiled_in_turn(programs, dict.fromkeys(programs, data), options.rounds, back_to_back)
+    found = compiled_in_turn(programs, dict.fromkeys(programs, data), options.rounds)
     for result in found.values():
         result["ratio"] = result["ms"] / found["canonical"]["ms"]
     return {"n": n, "v": v, "h": h, "results": found}

@@ -32,14 +32,8 @@ import jax.numpy as jnp
 from experiments.bench import sections, timing
 from experiments.bench.programs import Program, Shape, both, canonical, ignoring, ours
 from experiments.bench.results import ResultFile
-from experiments.bench.sections import Case
-from pallas_ce import (
-    LowRank,
-    explain,
-    linear_cross_entropy,
-    linear_cross_entropy_and_gradients,
-    linear_row_statistics,
-)
+from experiments.bench.sections import Case, Serve
+from pallas_ce import LowRank, explain, linear_cross_entropy, linear_cross_entropy_and_gradients, linear_row_statistics
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.statistics.logits import present
@@ -57,15 +51,12 @@ HEADS = {
 OPTIONS_SHAPE = (16384, 131072, 4096)
 _MASKED_SHAPES = [(8192, 131072, 4096), (8192, 151936, 2048), (16384, 32768, 4096)]
 _COMPARED = [
-    (8192, 131072, 4096),
-    (4096, 32768, 4096),
-    (1024, 131072, 4096),
-    (8192, 151936, 2048),
-    (16384, 65536, 4096),
+    *((8192, 131072, 4096), (4096, 32768, 4096), (1024, 131072, 4096)),
+    *((8192, 151936, 2048), (16384, 65536, 4096)),
 ]
 _SHARES = (0.0, 0.001, 0.05, 0.3)
 
-_KERNELS: tuple[Implementation, ...] = ("mosaic_gpu", "triton")
+_ALL: tuple[Implementation, ...] = ("mosaic_gpu", "triton", "xla")
 _MODES: tuple[Backward, ...] = ("in_forward", "recompute")
 _KINDS: dict[str, Any] = {"forward": lambda loss: loss, "recompute": both}
 _RANK = 16  # of a low-rank term
@@ -77,24 +68,22 @@ def modes(implementation: Implementation | None) -> dict[str, Program]:
     return {"forward": ours(implementation)} | {mode: both(ours(implementation, backward=mode)) for mode in _MODES}
 
 
-def standard(implementation: Implementation | None, _: Shape) -> dict[str, Program]:
-    """What grid and heads compare."""
-    return modes(implementation) | {"forward canonical": canonical, "canonical": both(canonical)}
+def standard(serve: Serve, _: Shape, name: Implementation | None = "mosaic_gpu") -> dict[str, Program]:
+    """What the grid compares."""
+    return modes(serve(name)) | {"forward canonical": canonical, "canonical": both(canonical)}
 
 
-def by_default(implementation: Implementation, shape: Shape) -> dict[str, Program]:
+def by_default(serve: Serve, shape: Shape) -> dict[str, Program]:
     """The same as users get it: the Hopper kernels cannot read every head."""
-    return standard(None if implementation in _KERNELS else implementation, shape)
+    return standard(serve, shape, None)
 
 
-def _arrays(shape: Shape) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    n, v, h = shape
-    return jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
-
-
-def variants(implementation: Implementation, shape: Shape) -> dict[str, Program]:
+def variants(serve: Serve, shape: Shape) -> dict[str, Program]:
     """Ignored rows, a frozen weight, half the scratch and less, entropy as well as log-probability."""
-    budget = explain(*_arrays(shape), implementation=implementation, backward="in_forward").scratch_bytes
+    n, v, h = shape
+    implementation = serve("mosaic_gpu")
+    arrays = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
+    budget = explain(*arrays, implementation=implementation, backward="in_forward").scratch_bytes
     in_forward = ours(implementation, backward="in_forward")
     recompute = ours(implementation, backward="recompute")
 
@@ -116,24 +105,22 @@ def variants(implementation: Implementation, shape: Shape) -> dict[str, Program]
     }
 
 
-def masked(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def masked(serve: Serve, _: Shape) -> dict[str, Program]:
     """Every pass with shares of the rows ignored, from none to a third."""
     return {
         f"{name} {share:.1%}": ignoring(loss, share)
-        for name, loss in modes(implementation).items()
+        for name, loss in modes(serve("mosaic_gpu")).items()
         for share in _SHARES
     }
 
 
-def implementations(implementation: Implementation, _: Shape) -> dict[str, Program]:
-    """Every pass by every implementation; a dry run has one."""
-    names = (*_KERNELS, "xla") if implementation in _KERNELS else (implementation,)
-    return {f"{mode} {name}": program for name in names for mode, program in modes(name).items()}
+def by_each(names: tuple[Implementation, ...], serve: Serve, _: Shape) -> dict[str, Program]:
+    """Every pass by every implementation."""
+    return {f"{mode} {name}": program for name in names for mode, program in modes(serve(name)).items()}
 
 
-def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def targets_and_temperatures(serve: Serve, _: Shape) -> dict[str, Program]:
     """The loss of all rows' log-probabilities by default, of one label and of K a row, and under row temperatures."""
-    given = None if implementation in _KERNELS else implementation
 
     def loss(targets: int, *, tempered: bool = False) -> Program:
         def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
@@ -141,7 +128,7 @@ def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[s
             labels = labels if targets == 1 else several
             temperature = 0.5 + labels.reshape(len(hidden), -1)[:, 0] / weight.shape[0] if tempered else 1.0
             found = linear_row_statistics(
-                hidden, weight, labels, temperature=temperature, statistics=("log_prob",), implementation=given
+                hidden, weight, labels, temperature=temperature, statistics=("log_prob",), implementation=serve(None)
             )
             return -jnp.mean(present(found.log_prob))
 
@@ -151,10 +138,10 @@ def targets_and_temperatures(implementation: Implementation, _: Shape) -> dict[s
     return {f"{kind} {name}": make(run) for name, run in cases.items() for kind, make in _KINDS.items()}
 
 
-def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def low_rank(serve: Serve, _: Shape) -> dict[str, Program]:
     """A frozen weight by default, and with the low-rank term that is trained by all that serve it."""
 
-    def of_term(mode: Backward, name: Implementation) -> Program:
+    def of_term(mode: Backward, name: Implementation | None) -> Program:
         def loss(hidden: jax.Array, up: jax.Array, down: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
             return linear_cross_entropy(hidden, LowRank(weight, up, down), labels, implementation=name, backward=mode)
 
@@ -164,24 +151,21 @@ def low_rank(implementation: Implementation, _: Shape) -> dict[str, Program]:
 
         return run
 
-    kernels = implementation in _KERNELS
-    names: tuple[Implementation, ...] = (*_KERNELS, "xla") if kernels else (implementation,)
     found: dict[str, Program] = {}
     for mode in _MODES:
-        found[f"{mode} frozen"] = jax.value_and_grad(ours(None if kernels else implementation, backward=mode))
-        found |= {f"{mode} low rank {name}": of_term(mode, name) for name in names}
+        found[f"{mode} frozen"] = jax.value_and_grad(ours(serve(None), backward=mode))
+        found |= {f"{mode} low rank {name}": of_term(mode, serve(name)) for name in _ALL}
     return found
 
 
-def microbatches(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def microbatches(serve: Serve, _: Shape) -> dict[str, Program]:
     """One batch, and four parts of it whose gradients are added where the weight's sum lies."""
-    given = None if implementation in _KERNELS else implementation
 
     def parts(mode: Backward) -> Program:
         def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
             def step(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
                 found = linear_cross_entropy_and_gradients(
-                    part[0], weight, part[1], total, loss_scale=1 / _PARTS, implementation=given, backward=mode
+                    part[0], weight, part[1], total, loss_scale=1 / _PARTS, implementation=serve(None), backward=mode
                 )
                 return found.weight_sum, (found.loss, found.hidden)
 
@@ -192,30 +176,28 @@ def microbatches(implementation: Implementation, _: Shape) -> dict[str, Program]
 
     found: dict[str, Program] = {}
     for mode in _MODES:
-        found[mode] = both(ours(given, backward=mode))
+        found[mode] = both(ours(serve(None), backward=mode))
         found[f"{mode} microbatches"] = parts(mode)
     return found
 
 
-def _measure_float32(
-    precision: str, shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
-) -> dict[str, Any]:
+def _measure_float32(precision: str, shape: Shape, programs: dict[str, Program], rounds: int) -> dict[str, Any]:
     """Of float32 operands, multiplied everywhere with that precision."""
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", precision)
     try:
-        return timing.measure(shape, programs, rounds, clock, jnp.float32)
+        return timing.measure(shape, programs, rounds, jnp.float32)
     finally:
         jax.config.update("jax_default_matmul_precision", before)
 
 
 def _measure_patched(
-    module: Any, values: dict[str, Any], shape: Shape, programs: dict[str, Program], rounds: int, clock: timing.Clock
+    module: Any, values: dict[str, Any], shape: Shape, programs: dict[str, Program], rounds: int
 ) -> dict[str, Any]:
     """With other values of a module's attributes while programs are traced."""
     jax.clear_caches()
     with mock.patch.multiple(module, **values):
-        found = timing.measure(shape, programs, rounds, clock)
+        found = timing.measure(shape, programs, rounds)
     jax.clear_caches()
     return found
 
@@ -226,44 +208,29 @@ _by_pointers = functools.partial(_measure_patched, configs, _AMPERE_TILES)
 _as_on_ampere = functools.partial(_measure_patched, binding, {"capability": lambda: 80})
 
 
-def kernel_in_triton(implementation: Implementation, _: Shape) -> dict[str, Program]:
-    """Every pass by Triton; a dry run has another."""
-    return modes("triton" if implementation in _KERNELS else implementation)
-
-
-def float32(implementation: Implementation, _: Shape) -> dict[str, Program]:
-    """The implementations that multiply float32."""
-    names: tuple[Implementation, ...] = ("triton", "xla") if implementation in _KERNELS else (implementation,)
-    return {f"{mode} {name}": program for name in names for mode, program in modes(name).items()}
-
-
-def _measure_compilation(shape: Shape, programs: dict[str, Program], *_: Any) -> dict[str, Any]:
-    return timing.compile_seconds(shape, programs)
+def by_triton(serve: Serve, _: Shape) -> dict[str, Program]:
+    """Every pass by Triton."""
+    return modes(serve("triton"))
 
 
 SECTIONS = {
-    "compile": [Case("compile", (8192, 131072, 4096), standard, _measure_compilation)],
+    "compile": [Case("compile", (8192, 131072, 4096), standard, lambda *given: timing.compile_seconds(*given))],
     "grid": [Case(f"{n}x{v}", (n, v, h), standard) for n, v, h in GRID],
     "heads": [Case(model, shape, by_default) for model, shape in HEADS.items()],
     "options": [Case("options", OPTIONS_SHAPE, variants)],
     "masked": [Case(f"{n}x{v}x{h}", (n, v, h), masked) for n, v, h in _MASKED_SHAPES],
-    "implementations": [Case(f"{n}x{v}x{h}", (n, v, h), implementations) for n, v, h in _COMPARED],
-    "triton": [Case(f"{n}x{v}", (n, v, h), kernel_in_triton) for n, v, h in GRID],
-    "pointers": [Case(f"{n}x{v}", (n, v, h), kernel_in_triton, _by_pointers) for n, v, h in GRID],
-    "ampere": [Case(f"{n}x{v}", (n, v, h), kernel_in_triton, _as_on_ampere) for n, v, h in GRID],
+    "implementations": [Case(f"{n}x{v}x{h}", (n, v, h), functools.partial(by_each, _ALL)) for n, v, h in _COMPARED],
+    "triton": [Case(f"{n}x{v}", (n, v, h), by_triton) for n, v, h in GRID],
+    "pointers": [Case(f"{n}x{v}", (n, v, h), by_triton, _by_pointers) for n, v, h in GRID],
+    "ampere": [Case(f"{n}x{v}", (n, v, h), by_triton, _as_on_ampere) for n, v, h in GRID],
     "targets": [Case("targets", (8192, 131072, 4096), targets_and_temperatures)],
     "float32": [
-        Case(precision, (4096, 65536, 2048), float32, functools.partial(_measure_float32, precision))
-        for precision in ("tensorfloat32", "float32")
+        Case(name, (4096, 65536, 2048), functools.partial(by_each, _ALL[1:]), functools.partial(_measure_float32, name))
+        for name in ("tensorfloat32", "float32")
     ],
     "low_rank": [Case("low_rank", (8192, 131072, 4096), low_rank)],
     "microbatches": [Case("microbatches", (16384, 131072, 4096), microbatches)],
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Clock and sections."""
-    sections.add_options(parser, SECTIONS)
 
 
 def files(options: argparse.Namespace) -> list[ResultFile]:

@@ -8,7 +8,7 @@ Sections, each a result file:
 
 The first two at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
 forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that and the two gradient products.
-`beside_accumulator_mib` is temporary memory less hidden's float32 gradient. `given` is limited by memory: the bytes a
+`given` is limited by memory: the bytes a
 second that two reads and a write of the logits amount to (a forward: one read), as a share of what a copy reaches.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import sections, timing
+from experiments.bench import sections
 from experiments.bench.programs import Program, Shape, both, of_logits
 from experiments.bench.results import ResultFile
-from experiments.bench.sections import Case
-from experiments.bench.timing import Clock, in_turn, temporary_mib
+from experiments.bench.sections import Case, Serve
+from experiments.bench.timing import back_to_back, in_turn, temporary_mib
 from pallas_ce import cross_entropy, linear_log_probs, linear_top_k
 from pallas_ce.backends.protocol import Implementation
 
@@ -31,11 +31,11 @@ _SHAPE = (16384, 131072, 4096)
 _K = 64
 
 
-def log_probs(implementation: Implementation, _: Shape) -> dict[str, Program]:
+def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
     """Log-probability and entropy, and all gradients through both."""
 
     def forward(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
-        return linear_log_probs(hidden, weight, labels, return_entropy=True, implementation=implementation)
+        return linear_log_probs(hidden, weight, labels, return_entropy=True, implementation=serve("mosaic_gpu"))
 
     def weighted(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
         found = forward(hidden, weight, labels)
@@ -46,22 +46,9 @@ def log_probs(implementation: Implementation, _: Shape) -> dict[str, Program]:
     return {"forward": forward, "both": both(weighted)}
 
 
-def top_k(implementation: Implementation, shape: Shape) -> dict[str, Program]:
-    """The k largest logits, with the default scratch and with more, for blocks of 1024 rows."""
-
-    def found(scratch_bytes: int | None) -> Program:
-        return lambda hidden, weight, labels: linear_top_k(
-            hidden, weight, _K, implementation=implementation, scratch_bytes=scratch_bytes
-        )
-
-    return {"forward": found(None), "forward more scratch": found(5 * 1024 * shape[1])}
-
-
-def _measure_log_probs(shape: Shape, *given: Any) -> dict[str, Any]:
-    record = timing.measure(shape, *given)
-    result = record["results"]["both"]
-    result["beside_accumulator_mib"] = result["temporary_mib"] - 4 * shape[0] * shape[2] / 2**20
-    return record
+def top_k(serve: Serve, _: Shape) -> dict[str, Program]:
+    """The k largest logits."""
+    return {"forward": lambda hidden, weight, _: linear_top_k(hidden, weight, _K, implementation=serve("mosaic_gpu"))}
 
 
 # The yardstick is the faster of these; each reads the array once and writes it once.
@@ -79,11 +66,12 @@ _COPY_PASSES = 2
 _DONATED = "donated"
 
 
-def of_stored(implementation: Implementation, _: Shape) -> dict[str, Program]:
-    """Ours by this implementation and by XLA, with logits that are kept and that are donated, and plain JAX."""
+def of_stored(serve: Serve, _: Shape) -> dict[str, Program]:
+    """Ours by the kernels and by XLA, with logits that are kept and that are donated, and plain JAX."""
     found: dict[str, Program] = {}
-    for name in dict.fromkeys((implementation, "xla")):
-        ours = functools.partial(cross_entropy, implementation=name)
+    names: tuple[Implementation, ...] = ("mosaic_gpu", "xla")
+    for name in names:
+        ours = functools.partial(cross_entropy, implementation=serve(name))
         both = jax.value_and_grad(ours)
         found |= {f"forward {name}": ours, f"kept {name}": both, f"{_DONATED} {name}": both}
     return found | {"forward plain": of_logits, "kept plain": jax.value_and_grad(of_logits)}
@@ -100,18 +88,11 @@ class _InPlace:
         return loss
 
 
-def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int, clock: Clock) -> dict[str, Any]:
-    """Times, memory and bandwidth at one shape `(N, V, anything)`, bfloat16, the programs in turn.
+def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int) -> dict[str, Any]:
+    """Times, memory and bandwidth of `(logits, labels) -> ...` at one shape `(N, V, anything)`, in turn.
 
-    Args:
-        shape: of the logits.
-        contenders: by name, `(logits, labels) -> ...`; "forward" and "donated" begin the names of those that are that.
-        rounds: times each is timed.
-        clock: by which.
-
-    Returns:
-        `{"n", "v", "copy_bytes_per_second", "results"}`: of each program its median `ms`, all `samples`,
-        `temporary_mib`, `bytes_per_second` for the passes that it has to make, and `share`, that over the copy's.
+    Of each program `bytes_per_second` for the passes that it has to make, and `share`, that over the copy's. Names that
+    begin with "forward" and "donated" are that.
     """
     n, v, _ = shape
     keys = jax.random.split(jax.random.key(0), 2)
@@ -124,7 +105,7 @@ def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int, cl
     ready = {n: _InPlace(program, logits) if n.startswith(_DONATED) else program for n, program in compiled.items()}
     for program in ready.values():
         jax.block_until_ready(program(logits, labels))
-    found = in_turn(ready, lambda program: clock(program, (logits, labels)), rounds)
+    found = in_turn(ready, lambda program: back_to_back(program, (logits, labels)), rounds)
     copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * found[name]["ms"]) for name in COPIES)
     for name, result in found.items():
         result["temporary_mib"] = temporary_mib(compiled[name])
@@ -136,15 +117,10 @@ def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int, cl
 
 
 SECTIONS = {
-    "log_probs": [Case("log_probs", _SHAPE, log_probs, _measure_log_probs)],
+    "log_probs": [Case("log_probs", _SHAPE, log_probs)],
     "top_k": [Case("top_k", _SHAPE, top_k)],
     "given": [Case("given", (8192, 131072, 1), of_stored, measure_stored)],
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Clock and sections."""
-    sections.add_options(parser, SECTIONS)
 
 
 def files(options: argparse.Namespace) -> list[ResultFile]:

@@ -3,14 +3,13 @@
 Layouts, each with both backward modes and beside the canonical loss, which XLA splits over the same mesh by itself:
 
     one       N rows on the first GPU, the others idle: what scaling is measured by
-    apart     N rows on each GPU, which share nothing: how the GPUs differ, and what they heat each other
     tensor    the vocabulary split, the same N: strong scaling, t(one) / (gpus · t)
     sequence  the rows split, too: its time beside tensor's, at 1/gpus of the hidden states' memory
     data      the rows split, N each: weak scaling, t(one) / t, with the gradients' all-reduce
 
 Forward and backward, for both gradients, in bfloat16. Times are of the wall clock, of calls one after the other. All
-layouts and losses of a number of GPUs take turns, in either direction, since clocks drift by more than what is to be
-measured. Each number of GPUs has a result file. `efficiency` is of what so many times the first GPU would do,
+layouts and losses of a number of GPUs take turns, in either direction, since clocks drift by more than the
+differences. Each number of GPUs has a result file. `efficiency` is a share of the first GPU's rate times the GPUs,
 `to_tensor` sequence's time by tensor's, `to_canonical` ours by the canonical loss's of the same layout.
 """
 
@@ -18,7 +17,6 @@ import argparse
 import functools
 import math
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,30 +33,24 @@ from experiments.bench.timing import in_turn, of_series
 # Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
+SHAPE = (16384, 262144, 4096)
 _LAUNCHES = 3  # of a round
 
 
 class Layout(NamedTuple):
-    """How the arrays lie on the mesh's one axis.
+    """How the arrays lie on the mesh's one axis: hidden states and labels, and the weight.
 
-    Attributes:
-        hidden: of hidden states and labels.
-        weight: of the weight.
-        more_rows: whether each GPU brings N rows of its own.
-        apart: whether each GPU computes losses and gradients of its own.
-        alone: whether the mesh is the first GPU's.
+    `more_rows`: each GPU brings N rows of its own; `alone`: the mesh is the first GPU's.
     """
 
     hidden: P
     weight: P
     more_rows: bool = False
-    apart: bool = False
     alone: bool = False
 
 
 LAYOUTS = {
     "one": Layout(P(), P(), alone=True),
-    "apart": Layout(P("gpu"), P(), more_rows=True, apart=True),
     "tensor": Layout(P(), P("gpu")),
     "sequence": Layout(P("gpu"), P("gpu")),
     "data": Layout(P("gpu"), P(), more_rows=True),
@@ -85,36 +77,17 @@ def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, ...]:
     return made
 
 
-def _program(loss: Program, layout: Layout, mesh: Mesh) -> Callable[..., Any]:
-    """Loss and both gradients; the mean of the losses where each GPU has its own."""
-    step = both(loss)
-    if not layout.apart:
-        return step
-
-    def of_one(*arrays: jax.Array) -> Any:
-        value, gradients = step(*arrays)
-        return value[None], gradients
-
-    specs = (layout.hidden, layout.weight, layout.hidden)
-    # Unchecked, as the kernels ask for it: whatever comes in, each GPU's results are its own.
-    return jax.shard_map(of_one, mesh=mesh, in_specs=specs, out_specs=P("gpu"), check_vma=False)
-
-
 def measure(gpus: int, shape: Shape, rounds: int) -> Record:
-    """All layouts on so many GPUs: of each loss its median milliseconds, all samples, and memory of one GPU.
-
-    Raises:
-        RuntimeError: if the losses of a layout differ by more than the rounding of bfloat16 logits.
-    """
+    """All layouts on that number of GPUs: of each loss its median milliseconds, all samples, and memory of one GPU."""
     compiled: dict[tuple[str, str], Any] = {}
     data: dict[str, tuple[jax.Array, ...]] = {}
     for name, layout in LAYOUTS.items():
         devices = jax.devices()[: 1 if layout.alone else gpus]
         mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
         data[name] = inputs(shape, layout, mesh)
-        places = None if layout.apart else (NamedSharding(mesh, P()), (data[name][0].sharding, data[name][1].sharding))
+        places = NamedSharding(mesh, P()), tuple(array.sharding for array in data[name][:2])
         for loss_name, loss in LOSSES.items():
-            jitted = jax.jit(_program(loss, layout, mesh), out_shardings=places)
+            jitted = jax.jit(both(loss), out_shardings=places)
             # One after the other: XLA chooses among cuBLAS's products by timing them.
             compiled[name, loss_name] = jitted.lower(*data[name]).compile()
     runs = {key: functools.partial(program, *data[key[0]]) for key, program in compiled.items()}
@@ -124,7 +97,7 @@ def measure(gpus: int, shape: Shape, rounds: int) -> Record:
         plan = compiled[name, key].memory_analysis()
         kinds = {"inputs": "argument", "outputs": "output", "temporary": "temp"}
         sizes = {f"{to}_mib": getattr(plan, f"{of}_size_in_bytes") / 2**20 for to, of in kinds.items()}
-        found[name, key] = timed | {"loss": float(jnp.mean(runs[name, key]()[0]))} | sizes
+        found[name, key] = timed | {"loss": float(runs[name, key]()[0])} | sizes
     return {**dict(zip("nvh", shape, strict=True)), "gpus": gpus, "results": with_ratios(found, gpus)}
 
 
@@ -148,14 +121,6 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     there = jax.device_count()
     if there < 2:
         options.usage_error(f"there is {there} device; scaling needs at least 2")
-    shape = (16384, 262144, 4096)
-    shape = dry(shape) if options.dry_run else shape
-    return [
-        ResultFile(
-            f"gpu_scaling_{gpus}",
-            [Point(f"{gpus} GPUs", functools.partial(measure, gpus, shape, options.rounds))],
-            "gpu_scaling",
-        )
-        for gpus in (2, 4, 8)
-        if gpus <= there
-    ]
+    shape = dry(SHAPE) if options.dry_run else SHAPE
+    points = {n: [Point(f"{n} GPUs", functools.partial(measure, n, shape, options.rounds))] for n in (2, 4, 8)}
+    return [ResultFile(f"gpu_scaling_{gpus}", points[gpus], "gpu_scaling") for gpus in points if gpus <= there]

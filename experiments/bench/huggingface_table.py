@@ -8,22 +8,21 @@ and head gradients of the first step must agree. `huggingface_table.json` has, o
     ms                  of a step, the median of several processes' steps, which take turns
     torch_peak_mib      the most in PyTorch's tensors
     driver_mib          the most of the GPU's memory that the process takes within a step, by the driver's count
-    first_step_seconds  "before", with empty caches of compiled programs, and "after", with those of the first process
+    first_step_seconds  "before", with empty caches of compiled programs, and "after", with the first process's
 
 and of JAX what it takes of a GPU before it computes anything. Imports are not counted. Every measurement has a process
 of its own: pools of memory grow, patches stay, and what one process has compiled another is to find in a folder or not
-at all. They fork from one that has imported the packages and started nothing.
+at all.
 """
 
 import argparse
 import functools
 import itertools
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +31,13 @@ import torch
 
 import torch_bridge
 from experiments.bench.peers import GRADIENT_TOLERANCE, LOSS_TOLERANCE, PEERS, failure
-from experiments.bench.processes import forked
+from experiments.bench.processes import apart
 from experiments.bench.results import Point, Record, ResultFile, versions
-from experiments.bench.torch_timing import synchronize, used_bytes, used_peak_bytes
+from experiments.bench.torch_timing import synchronize, used_bytes, used_peaks
 
-# The model's own loss, that of Liger's `apply_liger_kernel_to_qwen3`, and those of `patch_causal_lm`, as it is and in
+APART = True
+
+# The model's own loss, Liger's by `apply_liger_kernel_to_qwen3`, and `patch_causal_lm`'s, as it is and in
 # the mode that takes least memory, with half the scratch that it would. Liger's other kernels would change the rest of
 # the model.
 PLAIN, LIGER, FUSED, LEAN = VARIANTS = ("plain", "liger", "fused", "fused, lean")
@@ -44,31 +45,11 @@ _OURS = (FUSED, LEAN)
 _LEAN_SCRATCH_BYTES = 96 * 2**20
 
 _SEQUENCE = 2048  # tokens of a text, or all where there are fewer
-_WARM_STEPS = 2
-# Steps are timed for about so long in each process.
-_TIMED_MILLISECONDS = 2500.0
-_LEAST_STEPS, _MOST_STEPS = 10, 60
-_STEPS_FOR_MEMORY = 3
-
-# Seconds of imports, which each process would take otherwise.
-_IMPORTED = (
-    "transformers.models.qwen3.modeling_qwen3",
-    "torch_bridge.integrations.huggingface",
-    __name__,
-)
-_apart = functools.partial(forked, _IMPORTED)
+_STEPS, _WARM_STEPS, _STEPS_FOR_MEMORY = 30, 3, 3
 
 
 class Setting(NamedTuple):
-    """A model in the proportions of Qwen3 1.7B, with a head of its own, and a batch.
-
-    Attributes:
-        width: of its hidden states.
-        layers: of its backbone.
-        tokens: of a step.
-        vocabulary: rows of its head.
-        head_size: of its attention heads.
-    """
+    """A model in the proportions of Qwen3 1.7B, with a head of its own, and a batch of `tokens`."""
 
     width: int
     layers: int
@@ -76,9 +57,6 @@ class Setting(NamedTuple):
     vocabulary: int = 151936
     head_size: int = 128
 
-
-# The name of the point that says what JAX takes when it has only started.
-IDLE = "JAX idle"
 
 SETTINGS = (Setting(2048, 4, 8192), Setting(2048, 4, 32768), Setting(1024, 8, 1024))
 
@@ -125,50 +103,6 @@ def patch_of(variant: str) -> Callable[[Any], Any]:
     return patches[variant]
 
 
-def train(setting: Setting, variant: str, device: str) -> Record:
-    """Trains for a few steps; in a process that has done nothing else.
-
-    Returns:
-        The first step's `loss`, norm of the head's `head_gradient` and, patching included, `first_step_seconds`;
-        `samples` of later steps' milliseconds; `torch_peak_mib` of PyTorch's tensors; `driver_mib` of the whole device;
-        of the fused losses on a GPU also `jax_peak_mib` and `jax_reserved_mib`.
-    """
-    model, patch = model_of(setting, device), patch_of(variant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    length = min(_SEQUENCE, setting.tokens)
-    tokens = torch.randint(setting.vocabulary, (setting.tokens // length, length), device=device)
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            step()
-
-    synchronize()
-    started = time.perf_counter()
-    patch(model)
-    loss = step()
-    synchronize()
-    found: Record = {"loss": loss.item(), "first_step_seconds": time.perf_counter() - started}
-    gradient = torch.linalg.vector_norm(model.get_output_embeddings().weight.grad, dtype=torch.float32)
-    found["head_gradient"] = gradient.item()
-    warm = intervals(step, _WARM_STEPS, device)
-    count = math.ceil(_TIMED_MILLISECONDS / warm[-1])
-    found["samples"] = intervals(step, min(_MOST_STEPS, max(_LEAST_STEPS, count)), device)
-    driver = used_peak_bytes(device, lambda: steps(_STEPS_FOR_MEMORY))
-    of_torch = torch.cuda.max_memory_allocated() if device == "cuda" else used_bytes(device)
-    found |= {"torch_peak_mib": of_torch / 2**20, "driver_mib": driver / 2**20}
-    if variant in _OURS and device == "cuda":
-        usage = torch_bridge.memory_usage()
-        found |= {f"jax_{kind}_mib": (getattr(usage, f"jax_{kind}") or 0) / 2**20 for kind in ("peak", "reserved")}
-    return found
-
-
 def intervals(step: Callable[[], Any], count: int, device: str) -> list[float]:
     """Milliseconds from the end of each step to the end of the next, on the device; the host waits for none of them."""
     if device != "cuda":
@@ -186,12 +120,43 @@ def intervals(step: Callable[[], Any], count: int, device: str) -> list[float]:
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
-def train_with_programs_in(folder: Path, setting: Setting, variant: str, device: str) -> Record:
-    """`train`; what JAX and Triton compile is kept in the folder, or found there."""
+def train(folder: Path, setting: Setting, variant: str, device: str) -> Record:
+    """Trains for a few steps, in a process that has done nothing else; programs are kept in the folder, or found there.
+
+    `first_step_seconds` has the patching in it, `driver_mib` is beyond what the device had in use before.
+    """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    return train(setting, variant, device)
+    before = used_bytes(device) if device == "cuda" else 0
+    model, patch = model_of(setting, device), patch_of(variant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    length = min(_SEQUENCE, setting.tokens)
+    tokens = torch.randint(setting.vocabulary, (setting.tokens // length, length), device=device)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    synchronize()
+    started = time.perf_counter()
+    patch(model)
+    loss = step().item()
+    synchronize()
+    seconds = time.perf_counter() - started
+    gradient = torch.linalg.vector_norm(model.get_output_embeddings().weight.grad, dtype=torch.float32).item()
+    samples = intervals(step, _WARM_STEPS + _STEPS, device)[_WARM_STEPS:]
+    driver, _ = used_peaks(device, lambda: intervals(step, _STEPS_FOR_MEMORY, device))
+    of_torch = torch.cuda.max_memory_allocated() if device == "cuda" else driver
+    first = {"loss": loss, "head_gradient": gradient, "first_step_seconds": seconds}
+    return first | {
+        "samples": samples,
+        "torch_peak_mib": of_torch / 2**20,
+        "driver_mib": (driver - before) / 2**20,
+    }
 
 
 def idle_mib(device: str) -> float:
@@ -202,18 +167,8 @@ def idle_mib(device: str) -> float:
     return (used_bytes(device) - before) / 2**20
 
 
-def idle(device: str) -> Record:
-    """`idle_mib` as a point: `{"mib"}`."""
-    return {"mib": _apart(idle_mib, device)}
-
-
 def measure(setting: Setting, device: str, rounds: int) -> Record:
-    """All variants in turn, in either direction, each `rounds` times, of which the first finds no compiled programs.
-
-    Returns:
-        `{"width", "layers", "tokens", "vocabulary", "results", "left_out"}`: results as `summed_up` has them;
-        "left_out" says of every variant that has none why.
-    """
+    """All variants in turn, in either direction, each `rounds` times; the first time finds no compiled programs."""
     (liger,) = (peer for peer in PEERS if peer.name == "Liger")
     left_out = {LIGER: why} if (why := liger.missing()) else {}
     processes: dict[str, list[Record]] = {variant: [] for variant in VARIANTS}
@@ -222,16 +177,12 @@ def measure(setting: Setting, device: str, rounds: int) -> Record:
             for variant in VARIANTS if number % 2 == 0 else VARIANTS[::-1]:
                 if variant in left_out:
                     continue
-                before = used_bytes(device) if device == "cuda" else 0
                 try:
-                    found = _apart(train_with_programs_in, Path(folder) / variant, setting, variant, device)
+                    processes[variant].append(apart(train, Path(folder) / variant, setting, variant, device))
                 except Exception as error:  # whatever a library raises, the others are still measured
                     if variant in _OURS:
                         raise
                     left_out[variant] = failure(error)
-                else:
-                    found["driver_mib"] -= before / 2**20
-                    processes[variant].append(found)
     results = {variant: summed_up(found) for variant, found in processes.items() if variant not in left_out}
     if LIGER in results and PLAIN in results and (why := differs(results[LIGER], results[PLAIN])):
         del results[LIGER]
@@ -239,42 +190,28 @@ def measure(setting: Setting, device: str, rounds: int) -> Record:
     for ours, other in itertools.product(_OURS, (PLAIN, LIGER)):
         if other in results and (why := differs(results[ours], results[other])):
             raise RuntimeError(f"{ours} and {other}: {why}")
-    sizes = {name: getattr(setting, name) for name in ("width", "layers", "tokens", "vocabulary")}
-    return sizes | {"results": results, "left_out": left_out}
+    return {**setting._asdict(), "results": results, "left_out": left_out}
 
 
 def summed_up(processes: list[Record]) -> Record:
-    """Of a variant's processes: the median `ms`; the largest memory; `first_step_seconds` "before" and "after".
-
-    The first process compiled all, the others found it. Beside these, `loss` and `head_gradient` of the first step, and
-    the `processes`.
-    """
+    """Of a variant's processes the median, or the largest memory; the first compiled all, the others found it."""
     first, *later = processes
+    after = statistics.median(found["first_step_seconds"] for found in later)
     return {
+        **first,
         "ms": statistics.median(ms for found in processes for ms in found["samples"]),
         **{name: max(found[name] for found in processes) for name in ("torch_peak_mib", "driver_mib")},
-        "first_step_seconds": {
-            "before": first["first_step_seconds"],
-            "after": statistics.median(found["first_step_seconds"] for found in later),
-        },
-        "loss": first["loss"],
-        "head_gradient": first["head_gradient"],
-        "processes": processes,
+        "first_step_seconds": {"before": first["first_step_seconds"], "after": after},
+        "samples": [ms for found in processes for ms in found["samples"]],
     }
 
 
-def differs(found: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def differs(found: Record, other: Record) -> str | None:
     """What of the first step is further from the other's than bfloat16 explains; None where nothing is."""
-    bounds = {"loss": LOSS_TOLERANCE, "head_gradient": GRADIENT_TOLERANCE}
-    beyond = [
-        f"{name} {found[name]:.6g} and {other[name]:.6g}"
-        for name, bound in bounds.items()
-        if not abs(found[name] - other[name]) <= bound * abs(other[name])
-    ]
-    return f"differs by more than bfloat16 explains: {', '.join(beyond)}" if beyond else None
-
-
-APART = True
+    for name, bound in (("loss", LOSS_TOLERANCE), ("head_gradient", GRADIENT_TOLERANCE)):
+        if not abs(found[name] - other[name]) <= bound * abs(other[name]):
+            return f"differs by more than bfloat16 explains: {name} {found[name]:.6g} and {other[name]:.6g}"
+    return None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -285,13 +222,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def files(options: argparse.Namespace) -> list[ResultFile]:
     """JAX's idle footprint, and each size, `rounds` processes for each loss."""
     if options.rounds < 2:
-        options.usage_error(
-            "--rounds must be at least 2: the first process of a loss fills the caches, the next finds them"
-        )
-    points = [Point(IDLE, functools.partial(idle, options.device))]
+        options.usage_error("--rounds must be at least 2: a loss's first process fills the caches, the next finds them")
+    device, rounds = options.device, options.rounds
+    points = [Point("JAX idle", lambda: {"mib": apart(idle_mib, device)})]
     for setting in SETTINGS:
         name = f"H {setting.width}, {setting.layers} layers, {setting.tokens} tokens"
         measured = dry(setting) if options.dry_run else setting
-        points.append(Point(name, functools.partial(measure, measured, options.device, options.rounds)))
+        points.append(Point(name, functools.partial(measure, measured, device, rounds)))
     facts = {"torch": torch.__version__, **versions(("transformers", "liger-kernel", "triton"))}
     return [ResultFile("huggingface_table", points, "huggingface_table", facts)]

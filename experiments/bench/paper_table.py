@@ -15,7 +15,9 @@ out, with the reason. `python -m experiments.bench gpu_report` sets the paper's 
 import argparse
 import itertools
 import statistics
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,11 +26,10 @@ import jax.numpy as jnp
 from experiments.bench import sections, timing
 from experiments.bench.programs import Program, Shape, both, canonical, canonical_float32, ours
 from experiments.bench.results import Record, ResultFile
-from experiments.bench.sections import Case
+from experiments.bench.sections import Case, Serve
 from experiments.bench.tables import left_out, machine_line, table
 from experiments.charts import Panel
 from pallas_ce import explain
-from pallas_ce.backends.protocol import Implementation
 
 NAME = "paper_table"
 H = 4096
@@ -37,46 +38,11 @@ _CANONICAL = {"canonical float32": "float32 logits", "canonical bfloat16": "bflo
 _KINDS = {"forward ": "forward", "": "forward and backward"}  # by how the program's name begins
 _QUANTITIES = {"ms": ("latency", ".2f"), "mib": ("memory", ".0f")}
 
-# By N (batch times sequence) and V, as published: the canonical program's milliseconds and megabytes, and the proposed
-# one's. That the megabytes are 2**20 bytes the numbers tell: without the bfloat16 operands 16 to 38 of them are left of
-# each proposed program, and of each canonical one 16 without those, a float32 copy of them and two float32 arrays of
-# logits. The paper's text has 96.42 for the last canonical latency.
-TABLE = {
-    (1024, 32768): (0.73, 1064, 0.69, 280),
-    (1024, 65536): (1.40, 2088, 0.97, 536),
-    (1024, 131072): (2.76, 4136, 1.27, 1048),
-    (1024, 262144): (5.46, 8232, 1.83, 2072),
-    (4096, 32768): (1.66, 1904, 1.16, 304),
-    (4096, 65536): (3.34, 3696, 1.69, 561),
-    (4096, 131072): (6.78, 7280, 2.86, 1073),
-    (4096, 262144): (13.70, 14448, 5.22, 2099),
-    (8192, 32768): (2.93, 3024, 1.70, 337),
-    (8192, 65536): (6.08, 5840, 2.90, 593),
-    (8192, 131072): (13.25, 11472, 5.58, 1107),
-    (8192, 262144): (27.77, 22736, 10.79, 2133),
-    (16384, 32768): (5.62, 5264, 3.43, 401),
-    (16384, 65536): (12.41, 10128, 6.61, 659),
-    (16384, 131072): (26.67, 19856, 13.20, 1173),
-    (16384, 262144): (50.15, 39312, 25.43, 2203),
-    (32768, 32768): (11.42, 9744, 7.00, 531),
-    (32768, 65536): (25.64, 18704, 13.80, 790),
-    (32768, 131072): (50.24, 36624, 27.06, 1307),
-    (32768, 262144): (96.52, 72464, 53.61, 2342),
-}
-
-_NOTES = """\
-Like for like is the canonical program with float32 logits, forward. Each ratio is canonical / proposed, both of one GPU
-and one process; how large it can be depends on how a GPU's rate of products compares with its bandwidth.
-
-* **The paper**: NVIDIA GB200, H 4096, bfloat16, PyTorch 2.9.0; the forward only. Its canonical memory is, at every
-  point, 16 MiB more than that of the operands in bfloat16 and again in float32, and of two float32 arrays of logits.
-* **Measured here**: *float32 logits* are what one product of the bfloat16 operands writes, *bfloat16 logits* are
-  rounded to that, and the loss of either is plain JAX's. *Proposed* is `linear_cross_entropy` with its defaults. Memory
-  is what XLA planned beside operands and results, with these: bfloat16 hidden states and weight, and after a backward
-  their gradients."""
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["rows"]
+TABLE: dict[tuple[int, int], tuple[float, ...]] = {(n, v): tuple(costs) for n, v, *costs in _ROWS}
 
 
-def programs(_: Implementation, __: Shape) -> dict[str, Program]:
+def programs(_: Serve, __: Shape) -> dict[str, Program]:
     """The losses, and the losses with both gradients; ours by default, whatever serves a point."""
     with_gradients = {name: both(loss) for name, loss in LOSSES.items()}
     return {f"forward {name}": loss for name, loss in LOSSES.items()} | with_gradients
@@ -91,15 +57,10 @@ def measure(shape: Shape, *given: Any) -> Record:
     return timing.measure(shape, *given) | {"proposed": how}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The clock."""
-    sections.add_clock(parser)
-
-
 def files(options: argparse.Namespace) -> list[ResultFile]:
     """The 20 points."""
     cases = [Case(f"{n}x{v}", (n, v, H), programs, measure) for n, v in TABLE]
-    return [ResultFile(NAME, sections.points(cases, options), NAME, {"clock": options.clock})]
+    return [ResultFile(NAME, sections.points(cases, options), NAME, sections.CLOCK)]
 
 
 def markdown(document: Record) -> str:
@@ -109,12 +70,10 @@ def markdown(document: Record) -> str:
     missing = [name for n, v in TABLE if (name := f"{n}x{v}") not in points]
     return "\n\n".join(
         [
-            "# The paper's Table 2",
             machine_line(document),
             *(f"Proposed: {how}." for how in dict.fromkeys(point["proposed"] for point in points.values())),
             *([f"Not measured: {', '.join(missing)}."] if missing else []),
             *left_out(document),
-            _NOTES,
             "## Geometric means of canonical / proposed",
             _means(rows),
             *(part for kind in _KINDS for quantity in _QUANTITIES for part in _costs(rows, kind, quantity)),
@@ -155,7 +114,7 @@ def _rows(points: Mapping[str, Any]) -> list[dict[str, Any]]:
                 for name in LOSSES
                 if kind + name in found
             }
-            for name, quantity in itertools.product(cost, _QUANTITIES):
+            for name, quantity in itertools.product(cost if "proposed" in cost else (), _QUANTITIES):
                 row[f"{kind}cost {name} {quantity}"] = cost[name][quantity]
                 row[f"{kind}{name} {quantity}"] = cost[name][quantity] / cost["proposed"][quantity]
         rows.append(row)

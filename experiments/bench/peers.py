@@ -22,7 +22,7 @@ from experiments.bench import timing
 from experiments.bench.gpu_head import GRID, HEADS, modes
 from experiments.bench.programs import BARE, FORWARD, IN_FORWARD, THREE, Shape
 from experiments.bench.results import Point, Record, ResultFile, versions
-from experiments.bench.sections import dry
+from experiments.bench.sections import CLOCK, dry
 from experiments.bench.torch_timing import inputs, peak_bytes, synchronize
 
 # Gradients are compared by the norm of their difference. bfloat16 rounds by 2^-9 of a number at most, and a gradient
@@ -36,14 +36,7 @@ Loss = Callable[[Any, Any, Any], Any]
 
 
 class Peer(NamedTuple):
-    """A contender.
-
-    Attributes:
-        name: what tables call it.
-        module: what must be installed for it.
-        package: the distribution that has the module.
-        make: imports it and makes the loss.
-    """
+    """A contender: its name, the module and distribution that it needs, and what imports it and makes the loss."""
 
     name: str
     module: str
@@ -64,29 +57,22 @@ def failure(error: Exception) -> str:
 
 
 def _stored(wide: bool) -> Loss:
-    from torch.nn import functional
-
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         logits = hidden @ weight.T
-        return functional.cross_entropy(logits.float() if wide else logits, labels)
+        return torch.nn.functional.cross_entropy(logits.float() if wide else logits, labels)
 
     return loss
 
 
 def _compiled() -> Loss:
-    import torch
-
     torch.compiler.reset()  # after 8 shapes it would compile no more, and after the first its sizes would be dynamic
-    compiled: Loss = torch.compile(_stored(wide=True))
-    return compiled
+    return torch.compile(_stored(wide=True))
 
 
 def _cce(filter_eps: Any) -> Loss:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight, labels: linear_cross_entropy(
-        hidden, weight, labels, impl="cce", filter_eps=filter_eps
-    )
+    return functools.partial(linear_cross_entropy, impl="cce", filter_eps=filter_eps)
 
 
 def _liger(chunks: int) -> Loss:
@@ -99,8 +85,7 @@ def _liger(chunks: int) -> Loss:
 def _liger_cute_stored() -> Loss:
     from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90
 
-    loss: Loss = fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90
-    return loss
+    return fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90
 
 
 def _liger_cute_streamed() -> Loss:
@@ -173,9 +158,7 @@ def of_ours(given: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
 def measure(shape: Shape, peers: list[Peer], rounds: int, device: str) -> Record:
     """Each peer's forward and forward+backward at one shape, ours and the bare products, in turn.
 
-    Returns:
-        `{"n", "v", "h", "results", "left_out"}`: results as `timing.measure` has them, with peak memory above
-        the inputs, but for ours; "left_out" says of every peer that has none why.
+    `peak_mib` is above the inputs; `left_out` says of every peer that has no results why.
     """
     n, v, h = shape
     given = inputs(shape, device)
@@ -239,4 +222,4 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
     ]
     packages = versions(sorted({peer.package for peer in PEERS} | {"triton"}))
     name = re.sub(r"\W+", "_", "_".join([words[0], *words[2:]]))
-    return [ResultFile(name, points, shlex.join(words), {"clock": "launches", **packages})]
+    return [ResultFile(name, points, shlex.join(words), {**CLOCK, **packages})]

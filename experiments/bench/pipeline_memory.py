@@ -5,32 +5,22 @@ Stored logits, a chunked loss on them, and `PipelineFusedLoss` (`take_head`).
 A GPipe schedule's last stage: the head and loss of every microbatch forward, then every one backward. The case is
 Qwen3-1.7B's head (H 2048, V 151936, bfloat16), 1 x 4096 tokens a microbatch, 4 in flight.
 
-Counting runs PyTorch's own operators and autograd on tensors without memory, and follows each storage from its making
-to its end; what the fused operator uses inside, as `pallas_ce.explain` predicts it, is added while it runs. The weight
-and its gradient are counted, and the hidden states with theirs; optimiser states and the stage's layers are not.
-
-Measuring runs the same schedule of one stage, each contender in a process of its own: microbatches arrive as they would
-from the stage before, and their gradients are made, but nothing is sent. Peaks are the driver's count, of both
-frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
+Each contender runs in a process of its own: microbatches arrive as they would from the stage before, and their
+gradients are made, but nothing is sent; the stage has no other layers, and no optimiser. Peaks are the driver's count,
+of both frameworks' pools and with what pools round up; beside them stands the sum of both allocators' own peaks.
 """
 
 import argparse
 import functools
-import weakref
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import pallas_ce
 from experiments.bench.processes import apart
 from experiments.bench.results import Point, Record, ResultFile
-from experiments.bench.torch_timing import allocated_peak_bytes, used_bytes
+from experiments.bench.torch_timing import used_bytes, used_peaks
 from torch_bridge import take_head
 
 SHAPE = {"tokens": 4096, "width": 2048, "vocabulary": 151_936, "in_flight": 4}
@@ -55,27 +45,18 @@ def chunked(logits: Tensor, target: Tensor) -> Tensor:
     return torch.stack(parts).sum() / target.numel()
 
 
-def fused(implementation: str | None, head: nn.Linear) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-    """The head's loss, which has taken it."""
+def contender(name: str, head: nn.Linear, implementation: str | None) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """What the last stage has for a head, and its loss function."""
+    if name != "fused":
+        return head, stored_logits if name == "logits" else chunked
     model = nn.Sequential(head)
     return model, take_head(model, "0", implementation=implementation)
-
-
-def contenders(
-    implementation: str | None = None,
-) -> dict[str, Callable[[nn.Linear], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]]:
-    """For each, what the last stage has for a head, and its loss function."""
-    return {
-        "logits": lambda head: (head, stored_logits),
-        "chunked": lambda head: (head, chunked),
-        "fused": functools.partial(fused, implementation),
-    }
 
 
 def run_stage(name: str, shape: dict[str, int], device: str, implementation: str | None = None) -> None:
     """Forward of every microbatch, then backward of every one, as GPipe does it."""
     head = nn.Linear(shape["width"], shape["vocabulary"], bias=False, device=device, dtype=torch.bfloat16)
-    module, loss_fn = contenders(implementation)[name](head)
+    module, loss_fn = contender(name, head, implementation)
     waiting = []
     for _ in range(shape["in_flight"]):
         hidden = torch.empty(1, shape["tokens"], shape["width"], device=device, dtype=torch.bfloat16).normal_()
@@ -89,78 +70,23 @@ def run_stage(name: str, shape: dict[str, int], device: str, implementation: str
         del loss, _
 
 
-class Counter(TorchDispatchMode):
-    """Adds up the bytes of all storages alive; `peak` is the most there were."""
-
-    def __init__(self, scratch: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._scratch = scratch  # of the fused operator, while it runs
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operator and counts what it returns."""
-        out = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        inside = self._scratch if func.namespace == "pallas_ce" else 0
-        self.peak = max(self.peak, self.now + inside)
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        size = storage.nbytes()
-        self._seen.add(storage)
-        self.now += size
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.now -= size
-
-
-def counted(name: str, shape: dict[str, int], implementation: str | None = None) -> int:
-    """Peak bytes of a contender by accounting."""
-    plan = pallas_ce.explain(
-        jax.ShapeDtypeStruct((shape["tokens"], shape["width"]), jax.numpy.bfloat16),
-        jax.ShapeDtypeStruct((shape["vocabulary"], shape["width"]), jax.numpy.bfloat16),
-        backward="recompute",
-        differentiate=("hidden", "weight"),
-        implementation=implementation,  # type: ignore[arg-type]
-    )
-    with FakeTensorMode(), Counter(plan.scratch_bytes + plan.accumulator_bytes) as counter:
-        run_stage(name, shape, "cpu", implementation)
-    return counter.peak
-
-
-def measured(name: str, shape: dict[str, int], device: str, implementation: str | None) -> tuple[int, int]:
-    """Bytes that the stage takes at its peak, by the driver's count and by both allocators' own.
-
-    In this process, one contender a process: pools only grow.
-    """
+def measured(name: str, shape: dict[str, int], device: str, implementation: str | None) -> Record:
+    """A contender's bytes at its peak, by the driver's count and by both allocators' own; in a fresh process."""
     run_stage(name, _WARM_UP, device, implementation)  # starts both frameworks, whose own memory is not the stage's
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = used_bytes(device)
-    run_stage(name, shape, device, implementation)
-    return used_bytes(device) - before, allocated_peak_bytes(device)
-
-
-def measure(name: str, shape: dict[str, int], device: str, implementation: str | None) -> Record:
-    """A contender's bytes at its peak: counted, by the driver's count, and by both allocators' own."""
-    driver, allocated = apart(measured, name, shape, device, implementation)
-    counts = {"counted": counted(name, shape, implementation), "measured": driver, "allocators": allocated}
-    return {"results": {name: {f"{how}_bytes": count for how, count in counts.items()}}}
+    driver, allocated = used_peaks(device, lambda: run_stage(name, shape, device, implementation))
+    found = {"measured_gb": 1e-9 * (driver - before), "allocators_gb": 1e-9 * allocated}
+    return {"results": {name: found}}
 
 
 def files(options: argparse.Namespace) -> list[ResultFile]:
     """A point a contender."""
     implementation = None if options.dry_run else "mosaic_gpu"
     shape = _WARM_UP if options.dry_run else SHAPE
-    points = [
-        Point(name, functools.partial(measure, name, shape, options.device, implementation)) for name in contenders()
-    ]
+    given = shape, options.device, implementation
+    points = [Point(name, functools.partial(apart, measured, name, *given)) for name in ("logits", "chunked", "fused")]
     facts = {"torch": torch.__version__, "implementation": implementation, **shape}
     return [ResultFile("pipeline_memory", points, "pipeline_memory", facts)]

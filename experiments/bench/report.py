@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.bench import paper_table, programs, training_evidence
 from experiments.bench.results import DRY, Record, ResultError, load
-from experiments.bench.tables import Columns, Row, entry, left_out, machine_line, rows_of, table
+from experiments.bench.tables import COLUMNS, Row, entry, left_out, machine_line, rows_of, table
 from experiments.bench.targets import Documents, targets_table
 from experiments.charts import Panel, chart
 from experiments.files import write_atomically
@@ -24,73 +24,11 @@ _OURS = {
     "stored logits (JAX)": programs.CANONICAL,
 }
 _PEERS = {
-    "PyTorch, bfloat16 logits": "torch, bfloat16 logits",
-    "torch.compile": "torch.compile",
-    "CCE": "CCE",
-    "CCE, exact gradients": "CCE, exact gradients",
-    "Liger": "Liger",
-    "Liger, C 16": "Liger, C 16",
-    "Liger CuTe, stored logits": "Liger CuTe, stored logits",
-    "Liger CuTe, streamed": "Liger CuTe, streamed",
-    "quack": "quack",
-}
-
-# Columns of files whose programs are rows; of others a point is a row, and each program a column.
-_COLUMNS: dict[str, Columns] = {
-    "huggingface_table": {
-        "model": "{point}",
-        "loss": "{program}",
-        "ms a step": "{ms:.1f}",
-        "PyTorch's peak MiB": "{torch_peak_mib:.0f}",
-        "driver's MiB": "{driver_mib:.0f}",
-        "first step, s": "{first_step_seconds[before]:.1f}",
-        "with kept programs, s": "{first_step_seconds[after]:.1f}",
-    },
-    "torch_gpu": {
-        "point": "{point}",
-        "caller": "{program}",
-        "μs": "{us:.1f}",
-        "ms": "{ms:.3f}",
-        "driver's MiB": "{driver_mib:.0f}",
-        "both allocators' MiB": "{in_use_mib:.0f}",
-        "share of a copy's rate": "{share:.2f}",
-    },
-    "train_speed": {
-        "head": "{program}",
-        "ratio": "{ratio:.3f}",
-        "loop, ms": "{loop[ms]:.1f}",
-        "step, ms": "{step[ms]:.1f}",
-        "tokens/s": "{tokens_per_second:,.0f}",
-        "seconds to compile": "{start[before][compile_seconds]:.1f}",
-        "with kept programs": "{start[after][compile_seconds]:.1f}",
-    },
-    "gpu_scaling": {
-        "layout, loss": "{program}",
-        "ms": "{ms:.4g}",
-        "efficiency": "{efficiency:.3f}",
-        "to tensor": "{to_tensor:.3f}",
-        "to canonical": "{to_canonical:.3f}",
-        "inputs, MiB": "{inputs_mib:.0f}",
-        "temporaries, MiB": "{temporary_mib:.0f}",
-    },
-    "selective_log_softmax": {
-        "point": "{point}",
-        "method": "{program}",
-        "ms": "{ms:.3f}",
-        "MiB beside the logits": "{peak_mib:.1f}",
-        "logits, MiB": "{logits_mib:.0f}",
-        "largest error": "{largest_error:.1e}",
-    },
-    "pipeline_memory": {
-        "loss": "{program}",
-        "GB of the head, measured": lambda row: f"{row['measured_bytes'] / 1e9:.1f}",
-        "counted": lambda row: f"{row['counted_bytes'] / 1e9:.1f}",
-    },
-    "cpu_head": {
-        "loss and gradients": "{program}",
-        "time / stored logits": "{ratio:.2f}",
-        "temporary MiB": "{temporary_mib:.0f}",
-    },
+    name: name
+    for name in (
+        *("torch, bfloat16 logits", "torch.compile", "CCE", "CCE, exact gradients", "Liger", "Liger, C 16"),
+        *("Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
+    )
 }
 
 
@@ -141,7 +79,7 @@ def markdown(documents: Documents) -> str:
 
 def section(name: str, document: Row) -> str:
     """A file's table."""
-    found = [columns for prefix, columns in _COLUMNS.items() if name.startswith(prefix)]
+    found = [columns for prefix, columns in COLUMNS.items() if name.startswith(prefix)]
     return table(rows_of(document), found[0]) if found else _by_point(document)
 
 
@@ -168,7 +106,7 @@ def _cell(result: Mapping[str, Any]) -> str:
 
 
 def devices_line(documents: Documents) -> str:
-    """The device that most files were measured on, and those of others."""
+    """The device that most files were measured on, and the others' devices."""
     devices = {name: document["machine"]["device"] for name, document in documents.items()}
     most = statistics.mode(devices.values())
     return f"Device: {most}{''.join(f'; {name}: {device}' for name, device in devices.items() if device != most)}."

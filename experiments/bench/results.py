@@ -17,12 +17,11 @@ from experiments.files import write_record
 
 FOLDER = Path(__file__).parents[1] / "results"
 
-# Of the machine: that sizes are not those of the points' names.
+# Of the machine: sizes are smaller than the points' names say.
 DRY = "dry_run"
 
-# What points of one file must share to be compared, and how often each was measured, at least.
-_SAME = ("device", "jax", "torch", "clock", "implementation", DRY)
-_AT_LEAST = ("rounds", "calls")
+# What points of one file must share to be compared.
+_SAME = ("device", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
 
 Record = dict[str, Any]
 
@@ -32,25 +31,16 @@ class ResultError(Exception):
 
 
 class Point(NamedTuple):
-    """One measurement.
-
-    Attributes:
-        name: in the result file.
-        measure: makes the record, most often `{..., "results": {program: numbers}}`.
-    """
+    """A measurement, by its name in the file: its record is most often `{..., "results": {program: numbers}}`."""
 
     name: str
     measure: Callable[[], Record]
 
 
 class ResultFile(NamedTuple):
-    """What one result file holds.
+    """What one result file holds, by its name without a suffix.
 
-    Attributes:
-        name: of the file, without its suffix.
-        points: what is measured, in order.
-        words: what makes it again, behind `python -m experiments.bench`.
-        facts: of the measurement, beside the machine's.
+    `words` make it again behind `python -m experiments.bench`; `facts` stand beside the machine's.
     """
 
     name: str
@@ -107,14 +97,10 @@ def load(folder: Path) -> dict[str, Record]:
 def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -> None:
     """Measures the points that the files lack, prints each and writes it.
 
-    Args:
-        files: what is measured, in order.
-        machine: what measures; a file of another device or version is not gone on with.
-        options: `out`, `again` and `minutes`. A point is only begun if one as long as the longest so far would end in
-            time.
+    With `options.minutes` a point is only begun if one as long as the longest so far would end in time.
 
     Raises:
-        ResultError: a file is there that cannot be gone on with.
+        ResultError: a file is of another device or version.
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
     start = time.monotonic()
@@ -126,7 +112,7 @@ def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -
         here = machine | file.facts
         document: Record = {"command": f"python -m experiments.bench {file.words}", "machine": here, "points": {}}
         if path.exists() and not options.again:
-            document |= _gone_on_with(path, here)
+            document["points"] = _points(path, here)
         for name, measure in file.points:
             if name in document["points"]:
                 continue
@@ -150,8 +136,8 @@ def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -
         raise ExceptionGroup(f"{len(failed)} points failed", failed)
 
 
-def _gone_on_with(path: Path, machine: Record) -> Record:
-    """The file's points, and the machine with what holds of them and of those to come."""
+def _points(path: Path, machine: Record) -> Record:
+    """The points of an earlier run."""
     old = read(path)
     for name in _SAME:
         ours, theirs = machine.get(name), old["machine"].get(name)
@@ -160,19 +146,13 @@ def _gone_on_with(path: Path, machine: Record) -> Record:
                 f"{path} was measured with {name} {theirs!r} and this is {ours!r}: ratios would mix. Pass --again "
                 "to measure all of it anew, or --out for another folder"
             )
-    fewest = {
-        name: min(machine[name], old["machine"].get(name, machine[name])) for name in _AT_LEAST if name in machine
-    }
-    return {"machine": machine | fewest, "points": old["points"]}
+    return dict(old["points"])
 
 
 def _shown(record: Record) -> str:
     """Of each program its numbers; what was left out, and why."""
-    programs = record.get("results", {"": record})
-    figures = [f"{program} {', '.join(_numbers(found))}".strip() for program, found in programs.items()]
-    left_out = [f"{program} left out, {why}" for program, why in record.get("left_out", {}).items()]
-    return "; ".join([*figures, *left_out])
-
-
-def _numbers(found: Record) -> list[str]:
-    return [f"{name} {number:.4g}" for name, number in found.items() if isinstance(number, int | float)]
+    shown = []
+    for program, found in record.get("results", {"": record}).items():
+        numbers = [f"{name} {number:.4g}" for name, number in found.items() if isinstance(number, int | float)]
+        shown.append(f"{program} {', '.join(numbers)}".strip())
+    return "; ".join([*shown, *(f"{name} left out, {why}" for name, why in record.get("left_out", {}).items())])

@@ -3,7 +3,7 @@
 import argparse
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.bench import timing
 from experiments.bench.programs import Program, Shape
@@ -12,20 +12,20 @@ from pallas_ce.backends.protocol import Implementation
 
 _DRY_DIVISOR = 64
 
+# What result files say of how time was taken: by launches that follow each other (`timing`).
+CLOCK = {"clock": "launches"}
+
+
+# What serves in an implementation's place, or by default: XLA in a dry run.
+Serve = Callable[[Implementation | None], Implementation | None]
+
 
 class Case(NamedTuple):
-    """What a point measures.
-
-    Attributes:
-        name: of the point.
-        shape: N, V, H.
-        programs: by name, of ours by that implementation and at that shape.
-        measure: makes the record of shape, programs, rounds and clock.
-    """
+    """A point: its shape N, V, H, its programs for an implementation and shape, and what makes the record of them."""
 
     name: str
     shape: Shape
-    programs: Callable[[Implementation, Shape], dict[str, Program]]
+    programs: Callable[[Serve, Shape], dict[str, Program]]
     measure: Callable[..., Record] = lambda *given: timing.measure(*given)
 
 
@@ -35,26 +35,13 @@ def dry(shape: Shape) -> Shape:
     return n, v, h
 
 
-def add_clock(parser: argparse.ArgumentParser) -> None:
-    """The option of commands that time compiled programs of JAX."""
-    parser.add_argument("--clock", choices=timing.CLOCKS, default="launches", help="back-to-back launches or profiler")
-
-
-def add_options(parser: argparse.ArgumentParser, sections: Mapping[str, Any]) -> None:
-    """The clock, and which sections."""
-    add_clock(parser)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(sections))
-    parser.set_defaults(sections=list(sections))
-
-
 def points(cases: list[Case], options: argparse.Namespace) -> list[Point]:
     """Of these cases, of their size or a dry run's."""
 
     def measured(case: Case) -> Record:
-        implementation: Implementation = "xla" if options.dry_run else "mosaic_gpu"
         shape = dry(case.shape) if options.dry_run else case.shape
-        programs = case.programs(implementation, shape)
-        return case.measure(shape, programs, options.rounds, timing.CLOCKS[options.clock])
+        programs = case.programs((lambda name: "xla") if options.dry_run else (lambda name: name), shape)
+        return case.measure(shape, programs, options.rounds)
 
     return [Point(case.name, functools.partial(measured, case)) for case in cases]
 
@@ -63,8 +50,7 @@ def files(name: str, sections: Mapping[str, list[Case]], options: argparse.Names
     """A result file for each section that is asked for."""
     if unknown := [section for section in options.sections if section not in sections]:
         options.usage_error(f"there is no section {unknown[0]!r}; choose from {', '.join(sections)}")
-    clock = {"clock": options.clock}
     return [
-        ResultFile(f"{name}_{section}", points(sections[section], options), f"{name} {section}", clock)
+        ResultFile(f"{name}_{section}", points(sections[section], options), f"{name} {section}", CLOCK)
         for section in options.sections
     ]

@@ -11,7 +11,7 @@ Selective Log-Softmax": 16 sequences of 1024 tokens), in float32 and bfloat16, f
     compiled_dynamic naive under torch.compile(dynamic=True)
     ours             torch_bridge.selective.selective_log_softmax
 
-`peak_mib` is what is allocated at the peak beside the logits; the methods take turns.
+`peak_mib` is allocated at the peak beside the logits; the methods take turns.
 """
 
 import argparse
@@ -41,28 +41,23 @@ def naive(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return _picked(torch.log_softmax(logits, -1), index)
 
 
-def take1(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`z_i - lse`; the log-sum-exp stores the exponentials."""
-    return _picked(logits, index) - torch.logsumexp(logits, -1)
-
-
-def take2(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`take1` with the log-sum-exp of one sequence at a time."""
-    return _picked(logits, index) - torch.stack([torch.logsumexp(sequence, -1) for sequence in logits])
-
-
-def ablation1(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def by_sequence(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`naive` on one sequence at a time."""
     return torch.stack([naive(*sequence) for sequence in zip(logits, index, strict=True)])
 
 
 def methods(compiled: bool) -> dict[str, Method]:
     """Everything compared; the compiled ones anew, so that no earlier shape is in their caches."""
-    found: dict[str, Method] = {"naive": naive, "take1": take1, "take2": take2, "ablation1": ablation1}
+    lse = torch.logsumexp
+    found: dict[str, Method] = {
+        "naive": naive,
+        "take1": lambda logits, index: _picked(logits, index) - lse(logits, -1),
+        "take2": lambda logits, index: _picked(logits, index) - torch.stack([lse(sequence, -1) for sequence in logits]),
+        "ablation1": by_sequence,
+    }
     if compiled:
         torch.compiler.reset()
-        found["compiled"] = torch.compile(naive)
-        found["compiled_dynamic"] = torch.compile(naive, dynamic=True)
+        found |= {"compiled": torch.compile(naive), "compiled_dynamic": torch.compile(naive, dynamic=True)}
     return found | {"ours": selective_log_softmax}
 
 
@@ -85,7 +80,7 @@ def measure(
     logits = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype).requires_grad_()
     index = torch.randint(0, shape[-1], shape[:2], generator=generator, device=device)
     with torch.no_grad():
-        exact = ablation1(logits.float(), index)
+        exact = by_sequence(logits.float(), index)
     runs: dict[str, Callable[[], Any]] = {}
     peaks: dict[str, float] = {}
     errors: dict[str, float] = {}

@@ -1,11 +1,14 @@
 """Markdown tables of result files; every number in them comes from a file."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
 Columns = Mapping[str, str | Callable[[Row], str]]
 ABSENT = "–"
+COLUMNS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 
 
 def table(rows: Iterable[Row], columns: Columns) -> str:

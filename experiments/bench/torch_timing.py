@@ -1,11 +1,9 @@
 """What the measurements in PyTorch share: inputs, waiting, and memory as the driver counts it for both frameworks."""
 
-import re
 import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +12,6 @@ import torch
 import torch_bridge  # before JAX starts, which leaves the device's memory to both
 from experiments.bench.programs import Shape
 
-_STATUS = Path("/proc/self/status")
 _SECONDS_BETWEEN_LOOKS = 0.001
 
 
@@ -35,7 +32,7 @@ def synchronize(result: Any = None) -> None:
 
 
 def peak_bytes(run: Any) -> int:
-    """Peak memory on the GPU of one launch above what is there before it, results included."""
+    """Peak memory on the GPU of one launch above the memory before it, results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -49,19 +46,17 @@ def used_bytes(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return _in_use()
-    # Where Linux tells it of the program itself: the count of `getrusage` begins with what the process before it had.
-    if _STATUS.exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def used_peak_bytes(device: str, run: Callable[[], Any]) -> int:
-    """The most of `used_bytes` at any time within `run()`, also of pools that give memory back in between."""
+def used_peaks(device: str, run: Callable[[], Any]) -> tuple[int, int]:
+    """The most of `used_bytes` at any time within `run()`, and the sum of both allocators' own peaks.
+
+    The first is also of pools that give memory back in between; the allocators' need not have coincided.
+    """
     if device != "cuda":
         run()
-        return used_bytes(device)
+        return used_bytes(device), used_bytes(device)
     ended = threading.Event()
 
     def watched() -> int:
@@ -77,16 +72,9 @@ def used_peak_bytes(device: str, run: Callable[[], Any]) -> int:
             torch.cuda.synchronize()
         finally:
             ended.set()
-        return watching.result()
+        return watching.result(), torch.cuda.max_memory_allocated() + (torch_bridge.memory_usage().jax_peak or 0)
 
 
 def _in_use() -> int:
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
-
-
-def allocated_peak_bytes(device: str) -> int:
-    """The sum of both allocators' peaks on the CUDA device, which need not have coincided; else `used_bytes`."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() + (torch_bridge.memory_usage().jax_peak or 0)
-    return used_bytes(device)

@@ -33,11 +33,6 @@ HEADS = trainings.FAMILIES["train_lm"]
 _STEPS, _DRY_STEPS = 100, 6  # of a loop, and of a series of launches
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The text."""
-    parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
-
-
 def files(options: argparse.Namespace) -> list[ResultFile]:
     """One point."""
     config = trainings.DRY if options.dry_run else default_config(start_jax())
@@ -83,29 +78,21 @@ def measure(config: TrainConfig, rounds: int) -> Record:
     found = timing.in_turn(runs, lambda milliseconds: milliseconds(config, dataset), rounds)
     tokens = config.batch_size * config.sequence_length
     results = {}
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold the pool that JAX takes of a GPU
     for head in HEADS:
+        with tempfile.TemporaryDirectory() as folder:  # the first finds no program kept, the second the first's
+            start = {when: apart(_start, config, head, folder, **environment) for when in ("before", "after")}
         loop, step = found[head, "loop"], found[head, "step"]
-        results[head] = {"loop": loop, "step": step, "ratio": step["ms"] / loop["ms"], "start": starts(config, head)}
+        results[head] = {"loop": loop, "step": step, "ratio": step["ms"] / loop["ms"], "start": start}
         results[head]["tokens_per_second"] = 1e3 * tokens / loop["ms"]
     rates = found["canonical", "loop"]["ms"] / found["fused", "loop"]["ms"]
     return {"steps": config.steps - WARM_UP, "results": results, "fused_to_canonical": rates}
 
 
-def starts(config: TrainConfig, head: str) -> dict[str, Record]:
-    """`_start` in two fresh processes: "before", with no program kept, and "after", with those of the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Whoever asks may hold the pool that JAX takes of a GPU.
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return {when: apart(_start, config, head, folder, **environment) for when in ("before", "after")}
-
-
 def _start(config: TrainConfig, head: str, folder: str) -> Record:
-    """Starts a training up to the end of its first step.
+    """Starts a training up to the end of its first step: seconds to compile, of that step, and in JAX's backend.
 
-    Returns:
-        `compile_seconds` until its programs are there, `first_step_seconds` from then on, the state's making among
-        them, and `backend_seconds`, in which JAX's backend compiled programs or loaded those that are kept: a sum over
-        programs, of which several are compiled at a time.
+    The backend's are a sum over programs; several are compiled at a time.
     """
     start_jax()
     in_backend = []

@@ -14,14 +14,16 @@ left out. `python -m experiments.bench gpu_report` compares the curves.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from experiments.bench import trainings
+from experiments.bench.processes import apart
 from experiments.bench.results import Point, Record, ResultFile, versions
-from experiments.bench.tables import Columns, machine_line, table
+from experiments.bench.tables import COLUMNS, machine_line, table
 from experiments.bench.trainings import FAMILIES, LARGEST
 from experiments.charts import Panel
 from experiments.lm.config import TrainConfig, default_config
@@ -31,18 +33,6 @@ APART = True
 STEPS, VOCABULARY = 500, 65536
 _DRY_STEPS = 8
 _NEEDS = {"Hugging Face": ("torch", "transformers"), "TRL": ("torch", "transformers", "trl", "datasets")}
-
-_NOTES = """\
-Losses are in nats a token. Time is the median of the steps behind the first three. Peak memory is the framework's own
-count of one process that trains and nothing else: JAX's for train_lm, PyTorch's for the others, with JAX's beside it.
-The driver's count has both frameworks' pools, which keep what they have once taken. Planned temporaries are what XLA's
-compiled step takes beside its state and its batch. TRL's plain loss is that of the fused head that TRL itself puts in
-the place of a model's forward."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The text."""
-    parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
 
 
 def configs(data: str, dry_run: bool) -> dict[str, TrainConfig]:
@@ -63,12 +53,19 @@ def files(options: argparse.Namespace) -> list[ResultFile]:
         if lacking := [module for module in modules if importlib.util.find_spec(module) is None]:
             print(f"{family} is left out: {lacking[0]} is not installed", file=sys.stderr)
             del found[family]
-    points = [Point(name, measure) for name, measure in trainings.points_of(found, options.device)]
+    pairs = [(family, variant) for family in found for variant in FAMILIES[family]]
+    given = {(family, variant): (family, found[family], variant, options.device) for family, variant in pairs}
+    points = [Point(", ".join(pair), functools.partial(apart, trainings.train, *given[pair])) for pair in pairs]
+    points += [
+        Point(", ".join(pair) + LARGEST, functools.partial(trainings.largest, *given[pair]))
+        for pair in pairs
+        if pair[0] != "TRL"
+    ]
     return [ResultFile(NAME, points, NAME, versions(("torch", "transformers", "trl", "datasets")))]
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, int, float]:
-    """The largest difference of two trainings' losses, its step from 1, and that of their validation losses."""
+    """The largest difference of two trainings' losses, its step from 1, and their validation losses'."""
     by_step = [abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     largest = max(by_step)
     return largest, 1 + by_step.index(largest), abs(ours["validation_loss"] - theirs["validation_loss"])
@@ -78,56 +75,28 @@ def markdown(document: Record) -> str:
     """The report of a result file."""
     points = {name: {**point, "name": name.removesuffix(LARGEST)} for name, point in document["points"].items()}
     names = [f"{family}, {variant}" for family, variants in FAMILIES.items() for variant in variants]
-    trained = [points[name] for name in names if name in points]
+    trained = [{**points[name], "last_loss": points[name]["losses"][-1]} for name in names if name in points]
     largest = [point for name, point in points.items() if name.endswith(LARGEST)]
+    for point in largest:
+        point["tokens"] = point["batch"] * point["sequence"]
+        point["tokens_per_second"] = 1e3 * point["tokens"] / point["ms"]
     entries = sorted({(point["tokenizer_entries"], point["vocabulary"]) for point in trained})
     return "\n\n".join(
         [
-            "# Trainings",
             machine_line(document),
             *(
                 f"The text supports {entries:,} entries, which are the labels there are; the head has {vocabulary:,}."
                 for entries, vocabulary in entries
                 if entries < vocabulary
             ),
-            _NOTES,
             "## Steps",
-            table(trained, _STEPS_COLUMNS),
+            table(trained, COLUMNS["trained"]),
             "## How far apart",
-            table(_pairs(points), _APART_COLUMNS),
+            table(_pairs(points), COLUMNS["compared"]),
             "## The largest batch that fits",
-            table(largest, _LARGEST_COLUMNS),
+            table(largest, COLUMNS["largest_batch"]),
         ]
     )
-
-
-_STEPS_COLUMNS: Columns = {
-    "training": "{name}",
-    "parameters": "{parameters:,}",
-    "rows × tokens": "{batch} × {sequence}",
-    "first loss": "{losses[0]:.4f}",
-    "last loss": lambda row: f"{row['losses'][-1]:.4f}",
-    "validation": "{validation_loss:.4f}",
-    "ms a step": "{ms:.1f}",
-    "peak MiB": "{peak_mib:.0f}",
-    "JAX's peak beside it": "{jax_peak_mib:.0f}",
-    "driver's MiB": "{driver_mib:.0f}",
-    "planned temporaries, MiB": "{step_temporary_mib:.0f}",
-}
-_APART_COLUMNS = {
-    "trainings": "{name}",
-    "largest difference of a step's losses": "{largest:.2e}",
-    "at step": "{step}",
-    "difference of the validation losses": "{validation:.2e}",
-    "ratio of times": "{ms:.3f}",
-    "ratio of peaks": "{peak_mib:.3f}",
-}
-_LARGEST_COLUMNS: Columns = {
-    "training": "{name}",
-    "rows × tokens": "{batch} × {sequence}",
-    "tokens": lambda row: f"{row['batch'] * row['sequence']:,}",
-    "tokens a second": lambda row: f"{1e3 * row['batch'] * row['sequence'] / row['ms']:,.0f}",
-}
 
 
 def _pairs(points: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ Each function that trains is called in a process of its own: pools of memory onl
 """
 
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
@@ -33,7 +32,7 @@ DRY = TrainConfig(vocab_size=300, width=16, layers=1, attention_heads=2, mlp_wid
 
 _STEPS_OF_A_TRIAL = 3
 _OUT_OF_MEMORY = ("out of memory", "RESOURCE_EXHAUSTED", "ALLOC_FAILED")
-# The largest batch is known to one in so many of its rows; a CPU, whose memory no dry run should fill, has this limit.
+# The largest batch is known to one in this number of its rows; a dry run on a CPU has this limit.
 _FINE = 16
 _DRY_LIMIT = 8
 
@@ -41,11 +40,8 @@ _DRY_LIMIT = 8
 class Training(NamedTuple):
     """A training that is ready to run.
 
-    Attributes:
-        run: takes all steps; returns their losses, and the milliseconds of each but the first.
-        memory: MiB that it has taken.
-        validate: the final validation loss, nats a token.
-        facts: sizes.
+    `run` takes all steps and returns their losses and the milliseconds of each but the first; `memory` says the MiB
+    that it has taken, `validate` the final validation loss, `facts` the sizes.
     """
 
     run: Callable[[], tuple[list[float], list[float]]]
@@ -55,12 +51,7 @@ class Training(NamedTuple):
 
 
 def train(family: str, config: TrainConfig, variant: str, device: str) -> Record:
-    """Trains to the end.
-
-    Returns:
-        `losses` of every step, the final `validation_loss`, `ms` of a step (the median behind the warm-up), memory and
-        sizes.
-    """
+    """Trains to the end: losses of every step, validation loss, memory, median `ms` of a step behind the warm-up."""
     training = _maker(family)(config, variant, device)
     losses, samples = training.run()
     memory = training.memory()
@@ -74,11 +65,7 @@ def train(family: str, config: TrainConfig, variant: str, device: str) -> Record
 
 
 def largest(family: str, config: TrainConfig, variant: str, device: str) -> Record:
-    """The largest batch that trains for a few steps, doubled until one fails and then halved in between.
-
-    Returns:
-        `batch` and its `ms`, and all `tried`, whether they ran.
-    """
+    """The largest batch that trains for a few steps: doubled until one fails, then halved in between."""
     ms: dict[int, float | None] = {}
 
     def fits(batch: int) -> bool:
@@ -164,17 +151,3 @@ def lm_training(config: TrainConfig, head: str, device: str) -> Training:
         return mean_loss(dataset, config.batch_size, lambda rows: program.validate(state.params, program.placed(rows)))
 
     return Training(run, memory, validate, sizes | {"parameters": program.facts["parameters"]})
-
-
-def points_of(configs: dict[str, TrainConfig], device: str) -> list[tuple[str, Callable[[], Record]]]:
-    """All trainings, then the largest batches but TRL's."""
-    pairs = [(family, variant) for family, variants in FAMILIES.items() for variant in variants if family in configs]
-    found: list[tuple[str, Callable[[], Record]]] = [
-        (f"{family}, {variant}", functools.partial(apart, train, family, configs[family], variant, device))
-        for family, variant in pairs
-    ]
-    return found + [
-        (f"{family}, {variant}{LARGEST}", functools.partial(largest, family, configs[family], variant, device))
-        for family, variant in pairs
-        if family != "TRL"
-    ]

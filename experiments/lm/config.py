@@ -24,6 +24,10 @@ def _option(default: str | int | float | bool, text: str, **facts: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **facts})
 
 
+_DTYPES = ("float32", "bfloat16")
+_LOSSES = ("fused_linear_cross_entropy", "cross_entropy", "chunked_cross_entropy")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The options of a training run; the class defaults are those for a CPU."""
@@ -38,20 +42,11 @@ class TrainConfig:
     attention_heads: int = _option(3, "attention heads; must divide width", accelerator=12, least=1)
     mlp_width: int = _option(512, "features inside the SwiGLU block", accelerator=2048, least=1)
     tie_embeddings: bool = _option(False, "use the token embedding as the loss head's kernel")
-    dtype: str = _option(
-        "float32",
-        "compute dtype; weights and optimiser state are always float32",
-        accelerator="bfloat16",
-        choices=("float32", "bfloat16"),
-    )
+    dtype: str = _option("float32", "compute dtype; weights stay float32", accelerator="bfloat16", choices=_DTYPES)
     remat: bool = _option(False, "recompute each block in the backward pass to save memory", accelerator=True)
 
     # The first five are what `pallas_ce.build_loss_fn` reads, too, of the `[train]` section of a file of options.
-    loss_fn: str = _option(
-        "fused_linear_cross_entropy",
-        "the loss: through the fused head, or on stored logits",
-        choices=("fused_linear_cross_entropy", "cross_entropy", "chunked_cross_entropy"),
-    )
+    loss_fn: str = _option(_LOSSES[0], "the loss: through the fused head, or on stored logits", choices=_LOSSES)
     ce_chunk_size: int = _option(0, "rows at a time of chunked_cross_entropy; 0: 4096", least=0)
     z_loss_weight: float = _option(0.0, "weight of the mean squared log-sum-exp, in training", least=0)
     label_smoothing: float = _option(0.0, "label smoothing, in training", least=0, most=1)
@@ -59,16 +54,9 @@ class TrainConfig:
     backward: str = _option("auto", "backward mode of the fused loss", choices=("auto", "recompute", "in_forward"))
     implementation: str = _option("auto", "implementation of the fused loss, e.g. xla or reference")
 
-    mesh: str = _option(
-        "",
-        "how to split over devices, e.g. data=2,tensor=2: data and fsdp split the batch, fsdp the parameters' width, "
-        "tensor heads, MLP and vocabulary; with ,sequence tokens over tensor between blocks. Empty: one device. May "
-        "differ on --resume",
-    )
+    mesh: str = _option("", "how to split over devices, e.g. data=2,fsdp=2,tensor=2,sequence; may differ on --resume")
 
-    optimizer: str = _option(
-        "adamw", "muon is for the matrices of the blocks; AdamW has the rest", choices=("adamw", "muon")
-    )
+    optimizer: str = _option("adamw", "muon is for the blocks' matrices; AdamW has the rest", choices=("adamw", "muon"))
     steps: int = _option(200, "optimiser steps", accelerator=600, least=1)
     sequence_length: int = _option(128, "tokens per row", accelerator=1024, least=1)
     batch_size: int = _option(8, "rows per step", accelerator=16, least=1)
@@ -88,14 +76,13 @@ class TrainConfig:
         """The loss heads to train, in order; the fused one first, so that its peak memory is its own."""
         if self.head == "both":
             return ("fused", "canonical")
-        return ("logits",) if self.head == "fused" and self.loss_fn != _FUSED else (self.head,)
+        return ("logits",) if self.head == "fused" and self.loss_fn != _LOSSES[0] else (self.head,)
 
     def without_regularisers(self) -> "TrainConfig":
         """The configuration of the validation loss, which is in nats a token."""
         return dataclasses.replace(self, z_loss_weight=0.0, label_smoothing=0.0)
 
 
-_FUSED = "fused_linear_cross_entropy"
 OF_LOSS = ("loss_fn", "ce_chunk_size", "z_loss_weight", "label_smoothing", "logit_softcap")
 OPTIONS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
@@ -155,8 +142,8 @@ def _check(config: TrainConfig) -> None:
         if not isinstance(value, str) and not (facts.get("least", 0) <= value <= facts.get("most", math.inf)):
             most = f" and at most {facts['most']}" if "most" in facts else ""
             raise UsageError(f"{name} is {value}; it must be at least {facts['least']}{most}")
-    plain = (config.loss_fn, config.z_loss_weight, config.label_smoothing, config.logit_softcap) == (_FUSED, 0, 0, 0)
-    if config.head != "fused" and not plain:
+    special = config.loss_fn != _LOSSES[0] or config.z_loss_weight or config.label_smoothing or config.logit_softcap
+    if config.head != "fused" and special:
         raise UsageError(
             f"head is {config.head!r}, which trains the plain cross entropy of stored logits; "
             "leave loss_fn, z_loss_weight, label_smoothing and logit_softcap at their defaults, or head at 'fused'"
@@ -164,12 +151,12 @@ def _check(config: TrainConfig) -> None:
     if config.width % (2 * config.attention_heads):
         raise UsageError(
             f"attention_heads is {config.attention_heads}, and width {config.width} is no multiple of its double: "
-            "each attention head takes an equal share of the width, of which pairs of features are turned"
+            "each attention head takes an equal share of the width, whose features are turned in pairs"
         )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options in a TOML file; those of its `[train]` section, if it has one, join the others.
+    """The options in a TOML file; its `[train]` section, if it has one, joins them.
 
     Raises:
         UsageError: if it cannot be read or is not TOML.

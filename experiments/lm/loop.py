@@ -27,7 +27,7 @@ from experiments.lm.model.optimizer import learning_rate_schedule
 from experiments.lm.model.program import Params, Program, StepNumbers, TrainState
 from experiments.lm.records import MetricsLog, as_text, peak_bytes
 
-# A step's numbers are read when so many more have been launched: what the host does in the meantime costs nothing.
+# A step's numbers are read when this many more have been launched: the host's work in the meantime costs nothing.
 _LATE = 3
 
 # Batches made ahead. A GPU's copy may wait for the steps launched before it, and the launch that needs it for the copy:
@@ -89,11 +89,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: TrainState, dataset: 
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, dataset: Dataset) -> TrainState:
-    """The state saved at the step, placed as `like`.
-
-    Raises:
-        UsageError: if it was trained on another text.
-    """
+    """The state saved at the step, placed as `like`; a UsageError if it was trained on another text."""
     wanted = _by_path(like)
     items = {"state": ocp.args.StandardRestore(wanted), "text": ocp.args.JsonRestore()}
     found = manager.restore(step, args=ocp.args.Composite(**items))
@@ -102,8 +98,7 @@ def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, dataset
             f"the text is not the one that the checkpoint in {manager.directory} was trained on; "
             "resume with the same text or start a new run"
         )
-    restored: TrainState = jax.tree.unflatten(jax.tree.structure(like), [found["state"][name] for name in wanted])
-    return restored
+    return TrainState(*jax.tree.unflatten(jax.tree.structure(like), [found["state"][name] for name in wanted]))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
@@ -115,13 +110,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
 class Trainer:
     """One loss head's training on one dataset.
 
-    Args:
-        program: the compiled steps.
-        config: the run's configuration.
-        dataset: the rows to train and to validate on.
-        log: where numbers are recorded.
-        manager: where the state is saved, and where it is gone on with from; None: nowhere.
-        stop: whether to end after that step.
+    It goes on from the manager's newest checkpoint, and saves there; without a manager nowhere. `stop` says whether to
+    end after a step.
     """
 
     def __init__(
@@ -148,12 +138,10 @@ class Trainer:
             RunError: if the loss is not finite.
         """
         head, steps = self.program.head, self.config.steps
-        step = (self.manager and self.manager.latest_step()) or 0
-        if step:
-            assert self.manager is not None
-            state = restore(self.manager, step, self.program.abstract_state, self.dataset)
-        else:
-            state = self.program.initial_state(self.config.seed)
+        manager, program = self.manager, self.program
+        step = (manager.latest_step() or 0) if manager else 0
+        like, seed = program.abstract_state, self.config.seed
+        state = restore(manager, step, like, self.dataset) if manager and step else program.initial_state(seed)
         self.log.rewind(head, step)
         self._first_step = step
         # Lines in a log file are for looking at later: few of them.

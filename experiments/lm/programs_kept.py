@@ -14,20 +14,16 @@ def programs_kept(folder: Path) -> Iterator[None]:
 
     A folder that JAX was already told of, by `JAX_COMPILATION_CACHE_DIR`, is used instead.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        yield
-        return
-    # Also those that compile in less than a second: a training has dozens of them.
-    ours = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in ours}
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    if before[0] is None:
+        _set(str(folder), 0.0)  # also those that compile in less than a second: a training has dozens of them
     try:
-        _set(ours)
         yield
     finally:
-        _set(before)
+        _set(*before)
 
 
-def _set(options: dict[str, object]) -> None:
-    for name, value in options.items():
-        jax.config.update(name, value)
+def _set(folder: str | None, seconds: float) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     compilation_cache.reset_cache()  # JAX looks at the options once.

@@ -1,4 +1,4 @@
-"""The run's record: one JSON object a line, on disk as soon as it is known; and what is drawn and printed of it.
+"""The run's record: one JSON object a line, on disk as soon as it is known; and its plots and report.
 
 Every record has `kind`, `head` and `step` (the number of optimiser steps taken); by kind it also has
 
@@ -97,17 +97,15 @@ def plot(records: list[Record], folder: Path) -> None:
 
 
 def report(records: list[Record], run: Path) -> str:
-    """The closing table, a column a head."""
+    """What is printed at the end of a run."""
     summaries = [record for record in records if record["kind"] == "summary"]
-    # Where two heads were trained, the second peak includes the first.
-    rows = [
-        ("", [record["head"] for record in summaries]),
-        ("final validation loss (nats per token)", [f"{record['validation_loss']:.4f}" for record in summaries]),
-        ("training tokens per second", [f"{record.get('tokens_per_second', 0):,.0f}" for record in summaries]),
-        ("temporaries of a training step", [as_text(record["step_temporary_bytes"]) for record in summaries]),
-        ("peak memory so far", [as_text(record["peak_bytes"]) for record in summaries]),
+    lines = [
+        f"{record['head']}: validation loss {record['validation_loss']:.4f} nats per token, "
+        f"{record.get('tokens_per_second', 0):,.0f} training tokens per second, {record['parameters']:,} parameters, "
+        f"{as_text(record['step_temporary_bytes'])} of temporaries in a step, peak memory so far "
+        f"{as_text(record['peak_bytes'])}"
+        for record in summaries
     ]
-    lines = [f"{name:40}" + "".join(f"{cell:>12}" for cell in cells) for name, cells in rows]
     if by_step := differences(records):
         worst = max(by_step, key=lambda step: by_step[step])
         lines.append(
@@ -115,12 +113,8 @@ def report(records: list[Record], run: Path) -> str:
         )
     entropy = summaries[0]["unigram_entropy"]
     below = all(record["validation_loss"] < entropy for record in summaries)
-    return "\n".join(
-        [
-            *lines,
-            f"unigram entropy of the training tokens: {entropy:.4f} nats per token; "
-            f"the validation loss is {'below' if below else 'NOT below'} it",
-            f"parameters: {summaries[0]['parameters']:,}",
-            f"files: {run}",
-        ]
+    lines.append(
+        f"unigram entropy of the training tokens: {entropy:.4f} nats per token; "
+        f"the validation loss is {'below' if below else 'NOT below'} it"
     )
+    return "\n".join([*lines, f"files: {run}"])

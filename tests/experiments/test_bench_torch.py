@@ -8,9 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from experiments.bench import peers, pipeline_memory, torch_gpu, torch_timing  # noqa: E402
+from experiments.bench import peers, torch_gpu, torch_timing  # noqa: E402
 from experiments.bench.processes import apart  # noqa: E402
 from tests.experiments.test_bench import dry_run  # noqa: E402
 
@@ -66,7 +64,7 @@ def test_the_bridge_is_compared_with_jax(tmp_path: Path) -> None:
 def test_both_callers_compute_the_same_loss_and_gradients(given: tuple[Any, Any, Any], mode: str) -> None:
     setting = torch_gpu.Setting("xla", mode, "cpu")
     loss, gradients = torch_gpu.made("bridge", setting, True)(*given)
-    want_loss, want = torch_gpu.made("native", setting, True)(*torch_gpu.as_arrays(*given))
+    want_loss, want = torch_gpu.made("native", setting, True)(*torch_gpu.given("native", given))
     assert loss.item() == pytest.approx(float(want_loss), rel=1e-6)
     for got, exactly in zip(gradients, want, strict=True):
         # One rounding to bfloat16 apart at most.
@@ -86,30 +84,7 @@ def test_every_way_of_picking_log_probabilities_is_measured(tmp_path: Path) -> N
 def test_the_pipelines_memory_is_counted_and_measured(tmp_path: Path) -> None:
     found = dry_run("pipeline_memory", tmp_path)["pipeline_memory"]
     assert list(found) == ["logits", "chunked", "fused"]
-    assert all(record["results"][name]["measured_bytes"] >= 0 for name, record in found.items())
-
-
-def test_storages_are_counted_from_their_making_to_their_end() -> None:
-    with FakeTensorMode(), pipeline_memory.Counter(0) as counter:
-        first = torch.empty(1000, dtype=torch.float32)
-        view = first.view(10, 100).t()
-        doubled = first * 2
-        assert counter.now == counter.peak == 8000
-        del first
-        assert counter.now == 8000  # the view holds it
-        del view, doubled
-    assert (counter.now, counter.peak) == (0, 8000)
-
-
-def test_the_fused_loss_stores_no_logits_of_microbatches_in_flight() -> None:
-    shape = {"tokens": 64, "width": 8, "vocabulary": 4096}
-    more = {
-        name: pipeline_memory.counted(name, {**shape, "in_flight": 4})
-        - pipeline_memory.counted(name, {**shape, "in_flight": 3})
-        for name in ("logits", "fused")
-    }
-    assert more["logits"] == pytest.approx(64 * 4096 * (2 + 4), rel=0.02)  # bfloat16, and float32 log-probabilities
-    assert more["fused"] < 64 * (8 * 4 + 100)  # hidden states, their gradient, and a few numbers
+    assert all(record["results"][name]["measured_gb"] >= 0 for name, record in found.items())
 
 
 @pytest.mark.nightly
@@ -118,11 +93,9 @@ def test_a_model_trains_alike_by_every_loss(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("transformers")
     from experiments.bench import huggingface_table
 
-    monkeypatch.setattr(huggingface_table, "_MOST_STEPS", 3)
-    monkeypatch.setattr(huggingface_table, "_LEAST_STEPS", 2)
-    monkeypatch.setattr(huggingface_table, "_apart", lambda function, *given: function(*given))
+    monkeypatch.setattr(huggingface_table, "_STEPS", 2)
+    monkeypatch.setattr(huggingface_table, "apart", lambda function, *given: function(*given))
     monkeypatch.setattr(huggingface_table, "SETTINGS", huggingface_table.SETTINGS[-1:])
-    monkeypatch.setattr(huggingface_table, "train_with_programs_in", lambda _, *given: huggingface_table.train(*given))
     (idle, record) = dry_run("huggingface_table", tmp_path)["huggingface_table"].values()
     assert idle["mib"] >= 0
     assert set(record["results"]) == {"plain", "fused", "fused, lean"}
@@ -152,6 +125,6 @@ def test_trainings_in_pytorch_agree(text: Path, cache: Path, tmp_path: Path, mon
 def test_every_kind_of_point_is_measured_on_the_gpu(mode: str) -> None:
     setting, shape = torch_gpu.Setting("mosaic_gpu", mode, "cuda"), (512, 4096, 256)
     assert torch_gpu.host_time(shape, setting, 3)["results"]["bridge forward"]["us"] > 0
-    assert torch_gpu.device_time(shape, setting, 1)["ratio"] > 0
+    assert torch_gpu.compared(shape, setting, 1, "native", torch_gpu.alone)["ratio"] > 0
     # The driver's count is of all processes, of which tests have several.
     assert all(result["in_use_mib"] > 0 for result in torch_gpu.memory(shape, setting)["results"].values())

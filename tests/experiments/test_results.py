@@ -39,15 +39,6 @@ def test_every_point_is_on_disk_before_the_next_one_begins_and_a_second_run_goes
     assert read(tmp_path / "grid.json")["command"] == "python -m experiments.bench gpu_head grid"
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
-def test_a_file_gone_on_with_says_how_often_each_point_was_measured_at_least(
-    first: int, then: int, tmp_path: Path
-) -> None:
-    for rounds, names in ((first, "a"), (then, "ab")):
-        measured(tmp_path, dict.fromkeys(names, RECORD), MACHINE | {"rounds": rounds})
-    assert read(tmp_path / "grid.json")["machine"]["rounds"] == 2
-
-
 def test_a_point_that_fails_is_named_after_all_others_are_on_disk(tmp_path: Path) -> None:
     failing = {"a": RECORD, "b": mock.Mock(side_effect=RuntimeError("out of memory")), "c": RECORD}
     with pytest.raises(ExceptionGroup, match="1 points failed") as raised:
@@ -71,7 +62,7 @@ def test_no_point_is_begun_that_would_end_too_late(
     assert "time is up with 3 points left" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}])
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H100"}, {"jax": "0.12.0"}, {"rounds": 3}])
 def test_results_of_different_machines_or_versions_are_not_mixed(tmp_path: Path, change: dict[str, str]) -> None:
     measured(tmp_path, {"a": RECORD})
     with pytest.raises(ResultError, match=f"{next(iter(change.values()))}.*Pass --again .* or --out"):

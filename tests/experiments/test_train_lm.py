@@ -43,7 +43,7 @@ def test_both_heads_agree_and_everything_is_reported_and_written(train: Train, t
         assert sorted(losses(run, head, "validation")) == [5, 10, 12]
     summary = records[-1]
     for words in (
-        *("tokens per second", "peak memory", "parameters: ", f"files: {run}", f"{summary['validation_loss']:.4f}"),
+        *("tokens per second", "peak memory", " parameters", f"files: {run}", f"{summary['validation_loss']:.4f}"),
         "largest |fused − canonical| training loss over 12 steps",
         f"unigram entropy of the training tokens: {summary['unigram_entropy']:.4f}",
     ):
@@ -98,7 +98,7 @@ def test_both_heads_resume_where_the_second_one_stopped(stopped_at: Train, train
     finished = train("--resume", out=tmp_path, head="both")
     assert "largest |fused − canonical| training loss over 12 steps" in finished.out
     again = train("--resume", out=tmp_path, head="both")
-    assert again.out.splitlines()[-5:] == finished.out.splitlines()[-5:]
+    assert again.out.splitlines()[-4:] == finished.out.splitlines()[-4:]
 
 
 def test_default_folders_are_numbered_and_the_latest_is_resumed(
@@ -110,12 +110,6 @@ def test_default_folders_are_numbered_and_the_latest_is_resumed(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["train_lm", "train_lm-2"]
     assert main(["--resume"]) == 0  # all other options are the run's
     assert len(losses(tmp_path / "runs" / "train_lm-2")) == 12
-
-
-def test_another_seed_gives_other_losses(train: Train, whole: Path, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        train(out=tmp_path / f"{seed}", seed=seed)
-    assert losses(tmp_path / "0") == losses(whole) != losses(tmp_path / "1")
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(train: Train, tmp_path: Path) -> None:

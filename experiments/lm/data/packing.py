@@ -20,14 +20,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Dataset:
-    """Packed rows and what is known of them.
+    """Packed int32 rows `[rows, T + 1]` and facts about them.
 
-    Attributes:
-        training: int32 rows `[rows, T + 1]`.
-        validation: int32 rows `[rows, T + 1]`; the last one is filled up with end-of-text tokens.
-        end_of_text: the id of the token that ends a document.
-        unigram_entropy: entropy of the training tokens' own distribution, in nats a token.
-        digest: a digest of the text, to recognise it when a run is resumed.
+    The last row is filled up with end-of-text tokens. `unigram_entropy` is of the training tokens' own distribution, in
+    nats; `digest` recognises the text when a run is resumed.
     """
 
     training: np.ndarray
