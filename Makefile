@@ -10,7 +10,7 @@ OLDEST := .venv-oldest
 NEWEST_TORCH := .venv-newest-torch
 NEWEST_COMPILE := .venv-newest-compile
 CONSTRAINTS := tools/constraints-jax-0.11.2.txt
-OF_TORCH := tests/torch_bridge tests/experiments/test_pipeline_memory.py
+OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
 QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick

@@ -1,1 +1,1 @@
-"""Benchmarks: what is measured, how it is timed, how results are kept and shown."""
+"""Benchmarks: measurements, their timing, and how results are kept and shown."""

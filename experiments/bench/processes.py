@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 
@@ -12,16 +12,6 @@ def apart[*Arguments, Result](
     """What the function returns in a fresh process with that environment."""
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawning, initializer=_set_environment, initargs=(environment,)) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def forked[*Arguments, Result](
-    imported: Sequence[str], function: Callable[[*Arguments], Result], *arguments: *Arguments
-) -> Result:
-    """What the function returns in a process that has only imported those modules, which takes no time but once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imported))
-    with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(function, *arguments).result()
 
 

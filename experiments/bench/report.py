@@ -1,186 +1,183 @@
-"""Result files as markdown tables and plots; every number in them comes from a file."""
+"""The pages that show result files; every number and line in them comes from a file."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.bench import ladder, programs, summary
-from experiments.bench.results import read
-from experiments.command_line import save_figure, write_atomically
+from experiments.bench import paper_table, programs, training_evidence
+from experiments.bench.results import DRY, Record, ResultError, load
+from experiments.bench.tables import COLUMNS, Row, entry, left_out, machine_line, rows_of, table
+from experiments.bench.targets import Documents, targets_table
+from experiments.charts import Panel, chart
+from experiments.files import write_atomically
 
-SECTIONS = (
-    *("grid", "heads", "options", "masked", "compile"),
-    *("triton", "pointers", "ampere", "implementations", "targets", "float32", "low_rank", "microbatches"),
-)
-LOSSES = ("log_probs", "top_k", "given")
-TORCH = "torch_gpu"
-TRAINING = "train_speed"
-MODELS = "huggingface_table"
-_TITLES = {TORCH: "PyTorch", TRAINING: "Training", MODELS: "Hugging Face models"}
-_PLOTTED = (programs.FORWARD, programs.IN_FORWARD, programs.RECOMPUTE, programs.CANONICAL)
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = 8192  # of the points that the figure shows
+_REPORTS = {paper_table.NAME: paper_table, training_evidence.NAME: training_evidence}
+Line = dict[int, float]  # by vocabulary
+
+# As the figure names them, and the program in the result files.
+_OURS = {
+    "pallas-ce, in_forward": programs.IN_FORWARD,
+    "pallas-ce, recompute": programs.RECOMPUTE,
+    "stored logits (JAX)": programs.CANONICAL,
+}
+_PEERS = {
+    name: name
+    for name in (
+        *("torch, bfloat16 logits", "torch.compile", "CCE", "CCE, exact gradients", "Liger", "Liger, C 16"),
+        *("Liger CuTe, stored logits", "Liger CuTe, streamed", "quack"),
+    )
+}
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The documents found in the folder, by section; those of further losses and of peers among them."""
-    files = {name: folder / f"gpu_head_{name}.json" for name in SECTIONS}
-    files |= {name: folder / f"gpu_losses_{name}.json" for name in LOSSES}
-    files |= {path.stem: path for path in sorted(folder.glob("peers*.json"))}
-    files |= {name: folder / f"{name}.json" for name in (TORCH, TRAINING, MODELS)}
-    return {name: read(path) for name, path in files.items() if path.exists()}
+def write(folder: Path) -> Iterator[Path]:
+    """Writes `gpu_report.md`, and the reports of the paper's table and of trainings with their plots."""
+    documents = _loaded(folder)
+    yield _written(folder / "gpu_report.md", markdown(documents))
+    for name, module in _REPORTS.items():
+        if document := documents.get(name):
+            path = folder / f"{name}.md"
+            yield _written(path, module.markdown(document))
+            machine = document["machine"]
+            title = f"{machine['device']}{', DRY RUN' if machine.get(DRY) else ''}"
+            yield chart(path.with_suffix(".png"), module.panels(document), title)
 
 
-def markdown(documents: dict[str, dict[str, Any]], steps: list[ladder.Step]) -> str:
-    """All tables."""
-    sections = {name: document["points"] for name, document in documents.items()}
-    parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.gpu_report`."]
-    parts += ["## Targets", targets_table(summary.targets(sections)), devices_line(documents)]
+def write_site(folder: Path) -> Iterator[Path]:
+    """Writes the documentation's tables, and its figure for light and dark pages."""
+    documents = _loaded(folder)
+    yield _written(DOCS / "generated" / "performance.md", site_page(documents))
+    title = f"{documents['gpu_head_grid']['machine']['device']}, {ROWS} rows of width 4096, bfloat16"
+    for theme in ("light", "dark"):
+        yield chart(DOCS / "_static" / f"rivals-{theme}.svg", rival_panels(documents), title, theme)
+
+
+def _loaded(folder: Path) -> dict[str, Record]:
+    if documents := load(folder):
+        return documents
+    raise ResultError(f"{folder} holds no results: run `python -m experiments.bench gpu_head` first")
+
+
+def _written(path: Path, text: str) -> Path:
+    write_atomically(path, text + "\n")
+    return path
+
+
+def markdown(documents: Documents) -> str:
+    """Targets, and a table for each file that has no report of its own."""
+    parts = ["# The head on a GPU", "Made from the result files by `python -m experiments.bench gpu_report`."]
+    if any(document["machine"].get(DRY) for document in documents.values()):
+        parts.append("**DRY RUN: sizes were shrunk. These are not the published measurements.**")
+    parts += ["## Targets", targets_table(documents), devices_line(documents)]
     for name, document in documents.items():
-        shown = {TORCH: _torch, TRAINING: _training, MODELS: models}.get(name, _section)(document["points"])
-        parts += [f"## {_TITLES.get(name, name.replace('_', ' ').capitalize())}", machine_line(document), shown]
-        left_out = {f"{p}: {r}" for point in document["points"].values() for p, r in point.get("left_out", {}).items()}
-        parts += [f"Left out: {line}." for line in sorted(left_out)]
-    if steps:
-        parts += ["## Versions tried", table(*ladder.table(steps))]
-    return "\n\n".join(parts) + "\n"
+        if name not in _REPORTS:
+            parts += [f"## {name}", machine_line(document), section(name, document), *left_out(document)]
+    return "\n\n".join(parts)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def section(name: str, document: Row) -> str:
+    """A file's table."""
+    found = [columns for prefix, columns in COLUMNS.items() if name.startswith(prefix)]
+    return table(rows_of(document), found[0]) if found else _by_point(document)
 
 
-def targets_table(targets: list[summary.Target], digits: str = ".4g") -> str:
-    """Each target beside what was measured."""
-    return table(["figure", "target", "measured", "reached"], [target.row(digits) for target in targets])
-
-
-def devices_line(documents: Mapping[str, Any]) -> str:
-    """The device that most sections were measured on, and those of others."""
-    devices = {name: document["machine"]["device"] for name, document in documents.items()}
-    most = statistics.mode(devices.values())
-    others = (f"; {name.replace('_', ' ')}: {device}" for name, device in devices.items() if device != most)
-    return f"Device: {most}{''.join(others)}."
-
-
-def machine_line(document: Mapping[str, Any]) -> str:
-    """How a result file was made, and on what."""
-    facts = ", ".join(f"{name} {value}" for name, value in document["machine"].items())
-    return f"`{document['command']}`: {facts}."
-
-
-def _section(points: dict[str, Any]) -> str:
-    """A row a point: milliseconds, the ratio in brackets, temporary memory."""
-    names = list(dict.fromkeys(name for point in points.values() for name in point["results"]))
+def _by_point(document: Row) -> str:
+    """A row a point: of each program milliseconds, the ratio in brackets, temporary memory."""
+    programs = dict.fromkeys(program for point in document["points"].values() for program in point["results"])
     rows = [
-        [point_name, f"{point['n']}", f"{point['v']}", f"{point.get('h', '')}"]
-        + [_cell(point["results"][name]) if name in point["results"] else "" for name in names]
-        for point_name, point in points.items()
+        {"point": name, **point, **{program: _cell(result) for program, result in point["results"].items()}}
+        for name, point in document["points"].items()
     ]
-    return table(["point", "N", "V", "H", *names], rows)
+    fixed = {"point": "{point}", "N": "{n}", "V": "{v}", "H": "{h}"}
+    return table(rows, {**fixed, **{program: entry(program) for program in programs}})
 
 
-def _torch(points: dict[str, Any]) -> str:
-    """A row a point: what it comes to, and each caller's microseconds, milliseconds, MiB or share of a copy's rate."""
-    rows = []
-    for name, point in points.items():
-        callers = ", ".join(
-            f"{caller} " + ", ".join(f"{number:.4g} {unit}" for unit, number in result.items() if unit != "samples")
-            for caller, result in point["results"].items()
-        )
-        beyond = "; ".join(f"{call} {us:.0f} us beyond JAX's" for call, us in point.get("overhead_us", {}).items())
-        told = f"{point['ratio']:.3f} of {summary.RATIOS[name.split()[0]][1]}" if "ratio" in point else beyond
-        rows.append([name, told, callers])
-    return table(["point", "bridge", "callers"], rows)
-
-
-def _training(points: dict[str, Any]) -> str:
-    """A row a loop and head: milliseconds of a step in the loop and launched back to back, its speed, a start."""
-    rows = []
-    for name, point in points.items():
-        for head, found in point["results"].items():
-            numbers = found["loop"]["ms"], found["step"]["ms"], found["tokens_per_second"]
-            start = [
-                f"{s['compile_seconds']:.1f} ({s['backend_seconds']:.1f})" for s in found.get("start", {}).values()
-            ]
-            loop = summary.TRAINING_LOOPS[name]
-            rows.append([loop, head, f"{found['ratio']:.3f}", *(f"{number:,.1f}" for number in numbers)])
-            rows[-1] += start or ["", ""]
-    compiling = "seconds to compile (in the backend)", "with kept programs"
-    return table(["loop", "head", "ratio", "loop, ms", "step, ms", "tokens/s", *compiling], rows)
-
-
-def models(points: dict[str, Any]) -> str:
-    """A row for each size and loss: a training step's time, memory, and the first step's; JAX's own memory below."""
-    rows, below = [], []
-    for name, point in points.items():
-        if "results" not in point:
-            below.append(f"{name}: {point['mib']:.0f} MiB by the driver's count.")
-            continue
-        for variant, found in point["results"].items():
-            first = found["first_step_seconds"]
-            memory = found["torch_peak_mib"], found["driver_mib"]
-            rows.append(
-                [name, variant, f"{found['ms']:.1f}", *(f"{mib:.0f}" for mib in memory)]
-                + [f"{first[when]:.1f}" for when in ("before", "after")]
-            )
-    header = [
-        "model",
-        "loss",
-        "ms a step",
-        "PyTorch's peak MiB",
-        "driver's MiB",
-        "first step, s",
-        "with kept programs, s",
-    ]
-    return "\n\n".join([table(header, rows), *below])
-
-
-def _cell(result: dict[str, Any]) -> str:
+def _cell(result: Mapping[str, Any]) -> str:
     if "compile_seconds" in result:
         return f"{result['compile_seconds']:.2f} s, {result['untuned_seconds']:.2f} s without autotuning"
+    if "other_ms" in result:
+        return f"{result['this_ms']:.3f} and {result['other_ms']:.3f} ms ({result['ratio']:.4f})"
     ratio = f" ({result['ratio']:.3f})" if "ratio" in result else ""
     if "share" in result:
         ratio = f" ({result['share']:.2f} of a copy's rate)"
-    memory = result.get("temporary_mib", result.get("peak_mib", 0.0))
-    return f"{result['ms']:.3f} ms{ratio}, {memory:.0f} MiB"
+    return f"{result['ms']:.3f} ms{ratio}, {result.get('temporary_mib', result.get('peak_mib', 0.0)):.0f} MiB"
 
 
-def plots(documents: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """Ratios over grid and heads; the files written."""
-    written = []
-    for section in ("grid", "heads"):
-        if section in documents and documents[section]["points"]:
-            written.append(_plot_ratios(documents[section], folder / f"gpu_head_{section}.png"))
-    return written
+def devices_line(documents: Documents) -> str:
+    """The device that most files were measured on, and the others' devices."""
+    devices = {name: document["machine"]["device"] for name, document in documents.items()}
+    most = statistics.mode(devices.values())
+    return f"Device: {most}{''.join(f'; {name}: {device}' for name, device in devices.items() if device != most)}."
 
 
-def _plot_ratios(document: dict[str, Any], path: Path) -> Path:
-    from matplotlib.figure import Figure
+def site_page(documents: Documents) -> str:
+    """The tables of the performance page."""
+    time, memory = lines(documents)
+    pipeline, models = documents["pipeline_memory"]["machine"], documents["huggingface_table"]
+    runs = [{**document, "facts": machine_line(document).partition(": ")[2]} for document in documents.values()]
+    parts = [
+        "% Made by `python -m experiments.bench site`.",
+        "## Beside other implementations",
+        f"{ROWS} rows, width 4096, bfloat16; by size of the vocabulary. Time over three bare products:",
+        _by_vocabulary(time, ".2f"),
+        "MiB beside the inputs, gradients included:",
+        _by_vocabulary(memory, ".0f"),
+        "## On a CPU",
+        "2048 rows, width 512, vocabulary 32768, float32; canonical is stored logits.",
+        section("cpu_head", documents["cpu_head"]),
+        "## Microbatches in flight",
+        "PyTorch: a head with {in_flight} microbatches in flight, each of {tokens} rows, width {width}, vocabulary "
+        "{vocabulary}.".format(**pipeline),
+        section("pipeline_memory", documents["pipeline_memory"]),
+        "## Hugging Face models",
+        "Training steps of Qwen3 with random weights, a vocabulary of 151936, bfloat16 and PyTorch's fused AdamW, in "
+        "eager mode, by transformers' own loss (plain), with Liger's kernels and with `patch_causal_lm` (fused).",
+        section("huggingface_table", models),
+        *left_out(models),
+        *(f"{name}: {p['mib']:.0f} MiB by the driver's count." for name, p in models["points"].items() if "mib" in p),
+        "## Targets",
+        targets_table(documents),
+        devices_line(documents),
+        "## Runs",
+        table(runs, {"command": "`{command}`", "machine and versions": "{facts}"}),
+    ]
+    return "\n\n".join(parts)
 
-    points = document["points"]
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
-    for program in _PLOTTED:
-        found = summary.ratios(points, program)
-        axes.plot(list(found), list(found.values()), "o-", label=program)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(ylabel="time / bare product, or / three products", title=document["machine"].get("device", ""))
-    axes.tick_params(axis="x", rotation=60)
-    axes.legend()
-    return save_figure(figure, path)
 
+def lines(documents: Documents) -> tuple[dict[str, Line], dict[str, Line]]:
+    """Each contender's time of loss and gradients over three bare products, and its MiB beside the inputs.
 
-def write(folder: Path) -> list[Path]:
-    """Makes `gpu_report.md` and the plots from the result files in the folder; the files written, none without results.
-
-    Raises:
-        ResultError: a result file cannot be read.
+    The time is relative to products of the same process, since a GPU's clocks differ between processes. XLA counts
+    memory without a program's results, PyTorch with them, so the gradients are added to XLA's.
     """
-    documents = load(folder)
-    if not documents:
-        return []
-    report = folder / "gpu_report.md"
-    write_atomically(report, markdown(documents, ladder.load(folder / ladder.FILE)))
-    return [report, *plots(documents, folder)]
+    time: dict[str, Line] = {name: {} for name in (*_OURS, *_PEERS)}
+    memory: dict[str, Line] = {name: {} for name in (*_OURS, *_PEERS)}
+    for name, document in documents.items():
+        contenders = _OURS if name == "gpu_head_grid" else _PEERS if name.startswith("peers") else {}
+        for key, point in document["points"].items():
+            if key != f"{ROWS}x{point.get('v')}":
+                continue
+            gradients = (point["n"] + point["v"]) * point["h"] * 2 / 2**20
+            for shown, program in contenders.items():
+                if result := point["results"].get(program):
+                    time[shown][point["v"]] = result["ratio"]
+                    peak = result.get("peak_mib")
+                    memory[shown][point["v"]] = result["temporary_mib"] + gradients if peak is None else peak
+    return time, memory
+
+
+def rival_panels(documents: Documents) -> list[Panel]:
+    """Time and memory of each contender against the size of the vocabulary."""
+    time, memory = lines(documents)
+    return [
+        Panel(time, "vocabulary", title="loss and gradients: time / three products", log="xy"),
+        Panel(memory, "vocabulary", title="MiB beside the inputs, gradients included", log="xy"),
+    ]
+
+
+def _by_vocabulary(found: dict[str, Line], form: str) -> str:
+    sizes = sorted({v for line in found.values() for v in line})
+    rows: list[dict[Any, Any]] = [{"name": name, **line} for name, line in found.items()]
+    return table(rows, {"": "{name}", **{str(v): entry(v, form) for v in sizes}})

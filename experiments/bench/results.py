@@ -7,27 +7,21 @@ import json
 import math
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from experiments.command_line import Progress, positive, write_record
+from experiments.files import write_record
 
 FOLDER = Path(__file__).parents[1] / "results"
 
-# Of the machine: that sizes are not those of the points' names.
+# Of the machine: sizes are smaller than the points' names say.
 DRY = "dry_run"
 
 # What points of one file must share to be compared.
-SAME = ("device", "jax", "torch", "clock", "implementation", DRY)
-
-# How often each was measured, at least.
-AT_LEAST = ("rounds", "calls")
+_SAME = ("device", "jax", "torch", "clock", "rounds", "calls", "implementation", DRY)
 
 Record = dict[str, Any]
 
@@ -36,31 +30,29 @@ class ResultError(Exception):
     """A result file that cannot be read or gone on with; the message says what to do."""
 
 
-class ResultFile(NamedTuple):
-    """What one result file holds.
+class Point(NamedTuple):
+    """A measurement, by its name in the file: its record is most often `{..., "results": {program: numbers}}`."""
 
-    Attributes:
-        name: of the file, without its suffix.
-        command: how it is made.
-        points: by name, what measures a point and returns its record.
+    name: str
+    measure: Callable[[], Record]
+
+
+class ResultFile(NamedTuple):
+    """What one result file holds, by its name without a suffix.
+
+    `words` make it again behind `python -m experiments.bench`; `facts` stand beside the machine's.
     """
 
     name: str
-    command: str
-    points: Mapping[str, Callable[[], Record]]
+    points: list[Point]
+    words: str
+    facts: Record = {}  # noqa: RUF012  # of a NamedTuple, and never changed
 
 
-def add_options(parser: argparse.ArgumentParser, rounds: str | None = "times each program of a point is timed") -> None:
-    """The options of a command that calls `run`; `rounds` says what is repeated, None that nothing is."""
-    if rounds is not None:
-        parser.add_argument("--rounds", type=positive, default=7, help=rounds)
-    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
-    parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
-
-
-def describe() -> dict[str, Any]:
+def describe() -> Record:
     """Device, processor count, versions and date: what a result file says about where it was made."""
+    import jax
+
     return {
         "device": jax.devices()[0].device_kind,
         "processors": os.cpu_count(),
@@ -81,7 +73,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Record:
     """A result file: `{"command", "machine", "points": {name: record}}`.
 
     Raises:
@@ -96,74 +88,71 @@ def read(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def run(
-    files: Sequence[ResultFile],
-    machine: Record,
-    shown: Callable[[str, Record], str],
-    options: argparse.Namespace,
-) -> int:
-    """Measures the points that the files lack, prints each and writes it; returns the exit status.
+def load(folder: Path) -> dict[str, Record]:
+    """All result files of the folder, by name; `check_device`'s are others."""
+    paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("check_device"))
+    return {path.stem: read(path) for path in paths}
 
-    Args:
-        files: what is measured, in order.
-        machine: what measures; a file of another device or version is not gone on with.
-        shown: what to print of a point's name and record.
-        options: those of `add_options`. A point is only begun if one as long as the longest so far would end in time.
+
+def run(files: list[ResultFile], machine: Record, options: argparse.Namespace) -> None:
+    """Measures the points that the files lack, prints each and writes it.
+
+    With `options.minutes` a point is only begun if one as long as the longest so far would end in time.
 
     Raises:
+        ResultError: a file is of another device or version.
         ExceptionGroup: of the points that failed, when all others are measured and written.
     """
-    if getattr(options, "dry_run", False):  # which not every command has
-        machine = machine | {DRY: True}
     start = time.monotonic()
     end = math.inf if options.minutes is None else start + 60 * options.minutes
     longest, left = 0.0, 0
     failed: list[Exception] = []
-    with Progress(sum(len(file.points) for file in files), "point") as bar:
-        for file in files:
-            path = (options.out or FOLDER) / f"{file.name}.json"
-            document: dict[str, Any] = {"command": file.command, "machine": machine, "points": {}}
-            if path.exists() and not options.again:
-                try:
-                    document |= _gone_on_with(path, machine)
-                except ResultError as error:
-                    print(error, file=sys.stderr)
-                    return 2
-            missing = [name for name in file.points if name not in document["points"]]
-            bar.update(len(file.points) - len(missing))
-            for name in missing:
-                began = time.monotonic()
-                if began + longest >= end:
-                    left += 1
-                    continue
-                try:
-                    record = file.points[name]()
-                except Exception as error:
-                    error.add_note(f"while {name} was measured")
-                    failed.append(error)
-                else:
-                    document["points"][name] = record
-                    write_record(path, document)
-                    seconds = time.monotonic() - start
-                    bar.print(f"[{seconds:5.0f}s] {file.name} {name}: {shown(name, record)}")
-                longest = max(longest, time.monotonic() - began)
-                bar.update(1)
+    for file in files:
+        path = (options.out or FOLDER) / f"{file.name}.json"
+        here = machine | file.facts
+        document: Record = {"command": f"python -m experiments.bench {file.words}", "machine": here, "points": {}}
+        if path.exists() and not options.again:
+            document["points"] = _points(path, here)
+        for name, measure in file.points:
+            if name in document["points"]:
+                continue
+            began = time.monotonic()
+            if began + longest >= end:
+                left += 1
+                continue
+            try:
+                record = measure()
+            except Exception as error:
+                error.add_note(f"while {name} was measured")
+                failed.append(error)
+            else:
+                document["points"][name] = record
+                write_record(path, document)
+                print(f"[{time.monotonic() - start:5.0f}s] {file.name} {name}: {_shown(record)}", flush=True)
+            longest = max(longest, time.monotonic() - began)
     if left:
         print(f"time is up with {left} points left; run the same command again to go on")
     if failed:
         raise ExceptionGroup(f"{len(failed)} points failed", failed)
-    return 0
 
 
-def _gone_on_with(path: Path, machine: Record) -> dict[str, Any]:
-    """The file's points, and the machine with what holds of them and of those to come."""
+def _points(path: Path, machine: Record) -> Record:
+    """The points of an earlier run."""
     old = read(path)
-    for name in SAME:
+    for name in _SAME:
         ours, theirs = machine.get(name), old["machine"].get(name)
         if ours != theirs:
             raise ResultError(
                 f"{path} was measured with {name} {theirs!r} and this is {ours!r}: ratios would mix. Pass --again "
                 "to measure all of it anew, or --out for another folder"
             )
-    fewest = {name: min(machine[name], old["machine"].get(name, machine[name])) for name in AT_LEAST if name in machine}
-    return {"machine": machine | fewest, "points": old["points"]}
+    return dict(old["points"])
+
+
+def _shown(record: Record) -> str:
+    """Of each program its numbers; what was left out, and why."""
+    shown = []
+    for program, found in record.get("results", {"": record}).items():
+        numbers = [f"{name} {number:.4g}" for name, number in found.items() if isinstance(number, int | float)]
+        shown.append(f"{program} {', '.join(numbers)}".strip())
+    return "; ".join([*shown, *(f"{name} left out, {why}" for name, why in record.get("left_out", {}).items())])

@@ -1,6 +1,6 @@
 """Timing on the device: programs compiled beforehand, launched back to back, in turn with the bare products.
 
-A launch's own cost hides behind the previous launch; the first one's, and that of synchronising at the end, are one or
+A launch's own cost hides behind the previous launch; the first one's, and the last synchronisation's, are one or
 two thousandths of a series. The clocks that a GPU's power allows drift by several per cent within seconds, more than
 most differences that matter, so many short rounds go through all programs of a point, in either direction in turn and
 each time beginning with another: each meets the clocks that the others meet. Only ratios within a point are compared. A
@@ -21,29 +21,23 @@ import jax.numpy as jnp
 
 from experiments.bench.programs import BARE, THREE, Program, Shape, bare, for_hidden, for_weight, inputs
 
-# Programs whose compilation is timed differ by so many vocabulary entries. With other steps, or by rows, their
+# Programs whose compilation is timed differ by this number of vocabulary entries. With other steps, or by rows, their
 # kernels would be others than the shape's own.
 _COMPILED_STEP = 256
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
-# Each program is launched for about so long in a round, by so many launches at most.
+# Each program is launched for about this long in a round, and no oftener than this.
 _BURST_MILLISECONDS = 100.0
 _MOST_LAUNCHES = 250
-
-# The profiler's clock launches for longer: nothing is measured of its first half.
-_PROFILED_MILLISECONDS = 150.0
-_KEPT_BYTES = 16 * 2**30
 
 # Arrays as large as the logits that compiling one program may take.
 _LOGITS_OF_A_COMPILATION = 6
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
-Clock = Callable[[Any, tuple[Any, ...]], float]
-
 
 def of_series(run: Callable[[], Any], wait: Callable[[Any], Any], launches: int) -> float:
-    """Milliseconds of one `run()` of so many in a row, after which `wait(the last result)` waits for the device."""
+    """Milliseconds of one of several `run()` in a row, after which `wait(the last result)` waits for the device."""
     start = time.perf_counter()
     for _ in range(launches):
         last = run()
@@ -67,29 +61,6 @@ def back_to_back(program: Any, arguments: tuple[Any, ...]) -> float:
     return per_launch(lambda: program(*arguments), jax.block_until_ready)
 
 
-def kernels_only(program: Any, arguments: tuple[Any, ...]) -> float:
-    """Milliseconds of the kernels of one launch by the GPU's profiler, without the gaps between them.
-
-    It does not see kernels in CUDA graphs, which XLA makes of conditionals: for programs that have none.
-
-    Launches follow each other for so long that the clocks settle, as they do in use; the later half of them counts.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    measure: Any = profiler.measure
-    _, once = measure(program)(*arguments)
-    launches = max(3, min(_MOST_LAUNCHES, int(_PROFILED_MILLISECONDS / (once or 1.0))))
-    # The profiler keeps the results of all launches of a series.
-    series = max(3, min(launches, _KEPT_BYTES // max(1, program.memory_analysis().output_size_in_bytes)))
-    several: list[float] = []
-    for _ in range(-(-launches // series)):
-        _, several = measure(program, iterations=series)(*arguments)
-    return statistics.median(several[len(several) // 2 :])
-
-
-CLOCKS: dict[str, Clock] = {"launches": back_to_back, "profiler": kernels_only}
-
-
 def temporary_mib(program: Any) -> float:
     """What a compiled program needs beside inputs and outputs, as the compiler planned it."""
     return float(program.memory_analysis().temp_size_in_bytes / 2**20)
@@ -104,16 +75,11 @@ def _compiled_at_once(logits_bytes: int) -> int | None:
 def in_turn[Name, Run](
     runs: Mapping[Name, Run], milliseconds: Callable[[Run], float], rounds: int
 ) -> dict[Name, dict[str, Any]]:
-    """Times each program so often: of each its median `ms` and all `samples`.
+    """Times each program so often by `milliseconds`: of each its median `ms` and all `samples`.
 
-    Rounds go through all programs, in either direction in turn, so that each meets the clocks that the others meet. Two
-    rounds on, the next program is the first: one that was always first would also be the last of the round before, and
-    be slowed by its own heat, by up to 7 % on an H200. A first round, not counted, warms up.
-
-    Args:
-        runs: by name, what is timed.
-        milliseconds: runs it, and returns how long a launch took.
-        rounds: how often.
+    Rounds go in either direction in turn. Two rounds on, the next program is the first: one that was always first would
+    also be the last of the round before, and be slowed by its own heat, by up to 7 % on an H200. A first round, not
+    counted, warms up.
     """
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     order = collections.deque(runs)
@@ -125,30 +91,23 @@ def in_turn[Name, Run](
     return {name: {"ms": statistics.median(taken[1:]), "samples": taken[1:]} for name, taken in samples.items()}
 
 
-def compiled_in_turn(
-    programs: Mapping[str, Program],
-    arguments: Mapping[str, tuple[Any, ...]],
+def compiled_in_turn[Name](
+    programs: Mapping[Name, Program],
+    arguments: Mapping[Name, tuple[Any, ...]],
     rounds: int,
-    clock: Clock,
     at_once: int | None = None,
-    left_out: dict[str, str] | None = None,
-) -> dict[str, dict[str, Any]]:
+    left_out: dict[Name, str] | None = None,
+) -> dict[Name, dict[str, Any]]:
     """`in_turn` of compiled programs, and the `temporary_mib` of each.
 
-    Args:
-        programs: by name.
-        arguments: of each.
-        rounds: how often each is timed.
-        clock: by which.
-        at_once: at most so many are compiled together; None: as many as the machine has threads.
-        left_out: is given, by name, why a program has no results, where the device's memory does not suffice for it;
-            None: that is an error.
+    At most `at_once` are compiled together. A program that the device's memory does not suffice for is an error, or is
+    named in `left_out` with the reason.
     """
 
-    def compiled(name: str) -> Any:
+    def compiled(name: Name) -> Any:
         return jax.jit(programs[name]).lower(*arguments[name]).compile()
 
-    def fits(name: str, step: Callable[[str], Any]) -> Any:
+    def fits(name: Name, step: Callable[[Name], Any]) -> Any:
         """What the step makes of the name; None where memory does not suffice."""
         try:
             return step(name)
@@ -160,15 +119,15 @@ def compiled_in_turn(
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         made = pool.map(lambda name: fits(name, compiled), programs)
-        ready: dict[str, Any] = {name: one for name, one in zip(programs, made, strict=True) if one is not None}
+        ready: dict[Name, Any] = {name: one for name, one in zip(programs, made, strict=True) if one is not None}
 
-    def launched(name: str) -> bool:
+    def launched(name: Name) -> bool:
         jax.block_until_ready(ready[name](*arguments[name]))
         return True
 
     # A first launch of each sets up what later ones find.
     ready = {name: program for name, program in ready.items() if fits(name, launched)}
-    found = in_turn({name: (ready[name], arguments[name]) for name in ready}, lambda run: clock(*run), rounds)
+    found = in_turn({name: (ready[name], arguments[name]) for name in ready}, lambda run: back_to_back(*run), rounds)
     for name, program in ready.items():
         found[name]["temporary_mib"] = temporary_mib(program)
     return found
@@ -182,18 +141,11 @@ def with_ratios(found: dict[str, dict[str, Any]]) -> None:
             result["ratio"] = result["ms"] / (found[BARE]["ms"] if name.startswith("forward") else three)
 
 
-def measure(
-    shape: Shape, extra: dict[str, Program], rounds: int, clock: Clock, dtype: Any = jnp.bfloat16
-) -> dict[str, Any]:
+def measure(shape: Shape, extra: dict[str, Program], rounds: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """The bare products and `extra` programs at one shape, of operands of `dtype`.
 
-    Returns:
-        `{"n", "v", "h", "results", "left_out"}`: of each program its median `ms`, all `samples`, `temporary_mib`, and
-        `ratio` to the bare product where its name begins with "forward", else to all three; "left_out" says of those
-        that the device's memory does not suffice for why they have no results.
-
-    Raises:
-        RuntimeError: it does not suffice for the bare products.
+    Of each program `ms`, `samples`, `temporary_mib`, and the `ratio` to the bare product where its name begins with
+    "forward", else to all three; `left_out` says of those that memory does not suffice for why they have no results.
     """
     n, v, h = shape
     data = inputs(n, v, h, dtype)
@@ -201,7 +153,7 @@ def measure(
     programs: dict[str, Program] = {BARE: bare, "for_hidden": for_hidden, "for_weight": for_weight, **extra}
     arguments = {name: (*data[:2], logits) if name in THREE[1:] else data for name in programs}
     left_out: dict[str, str] = {}
-    found = compiled_in_turn(programs, arguments, rounds, clock, _compiled_at_once(logits.nbytes), left_out)
+    found = compiled_in_turn(programs, arguments, rounds, _compiled_at_once(logits.nbytes), left_out)
     for name in THREE:
         if name in left_out:
             raise RuntimeError(f"{name}, a bare product, cannot be measured at {n} x {v} x {h}: {left_out[name]}")
@@ -209,7 +161,7 @@ def measure(
     return {"n": n, "v": v, "h": h, "results": found, "left_out": left_out}
 
 
-def compile_seconds(shape: Shape, programs: dict[str, Program]) -> dict[str, Any]:
+def compile_seconds(shape: Shape, programs: dict[str, Program], _: int) -> dict[str, Any]:
     """Seconds to trace, lower and compile each program, one after the other, in a process that has compiled before.
 
     Each has a vocabulary of its own, so that it finds neither kernels nor autotuning results of those before it.

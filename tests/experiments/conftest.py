@@ -5,16 +5,16 @@ import dataclasses
 import functools
 import io
 import random
-import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.model.program import Program, build
-from experiments.lm.run import session
+from experiments.lm.loop import Trainer
+from experiments.lm.model import program
 from experiments.train_lm import main
 
 TINY = {
@@ -62,15 +62,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_compiled_once() -> Iterator[None]:
     """Compiling takes far longer than the tiny runs: runs that differ in what is not compiled share their programs."""
-    cached = functools.lru_cache(build)
-    neutral = dict.fromkeys(("data", "out", "cache_dir"), "")
+    cached = functools.lru_cache(program.build)
+    neutral = {"head": "both", "seed": 0, "validate_every": 1, "checkpoint_every": 1, "data": "", "cache_dir": ""}
 
-    def build_once(config: TrainConfig, head: str, end_of_text: int) -> Program:
-        config = dataclasses.replace(config, head="both", seed=0, validate_every=1, checkpoint_every=1, **neutral)
-        return cached(config, head, end_of_text)
+    def build_once(config: TrainConfig, head: str, end_of_text: int) -> program.Program:
+        return cached(dataclasses.replace(config, **neutral), head, end_of_text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "build", build_once)
+        patch.setattr(program, "build", build_once)
         yield
 
 
@@ -89,7 +88,10 @@ def arguments(text: Path, cache: Path) -> Callable[..., list[str]]:
 def command(arguments: list[str]) -> Finished:
     """Runs the command in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as ended:  # argparse's
+            code = int(ended.code or 0)
     return Finished(code, out.getvalue(), err.getvalue())
 
 
@@ -107,31 +109,19 @@ def whole(train: Callable[..., Finished], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def refused(train: Callable[..., Finished], tmp_path: Path) -> Callable[..., str]:
-    """Runs a command that must be refused and returns its one sentence."""
+def stopped_at(train: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the training with a signal to the process while the step's numbers are recorded."""
 
-    def run(*flags: str, **changes: object) -> str:
-        out = Path(str(changes.setdefault("out", tmp_path / "fresh" / "run")))
-        before = sorted(out.rglob("*")) if out.exists() else None
-        finished = train(*flags, **changes)
-        assert finished.code == 2
-        assert finished.err.startswith("error: ")
-        assert finished.err.count("\n") == 1
-        assert "Traceback" not in finished.out + finished.err
-        assert (sorted(out.rglob("*")) if out.exists() else None) == before
-        return str(finished.err)
+    def run(step: int, *flags: str, number: int = signal.SIGINT, **changes: object) -> Any:
+        record = Trainer._record
+
+        def interrupted(self: Trainer, recorded: int, *rest: Any) -> None:
+            if recorded == step:
+                signal.raise_signal(number)
+            record(self, recorded, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_record", interrupted)
+            return train(*flags, **changes)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def stopped(train: Callable[..., Finished], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped after step 7, with checkpoints of the steps 5 and 7."""
-    train("--stop-after", "7", out=(run := tmp_path_factory.mktemp("stopped")))
-    return run
-
-
-@pytest.fixture
-def stopped_run(stopped: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(stopped, tmp_path / "run")

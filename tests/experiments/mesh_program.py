@@ -1,20 +1,23 @@
 """Run by `test_mesh.py`, in processes of their own with eight CPU devices, or all GPUs; prints what passed."""
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from flax import nnx
 
+from experiments.lm import loop
 from experiments.lm.config import TrainConfig
 from experiments.lm.model.mesh import make_layout
 from experiments.lm.model.program import TrainState, build
 from experiments.lm.model.transformer import Transformer
-from experiments.lm.run.metrics import curve, read_records
+from experiments.lm.records import curve, read_records
 from experiments.train_lm import main
 
 # 301 entries: every tensor axis has to pad.
@@ -91,7 +94,8 @@ def command() -> Iterator[str]:
     ]
     one, parts = folder / "one", folder / "parts"
     assert main([*options, "--out", str(one)]) == 0
-    assert main([*options, "--out", str(parts), "--mesh", "data=2,tensor=2,sequence", "--stop-after", "3"]) == 0
+    with mock.patch.object(loop, "stop_requests", return_value=contextlib.nullcontext(lambda step: step == 3)):
+        assert main([*options, "--out", str(parts), "--mesh", "data=2,tensor=2,sequence"]) == 130
     assert 'mesh = "data=2,tensor=2,sequence"' in (parts / "config.toml").read_text()
     assert main(["--out", str(parts), "--resume", "--mesh", "data=2,fsdp=2,tensor=2"]) == 0
     got, want = (list(read_records(run / "metrics.jsonl")) for run in (parts, one))

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, digest, load_documents, split
-from experiments.lm.errors import UsageError
 
 
 def test_the_standard_library_is_read_without_tests_and_installed_packages() -> None:
@@ -35,19 +35,11 @@ def test_a_single_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -
     assert "".join(document.text for document in documents) == path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b" \n\t\n", "is empty"),
-        (b"\xff\xfe\xff", "is not UTF-8 text"),
-        (b"a\0b", "is not UTF-8 text"),
-    ],
-)
-def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+@pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xff\xfe\xff", b"a\0b"])
+def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match="holds no UTF-8 text that is not empty"):
         load_documents(str(path))
 
 

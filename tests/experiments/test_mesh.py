@@ -11,8 +11,7 @@ import jax
 import pytest
 
 from experiments.lm.config import TrainConfig
-from experiments.lm.errors import UsageError
-from experiments.lm.model.mesh import padded_vocab_size, refuse_other_padding
+from experiments.lm.model.mesh import padded_vocab_size
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,14 +19,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": "model=2"}, ["axis 'model' is unknown", "data, fsdp, tensor", "data=2,tensor=2"]),
-        ({"mesh": "data=2,,tensor=2"}, ["axis '' is unknown"]),
-        ({"mesh": "data"}, ["data is ''", "at least 1"]),
-        ({"mesh": "data=two"}, ["data is 'two'", "at least 1"]),
-        ({"mesh": "tensor=0"}, ["tensor is '0'", "at least 1"]),
-        ({"mesh": "data=2,data=2"}, ["names 'data' twice"]),
+        *(
+            ({"mesh": mesh}, ["write for instance data=2,tensor=2", "each axis once"])
+            for mesh in ("model=2", "data=2,,tensor=2", "data", "data=two", "tensor=0", "data=2,data=2")
+        ),
         ({"mesh": "data=2,sequence"}, ["sequence splits tokens over the tensor axis", "at least 2"]),
-        ({"mesh": "data=2,tensor=2"}, ["needs 2 · 2 = 4 devices, but there are 1", "data=1"]),
+        ({"mesh": "data=2,tensor=2"}, ["of 4 devices, but there are 1", "data=1"]),
         ({"mesh": "data=3"}, ["batch_size is 4", "data=3", "3 or 6 would"]),
         ({"mesh": "data=2,fsdp=3"}, ["batch_size is 4", "data·fsdp=6", "; 6 would"]),
         ({"mesh": "fsdp=3", "batch_size": 6}, ["width is 16", "fsdp=3", "15 or 18 would"]),
@@ -47,12 +44,8 @@ def test_a_mesh_that_cannot_be_served_is_refused_with_what_would_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_only_where_its_arrays_keep_their_shapes() -> None:
-    stored = TrainConfig(vocab_size=301, mesh="tensor=4")
-    assert padded_vocab_size(stored) == 304
-    refuse_other_padding(stored, TrainConfig(vocab_size=301, mesh="data=2,tensor=8"))
-    with pytest.raises(UsageError, match=r"pads the vocabulary to 302 .* has 304; resume with .* divides 304"):
-        refuse_other_padding(stored, TrainConfig(vocab_size=301, mesh="tensor=2"))
+def test_the_vocabulary_is_padded_to_equal_parts() -> None:
+    assert padded_vocab_size(TrainConfig(vocab_size=301, mesh="tensor=4")) == 304
 
 
 _CPUS = {

@@ -1,15 +1,12 @@
-import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, load_documents
 from experiments.lm.data.tokenizer import END_OF_TEXT, encode, end_of_text_id, load_tokenizer
-from experiments.lm.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -46,49 +43,6 @@ def test_a_damaged_cache_entry_is_trained_again(documents: list[Document], tmp_p
     entry.write_bytes(content)
     assert not load_tokenizer(documents, 300, tmp_path)[1]
     assert load_tokenizer(documents, 300, tmp_path)[1]
-
-
-def _with(model: dict[str, Any], key: str, value: Any) -> None:
-    model["vocab"][key] = value
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: _with(model, "a", 10**6),  # ids beyond the vocabulary
-        lambda model: _with(model, "a", model["vocab"]["b"]),
-        lambda model: _with(model, "a", -1),
-        lambda model: _with(model, "a", "0"),
-        lambda model: _with(model, "another", 300),
-        lambda model: model["vocab"].update({"?": model["vocab"].pop("a")}),  # a byte without an entry
-        lambda model: model["merges"].append(["a", "no such entry"]),
-        lambda model: model["merges"].append(["a"]),
-        lambda model: model.pop("merges"),
-    ],
-)
-def test_a_cache_entry_that_training_could_not_have_left_is_trained_again(
-    documents: list[Document], tmp_path: Path, change: Callable[[Any], Any]
-) -> None:
-    load_tokenizer(documents, 300, tmp_path)
-    (entry,) = tmp_path.iterdir()
-    whole = json.loads(entry.read_text(encoding="utf-8"))
-    change(whole["model"])
-    entry.write_text(json.dumps(whole), encoding="utf-8")
-    assert not load_tokenizer(documents, 300, tmp_path)[1]
-
-
-def test_of_a_cache_entry_only_its_entries_and_merges_are_taken(documents: list[Document], tmp_path: Path) -> None:
-    """Of the other settings some make the library panic, which is no Exception."""
-    trained, _ = load_tokenizer(documents, 300, tmp_path)
-    (entry,) = tmp_path.iterdir()
-    whole = json.loads(entry.read_text(encoding="utf-8"))
-    whole |= {"normalizer": {"type": "Lowercase"}, "pre_tokenizer": None, "added_tokens": [], "truncation": 7}
-    whole["model"]["continuing_subword_prefix"] = "a" * 40
-    entry.write_text(json.dumps(whole), encoding="utf-8")
-    read, cached = load_tokenizer(documents, 300, tmp_path)
-    assert cached
-    np.testing.assert_array_equal(encode(read, documents), encode(trained, documents))
-    assert read.to_str() == trained.to_str()
 
 
 def test_any_text_survives_and_every_document_ends_with_its_token(documents: list[Document], tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_scalars_on_the_cpu_and_64_bit_labels_go_to_the_device():
 
 @pytest.mark.parametrize(("differentiate", "most"), [(False, 600e-6), (True, 2e-3)])
 def test_the_bridge_costs_the_host_no_more_than_it_did(differentiate, most):
-    """Twice what was measured, in the best of many calls: hosts are shared. `experiments.torch_gpu` has the bound."""
+    """Twice what was measured, in the best of many calls: hosts are shared. `experiments.bench torch_gpu` times it."""
     given = problem(tokens=256, width=64, vocabulary=256)
     hidden, weight, _ = given
     native = [to_jax(x) for x in (hidden, weight, given[2].int())]

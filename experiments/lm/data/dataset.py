@@ -2,29 +2,21 @@
 
 from pathlib import Path
 
-from experiments.lm.config import TrainConfig
+from experiments.lm.config import TrainConfig, UsageError
 from experiments.lm.data import corpus, packing, tokenizer
 from experiments.lm.data.packing import Dataset
-from experiments.lm.errors import UsageError
 
 
 def load_dataset(config: TrainConfig) -> Dataset:
     """Reads, splits, tokenises and packs the text of a run, and prints what it found.
-
-    The tokeniser is trained on the training documents alone.
 
     Raises:
         UsageError: if the text is missing, empty, or too short for the vocabulary or for one batch.
     """
     documents = corpus.load_documents(config.data)
     training, validation = corpus.split(documents, config.validation_fraction)
-    characters = sum(len(document.text) for document in documents)
-    name = config.data or "the Python standard library's source"
-    print(f"text: {name}, {len(documents):,} documents, {characters:,} characters", flush=True)
-
     bpe, cached = tokenizer.load_tokenizer(training, config.vocab_size, Path(config.cache_dir))
-    tokens = tokenizer.encode(bpe, training)
-    end_of_text = tokenizer.end_of_text_id(bpe)
+    tokens, end_of_text = tokenizer.encode(bpe, training), tokenizer.end_of_text_id(bpe)
     rows = packing.pack(tokens, config.sequence_length, end_of_text)
     if len(rows) < config.batch_size:
         raise UsageError(
@@ -32,16 +24,10 @@ def load_dataset(config: TrainConfig) -> Dataset:
             f"{config.sequence_length} tokens; give more text, or lower --batch-size or --sequence-length"
         )
     validation_rows = packing.pack(tokenizer.encode(bpe, validation), config.sequence_length, end_of_text)
-    source = "from the cache" if cached else "trained now"
+    name = config.data or "the Python standard library's source"
     print(
-        f"tokeniser: byte-level BPE of {config.vocab_size:,} entries ({source}); {len(tokens):,} training tokens in "
-        f"{len(rows):,} rows, {packing.counted_labels(validation_rows, end_of_text):,} validation labels",
+        f"text: {name}, {len(documents):,} documents; byte-level BPE of {config.vocab_size:,} entries "
+        f"({'from the cache' if cached else 'trained now'}); {len(tokens):,} training tokens in {len(rows):,} rows",
         flush=True,
     )
-    return Dataset(
-        training=rows,
-        validation=validation_rows,
-        end_of_text=end_of_text,
-        unigram_entropy=packing.unigram_entropy(tokens),
-        digest=corpus.digest(documents),
-    )
+    return Dataset(rows, validation_rows, end_of_text, packing.unigram_entropy(tokens), corpus.digest(documents))

@@ -7,7 +7,9 @@ the label would be the first token of an unrelated one, and is ignored instead.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Dataset:
-    """Packed rows and what is known of them.
+    """Packed int32 rows `[rows, T + 1]` and facts about them.
 
-    Attributes:
-        training: int32 rows `[rows, T + 1]`.
-        validation: int32 rows `[rows, T + 1]`; the last one is filled up with end-of-text tokens.
-        end_of_text: the id of the token that ends a document.
-        unigram_entropy: entropy of the training tokens' own distribution, in nats a token.
-        digest: a digest of the text, to recognise it when a run is resumed.
+    The last row is filled up with end-of-text tokens. `unigram_entropy` is of the training tokens' own distribution, in
+    nats; `digest` recognises the text when a run is resumed.
     """
 
     training: np.ndarray
@@ -86,3 +84,13 @@ def validation_batches(rows: np.ndarray, batch_size: int, end_of_text: int) -> l
     filler = np.full((missing, rows.shape[1]), end_of_text, rows.dtype)
     filled = np.concatenate([rows, filler])
     return list(filled.reshape(-1, batch_size, rows.shape[1]))
+
+
+def mean_loss(dataset: Dataset, batch_size: int, loss: Callable[[np.ndarray], Any]) -> float:
+    """The mean over all counted labels of the validation rows, from what `loss` says of each batch."""
+    batches = validation_batches(dataset.validation, batch_size, dataset.end_of_text)
+    counts = [counted_labels(batch, dataset.end_of_text) for batch in batches]
+    losses = [loss(batch) for batch, count in zip(batches, counts, strict=True) if count]
+    return math.fsum(float(value) * count for value, count in zip(losses, filter(None, counts), strict=True)) / sum(
+        counts
+    )

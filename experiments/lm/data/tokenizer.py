@@ -5,7 +5,6 @@ Every byte has an entry, so any text can be encoded; one special entry ends a do
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,49 +12,37 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.command_line import write_atomically
+from experiments.files import write_atomically
+from experiments.lm.config import UsageError
 from experiments.lm.data.corpus import Document, digest
-from experiments.lm.errors import TooFewEntriesError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 _ENCODED_TOGETHER = 64
 
 
+class TooFewEntriesError(UsageError):
+    """The text does not support a vocabulary of that size, but of `entries`."""
+
+    def __init__(self, message: str, entries: int) -> None:
+        super().__init__(message)
+        self.entries = entries
+
+
 def load_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Path) -> tuple[Tokenizer, bool]:
-    """Returns the tokeniser of these documents, from the cache where it is there.
-
-    Args:
-        documents: what to train on.
-        vocab_size: entries, of which 256 are the bytes and one is the end of a document.
-        cache_dir: where trained tokenisers are kept, one file each, named by everything the result depends on.
-
-    Returns:
-        The tokeniser, and whether it came from the cache.
-
-    Raises:
-        TooFewEntriesError: if the text does not support so many entries.
-        UsageError: if the cache cannot be written.
-    """
+    """The tokeniser of these documents, and whether it came from the cache; a file is named by all it depends on."""
     key = f"{digest(documents)} {vocab_size} {version('tokenizers')}"
     path = cache_dir / f"bpe-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     cached = _read_cached(path, vocab_size)
     tokenizer = cached or _train((document.text for document in documents), vocab_size)
     if cached is None:
-        try:
-            write_atomically(path, tokenizer.to_str())
-        except OSError as error:
-            raise UsageError(f"the cache folder {cache_dir} cannot be written: {error.strerror}") from None
+        write_atomically(path, tokenizer.to_str())
     # A text may spell out "<|endoftext|>": it is text there, not the end of a document. The file does not keep this.
     tokenizer.encode_special_tokens = True
     return tokenizer, cached is not None
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> np.ndarray:
-    """Joins the documents into one stream of token ids, each document followed by the end-of-text token.
-
-    Returns:
-        int32 ids `[tokens]`.
-    """
+    """The documents as one stream of int32 ids `[tokens]`, each document followed by the end-of-text token."""
     end = np.array([end_of_text_id(tokenizer)], np.int32)
     parts: list[np.ndarray] = []
     # An encoding holds far more than its ids, so that all at once would be the run's peak memory.
@@ -68,19 +55,14 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> np.ndarray:
 def end_of_text_id(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document."""
     number = tokenizer.token_to_id(END_OF_TEXT)
-    assert number is not None  # Trained with it, and not read from a cache without it.
+    assert number is not None  # it was trained with it
     return number
 
 
-def _of_bytes(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
+def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    tokenizer = _of_bytes(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         # An entry seen once is a copy of the text rather than a regularity of it.
@@ -101,19 +83,9 @@ def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _read_cached(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokeniser of a file; None where there is none, or none that training could have left.
-
-    Of the file only entries and merges are taken: whatever else it asks for may lie outside of the vocabulary, or make
-    the library panic, which is no Exception.
-    """
+    """The tokeniser of a file; None where there is none, or none of that size: it is trained and written again."""
     try:
-        model = json.loads(path.read_bytes())["model"]
-        vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
-        bytes_and_end = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT}
-        if sorted(vocab.values()) != list(range(vocab_size)) or not vocab.keys() >= bytes_and_end:
-            return None
-        tokenizer = _of_bytes(models.BPE(vocab=vocab, merges=merges))
-        tokenizer.add_special_tokens([END_OF_TEXT])
-    except Exception:  # The library raises plain Exception; a file that cannot be read is trained and written again.
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # The library raises plain Exception.
         return None
-    return tokenizer
+    return tokenizer if tokenizer.get_vocab_size() == vocab_size else None

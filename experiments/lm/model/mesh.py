@@ -11,6 +11,7 @@ inherits the names. Here the names meet the axes of a mesh. XLA inserts the coll
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -18,8 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.lm.config import TrainConfig
-from experiments.lm.errors import UsageError
+from experiments.lm.config import TrainConfig, UsageError
 
 _AXES = ("data", "fsdp", "tensor")
 _SEQUENCE = "sequence"
@@ -31,12 +31,7 @@ _RULES = (("vocabulary", "tensor"), ("heads", "tensor"), ("mlp", "tensor"), ("wi
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything lies. Axes that were not asked for have one device.
-
-    Attributes:
-        mesh: `data`, `fsdp` and `tensor`, from major to minor: the devices of `tensor` talk most and are neighbours.
-        sequence: whether tokens are split over `tensor` between blocks.
-    """
+    """Where everything lies: on a mesh of `data`, `fsdp` and `tensor`, and whether tokens are split between blocks."""
 
     mesh: Mesh
     sequence: bool
@@ -83,63 +78,31 @@ def make_layout(config: TrainConfig) -> Layout:
     """The layout that the configuration asks for; without a mesh everything is on the first device.
 
     Raises:
-        UsageError: if the mesh cannot be read, has more devices than there are, or does not divide the model.
+        UsageError: if the mesh cannot be read, does not fit the devices, or does not divide the model.
     """
     sizes, sequence = _parse(config.mesh)
     _check_division(config, sizes, sequence)
     used, there = math.prod(sizes.values()), jax.device_count()
-    split = [str(size) for size in sizes.values() if size > 1]
-    product = f"{' · '.join(split)} = {used}" if len(split) > 1 else str(used)
-    if used > there:
+    if used > there or (jax.process_count() > 1 and used != there):
         raise UsageError(
-            f"mesh is {config.mesh!r}, which needs {product} devices, but there are {there}; the sizes' product may be "
-            f"at most that, for instance data={there}"
-        )
-    if jax.process_count() > 1 and used != there:
-        raise UsageError(
-            f"mesh is {config.mesh!r}, of {product} devices, but the {jax.process_count()} processes have "
-            f"{there}; with several processes the sizes must multiply to {there}, for instance data={there}"
+            f"mesh is {config.mesh!r}, of {used} devices, but there are {there}; the sizes' product may be at most "
+            f"that, and must be that with several processes, for instance data={there}"
         )
     types = (AxisType.Auto,) * len(_AXES)
     return Layout(jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=types, devices=jax.devices()[:used]), sequence)
 
 
-def refuse_other_padding(stored: TrainConfig, config: TrainConfig) -> None:
-    """A run goes on on any mesh, as long as its arrays keep their shapes.
-
-    Raises:
-        UsageError: if the vocabulary is padded to another size.
-    """
-    old, new = padded_vocab_size(stored), padded_vocab_size(config)
-    if old != new:
-        raise UsageError(
-            f"mesh is {config.mesh!r}, which pads the vocabulary to {new} entries, but the run was started with "
-            f"mesh {stored.mesh!r} and has {old}; resume with a tensor axis that divides {old}"
-        )
-
-
 def _parse(text: str) -> tuple[dict[str, int], bool]:
     """The size of every axis, and whether `sequence` was asked for."""
-    sizes: dict[str, int] = {}
-    sequence = False
-    for part in text.split(",") if text else ():
-        name, equals, size = (word.strip() for word in part.partition("="))
-        if name == _SEQUENCE and not equals:
-            sequence = True
-        elif name not in _AXES:
-            raise UsageError(
-                f"mesh is {text!r}, whose axis {name!r} is unknown; there are {', '.join(_AXES)}, and {_SEQUENCE} "
-                f"without a size: {_FORM}"
-            )
-        elif name in sizes:
-            raise UsageError(f"mesh is {text!r}, which names {name!r} twice; {_FORM}")
-        elif not (size.isascii() and size.isdigit() and int(size)):
-            raise UsageError(f"mesh is {text!r}, where {name} is {size!r}; it must be a number, at least 1: {_FORM}")
-        else:
-            sizes[name] = int(size)
-    if sequence and sizes.get("tensor", 1) == 1:
+    words = text.split(",") if text else []
+    found = [match for word in words if (match := re.fullmatch(r"(data|fsdp|tensor)=([1-9]\d*)", word))]
+    sizes = dict.fromkeys(_AXES, 1) | {match[1]: int(match[2]) for match in found}
+    sequence = _SEQUENCE in words
+    if len(found) + sequence != len(words) or len({match[1] for match in found}) != len(found):
+        raise UsageError(f"mesh is {text!r}; {_FORM}, each axis once and with at least 1 device")
+    if sequence and sizes["tensor"] == 1:
         raise UsageError(f"mesh is {text!r}; sequence splits tokens over the tensor axis, so tensor must be at least 2")
-    return {name: sizes.get(name, 1) for name in _AXES}, sequence
+    return sizes, sequence
 
 
 def _check_division(config: TrainConfig, sizes: dict[str, int], sequence: bool) -> None:

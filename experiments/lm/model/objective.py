@@ -22,11 +22,7 @@ def fused(model: LanguageModel, rows: jax.Array) -> jax.Array:
 
 
 def canonical(model: LanguageModel, rows: jax.Array) -> jax.Array:
-    """The same number as most training scripts compute it.
-
-    Logits `[B, T, V']` are stored in the compute dtype, the log-softmax is taken in float32. The head's own `logits`
-    are not used: they are float32, so their gradient's products would be float32 too, which nobody trains with.
-    """
+    """As most training scripts compute it: logits in the compute dtype, their log-softmax in float32."""
     inputs, labels = inputs_and_labels(rows, model.body.end_of_text)
     logits = _logits(model, inputs)
     if logits.shape[-1] > model.head.vocab_size:
@@ -60,9 +56,8 @@ def _logits(model: LanguageModel, inputs: jax.Array) -> jax.Array:
 
 def kernel(model: LanguageModel) -> jax.Array:
     """The head's parameters as `[H, V']`."""
-    if model.head.kernel is not None:
-        return model.head.kernel[...]
-    return model.body.embedding.embedding[...].T
+    own = model.head.kernel
+    return model.body.embedding.embedding[...].T if own is None else own[...]
 
 
 OBJECTIVES: dict[str, Objective] = {"fused": fused, "canonical": canonical}

@@ -9,11 +9,7 @@ from experiments.lm.config import TrainConfig
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """The learning rate as a function of the number of steps already taken.
-
-    It rises linearly to the peak over the warm-up share of the steps, starting above zero so that the first step is
-    not lost, and falls along half a cosine to its final share of the peak.
-    """
+    """Linear warm-up from above zero, so that the first step is not lost, then half a cosine."""
     warmup_steps = round(config.warmup * config.steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (warmup_steps + 1),

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.lm.config import TrainConfig
-from experiments.lm.errors import UsageError
+from experiments.lm.config import TrainConfig, UsageError
 from experiments.lm.model.mesh import make_layout
 from experiments.lm.model.objective import objective
 from experiments.lm.model.optimizer import make_optimizer
@@ -38,17 +37,11 @@ class StepNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled functions of one loss head and what is known of them before they run.
+    """Compiled functions of one loss head, and facts known before they run.
 
-    Attributes:
-        head: the loss head's name.
-        initial_state: makes the state that a seed determines, the same for every head.
-        abstract_state: its shapes, dtypes and shardings.
-        placed: rows `[B, T + 1]` on the devices, as the steps take them.
-        train: `(state, placed rows)` to the next state and the step's numbers; the old state is given up.
-        validate: `(params, placed rows)` to the mean loss over counted labels.
-        facts: number of trained `parameters`, `step_temporary_bytes` (the training step's memory beside its inputs and
-            outputs, as the compiler planned it) and `compile_seconds`.
+    `train` maps state and placed rows `[B, T + 1]` to the next state and the step's numbers, and gives the old state
+    up; `validate` maps parameters and placed rows to the mean loss over counted labels. `facts` has the `parameters`,
+    the `step_temporary_bytes` that the compiler planned beside inputs and outputs, and `compile_seconds`.
     """
 
     head: str
@@ -61,16 +54,10 @@ class Program:
 
 
 def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
-    """Compiles the training and the validation step of one loss head.
-
-    Args:
-        config: model and optimiser.
-        head: `"fused"`, `"logits"` or `"canonical"`.
-        end_of_text: the id of the token that ends a document.
+    """Compiles the training and the validation step of one loss head: `"fused"`, `"logits"` or `"canonical"`.
 
     Raises:
-        UsageError: if the mesh does not fit, or the fused loss cannot be served as configured, for instance by the
-            implementation asked for.
+        UsageError: if the mesh does not fit, or the fused loss cannot be served as configured.
     """
     started = time.perf_counter()
     layout = make_layout(config)
@@ -120,7 +107,7 @@ def build(config: TrainConfig, head: str, end_of_text: int) -> Program:
     plan = compiled_train.memory_analysis()
 
     def placed(rows: np.ndarray) -> jax.Array:
-        # Every process has all rows, and hands over those of its own devices.
+        # Every process has all rows, and hands over its own devices'.
         return jax.make_array_from_callback(rows.shape, layout.rows, lambda part: rows[part])
 
     return Program(

@@ -24,14 +24,7 @@ _ROTARY_BASE = 10_000.0
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """Rotary position embedding: turns the pair of features (i, i + D/2) at position t by the angle t·base^(−2i/D).
-
-    Args:
-        x: `[B, T, heads, D]`, D even.
-
-    Returns:
-        The same shape and dtype; angles are taken in float32.
-    """
+    """Rotary embedding of `x [B, T, heads, D]`: turns the pair (i, i + D/2) at position t by t·base^(−2i/D)."""
     tokens, features = x.shape[1], x.shape[-1]
     frequencies = _ROTARY_BASE ** (-jnp.arange(0, features, 2, dtype=jnp.float32) / features)
     angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies
@@ -42,15 +35,7 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def same_document(tokens: jax.Array, end_of_text: int) -> jax.Array:
-    """Which keys a query may see besides the causal rule: those of its own document.
-
-    Args:
-        tokens: int `[B, T]`; `end_of_text` is the last token of its document.
-        end_of_text: the id that ends a document.
-
-    Returns:
-        bool `[B, 1, T, T]`, queries by keys.
-    """
+    """Which keys of `tokens [B, T]` a query may see, the causal rule aside: its document's; bool `[B, 1, T, T]`."""
     ends = (tokens == end_of_text).astype(jnp.int32)
     document = jnp.cumsum(ends, axis=1) - ends
     return (document[:, :, None] == document[:, None, :])[:, None]
@@ -136,10 +121,10 @@ class Transformer(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """A transformer and its loss head: what is trained, saved and restored.
+    """A transformer and its loss head, which are trained, saved and restored.
 
     Every parameter names its dimensions in Flax's `out_sharding`, except the norms', which are small. On a mesh they
-    say what is split over which axis (`experiments.lm.model.mesh`), and `residual` how the residual stream lies.
+    tell the axis of each split (`experiments.lm.model.mesh`), and `residual` how the residual stream lies.
     """
 
     def __init__(

@@ -1,0 +1,99 @@
+"""Measures, or makes pages of what was measured: `python -m experiments.bench NAME`.
+
+NAME is a module of `experiments.bench` that measures; `NAME --help` prints what it measures, and its options. Each
+point is written to a JSON file under `experiments/results/` when it is measured; the same command goes on where one
+ended.
+`gpu_report` makes tables and plots of all result files beside them, and `site` makes the documentation's.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from experiments.bench import report, results
+from experiments.bench.processes import apart
+
+MEASURING = (
+    *("gpu_head", "gpu_losses", "gpu_scaling", "cpu_head", "compare_versions", "paper_table", "peers"),
+    *("torch_gpu", "selective_log_softmax", "pipeline_memory", "huggingface_table", "train_speed", "training_evidence"),
+)
+PAGES = {"gpu_report": report.write, "site": report.write_site}
+
+
+def positive(word: str) -> int:
+    """An int above 0, for `argparse`."""
+    if not (word.isascii() and word.isdigit() and int(word)):
+        raise argparse.ArgumentTypeError(f"{word!r} is no positive int")
+    return int(word)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Carries out the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "experiments.bench", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=(*MEASURING, *PAGES), metavar="NAME", help=", ".join((*MEASURING, *PAGES)))
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    given = parser.parse_args(words)
+    try:
+        return (_write if given.name in PAGES else _measure)(given.name, given.options)
+    except results.ResultError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _write(name: str, words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(f"experiments.bench {name}", description=PAGES[name].__doc__)
+    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where result files are")
+    print("\n".join(map(str, PAGES[name](parser.parse_args(words).folder))))
+    return 0
+
+
+def _measure(name: str, words: Sequence[str]) -> int:
+    try:
+        module = importlib.import_module(f"experiments.bench.{name}")
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        print(f"{name} needs the package {package}, which is missing: pip install {package}", file=sys.stderr)
+        return 2
+    options = _options(name, module, words)
+    # A process that measures others in processes of their own starts no framework itself: their pools would stay.
+    machine = apart(results.describe) if getattr(module, "APART", False) else results.describe()
+    options.device = "cpu" if machine["device"] == "cpu" else "cuda"
+    if options.device == "cpu" and not options.dry_run and name != "cpu_head":
+        print(f"{name} measures a GPU and JAX finds none; --dry-run shows on a CPU that it works", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print("DRY RUN: sizes are shrunk; these are not the published measurements", file=sys.stderr)
+        machine |= {results.DRY: True}
+    results.run(module.files(options), machine | {"rounds": options.rounds}, options)
+    return 0
+
+
+def _options(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        f"experiments.bench {name}", None, module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="times each program of a point is timed")
+    parser.add_argument("--minutes", type=float, default=None, help="begin no point that may end later")
+    parser.add_argument("--again", action="store_true", help="measure points that the results already hold")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes by XLA, to see that the command works")
+    if sections := getattr(module, "SECTIONS", None):
+        parser.add_argument("sections", nargs="*", metavar="SECTION", default=list(sections), help=", ".join(sections))
+    if name.startswith("train"):
+        parser.add_argument("--data", default="", help="text file or folder, as for train_lm")
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+    parser.set_defaults(usage_error=parser.error)
+    options = parser.parse_args(words)
+    if options.dry_run and options.out is None:
+        parser.error("--dry-run needs --out: its results are not of the published sizes")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

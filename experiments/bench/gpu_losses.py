@@ -1,0 +1,128 @@
+"""Time and memory on a GPU of the losses beside plain cross entropy: `python -m experiments.bench gpu_losses`.
+
+Sections, each a result file:
+
+    log_probs  log-probability and entropy: forward, and forward+backward with different upstream weights for the two
+    top_k      the 64 largest logits of each row and their log-probabilities
+    given      cross entropy of logits at hand and its gradient, in their buffer ("donated") and not, at 8192 × 131072
+
+The first two at N 16384, V 131072, H 4096 in bfloat16, timed on the device in turn with the bare matrix products:
+forwards as a ratio to the product `hidden·weightᵀ`, forward+backward to that and the two gradient products.
+`given` is limited by memory: the bytes a
+second that two reads and a write of the logits amount to (a forward: one read), as a share of what a copy reaches.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import sections
+from experiments.bench.programs import Program, Shape, both, of_logits
+from experiments.bench.results import ResultFile
+from experiments.bench.sections import Case, Serve
+from experiments.bench.timing import back_to_back, in_turn, temporary_mib
+from pallas_ce import cross_entropy, linear_log_probs, linear_top_k
+from pallas_ce.backends.protocol import Implementation
+
+_SHAPE = (16384, 131072, 4096)
+_K = 64
+
+
+def log_probs(serve: Serve, _: Shape) -> dict[str, Program]:
+    """Log-probability and entropy, and all gradients through both."""
+
+    def forward(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+        return linear_log_probs(hidden, weight, labels, return_entropy=True, implementation=serve("mosaic_gpu"))
+
+    def weighted(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        found = forward(hidden, weight, labels)
+        angle = labels.astype(jnp.float32)  # weights of either sign, different for the two, and from row to row
+        total: jax.Array = jnp.sum(jnp.cos(angle) * found.log_probs + jnp.sin(angle) * found.entropy)
+        return total
+
+    return {"forward": forward, "both": both(weighted)}
+
+
+def top_k(serve: Serve, _: Shape) -> dict[str, Program]:
+    """The k largest logits."""
+    return {"forward": lambda hidden, weight, _: linear_top_k(hidden, weight, _K, implementation=serve("mosaic_gpu"))}
+
+
+# The yardstick is the faster of these; each reads the array once and writes it once.
+COPIES: dict[str, Program] = {
+    "copy": lambda logits, labels: jnp.copy(logits),
+    "negation": lambda logits, labels: -logits,
+}
+
+# Passes over the array in which the loss alone, and the loss with its gradient, are made: the statistics must be known
+# before the first entry of the gradient is, so that logits which no cache holds are read twice.
+_FORWARD_PASSES = 1
+_PASSES = 3
+_COPY_PASSES = 2
+
+_DONATED = "donated"
+
+
+def of_stored(serve: Serve, _: Shape) -> dict[str, Program]:
+    """Ours by the kernels and by XLA, with logits that are kept and that are donated, and plain JAX."""
+    found: dict[str, Program] = {}
+    names: tuple[Implementation, ...] = ("mosaic_gpu", "xla")
+    for name in names:
+        ours = functools.partial(cross_entropy, implementation=serve(name))
+        both = jax.value_and_grad(ours)
+        found |= {f"forward {name}": ours, f"kept {name}": both, f"{_DONATED} {name}": both}
+    return found | {"forward plain": of_logits, "kept plain": jax.value_and_grad(of_logits)}
+
+
+class _InPlace:
+    """A program that donates the logits, called again and again: each launch takes the gradient that the last left."""
+
+    def __init__(self, compiled: Any, logits: jax.Array) -> None:
+        self._compiled, self._buffer = compiled, jnp.copy(logits)
+
+    def __call__(self, _: jax.Array, labels: jax.Array) -> jax.Array:
+        loss, self._buffer = self._compiled(self._buffer, labels)
+        return loss
+
+
+def measure_stored(shape: Shape, contenders: dict[str, Program], rounds: int) -> dict[str, Any]:
+    """Times, memory and bandwidth of `(logits, labels) -> ...` at one shape `(N, V, anything)`, in turn.
+
+    Of each program `bytes_per_second` for the passes that it has to make, and `share`, that over the copy's. Names that
+    begin with "forward" and "donated" are that.
+    """
+    n, v, _ = shape
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = jax.random.normal(keys[0], (n, v), jnp.bfloat16)
+    labels = jax.random.randint(keys[1], (n,), 0, v)
+    compiled: dict[str, Any] = {
+        name: jax.jit(program, donate_argnums=(0,) if name.startswith(_DONATED) else ()).lower(logits, labels).compile()
+        for name, program in (COPIES | contenders).items()
+    }
+    ready = {n: _InPlace(program, logits) if n.startswith(_DONATED) else program for n, program in compiled.items()}
+    for program in ready.values():
+        jax.block_until_ready(program(logits, labels))
+    found = in_turn(ready, lambda program: back_to_back(program, (logits, labels)), rounds)
+    copied = max(_COPY_PASSES * logits.nbytes / (1e-3 * found[name]["ms"]) for name in COPIES)
+    for name, result in found.items():
+        result["temporary_mib"] = temporary_mib(compiled[name])
+        if name in contenders:
+            passes = _FORWARD_PASSES if name.startswith("forward") else _PASSES
+            reached = passes * logits.nbytes / (1e-3 * result["ms"])
+            result |= {"bytes_per_second": reached, "share": reached / copied}
+    return {"n": n, "v": v, "copy_bytes_per_second": copied, "results": found}
+
+
+SECTIONS = {
+    "log_probs": [Case("log_probs", _SHAPE, log_probs)],
+    "top_k": [Case("top_k", _SHAPE, top_k)],
+    "given": [Case("given", (8192, 131072, 1), of_stored, measure_stored)],
+}
+
+
+def files(options: argparse.Namespace) -> list[ResultFile]:
+    """A result file a section."""
+    return sections.files("gpu_losses", SECTIONS, options)

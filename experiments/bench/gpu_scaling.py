@@ -1,0 +1,126 @@
+"""How the head scales over the GPUs of one host: `python -m experiments.bench gpu_scaling`.
+
+Layouts, each with both backward modes and beside the canonical loss, which XLA splits over the same mesh by itself:
+
+    one       N rows on the first GPU, the others idle: what scaling is measured by
+    tensor    the vocabulary split, the same N: strong scaling, t(one) / (gpus · t)
+    sequence  the rows split, too: its time beside tensor's, at 1/gpus of the hidden states' memory
+    data      the rows split, N each: weak scaling, t(one) / t, with the gradients' all-reduce
+
+Forward and backward, for both gradients, in bfloat16. Times are of the wall clock, of calls one after the other. All
+layouts and losses of a number of GPUs take turns, in either direction, since clocks drift by more than the
+differences. Each number of GPUs has a result file. `efficiency` is a share of the first GPU's rate times the GPUs,
+`to_tensor` sequence's time by tensor's, `to_canonical` ours by the canonical loss's of the same layout.
+"""
+
+import argparse
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.bench import programs
+from experiments.bench.programs import Program, Shape, bare, both, ours
+from experiments.bench.results import Point, Record, ResultFile
+from experiments.bench.sections import dry
+from experiments.bench.timing import in_turn, of_series
+
+# Reductions inside the NVLink switch (multicast) stay off: machines of the same GPUs differ in whether they allow them.
+os.environ["NCCL_NVLS_ENABLE"] = "0"
+
+SHAPE = (16384, 262144, 4096)
+_LAUNCHES = 3  # of a round
+
+
+class Layout(NamedTuple):
+    """How the arrays lie on the mesh's one axis: hidden states and labels, and the weight.
+
+    `more_rows`: each GPU brings N rows of its own; `alone`: the mesh is the first GPU's.
+    """
+
+    hidden: P
+    weight: P
+    more_rows: bool = False
+    alone: bool = False
+
+
+LAYOUTS = {
+    "one": Layout(P(), P(), alone=True),
+    "tensor": Layout(P(), P("gpu")),
+    "sequence": Layout(P("gpu"), P("gpu")),
+    "data": Layout(P("gpu"), P(), more_rows=True),
+}
+
+
+def canonical(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross entropy of stored bfloat16 logits; the target's is picked by a sum, which needs no gather of the logits."""
+    wide = bare(hidden, weight, labels).astype(jnp.float32)
+    chosen = jnp.arange(weight.shape[0]) == labels[:, None]
+    return jnp.mean(jax.nn.logsumexp(wide, axis=1) - jnp.sum(jnp.where(chosen, wide, 0), axis=1))
+
+
+LOSSES: dict[str, Program] = {mode: ours(None, backward=mode) for mode in ("in_forward", "recompute")}
+LOSSES["canonical"] = canonical
+
+
+def inputs(shape: Shape, layout: Layout, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """The inputs of every benchmark of the head, made where they lie."""
+    n, v, h = shape
+    places = tuple(NamedSharding(mesh, spec) for spec in (layout.hidden, layout.weight, layout.hidden))
+    rows = n * mesh.size if layout.more_rows else n
+    made: tuple[jax.Array, ...] = jax.jit(lambda: programs.inputs(rows, v, h), out_shardings=places)()
+    return made
+
+
+def measure(gpus: int, shape: Shape, rounds: int) -> Record:
+    """All layouts on that number of GPUs: of each loss its median milliseconds, all samples, and memory of one GPU."""
+    compiled: dict[tuple[str, str], Any] = {}
+    data: dict[str, tuple[jax.Array, ...]] = {}
+    for name, layout in LAYOUTS.items():
+        devices = jax.devices()[: 1 if layout.alone else gpus]
+        mesh = jax.make_mesh((len(devices),), ("gpu",), axis_types=(AxisType.Auto,), devices=devices)
+        data[name] = inputs(shape, layout, mesh)
+        places = NamedSharding(mesh, P()), tuple(array.sharding for array in data[name][:2])
+        for loss_name, loss in LOSSES.items():
+            jitted = jax.jit(both(loss), out_shardings=places)
+            # One after the other: XLA chooses among cuBLAS's products by timing them.
+            compiled[name, loss_name] = jitted.lower(*data[name]).compile()
+    runs = {key: functools.partial(program, *data[key[0]]) for key, program in compiled.items()}
+    clock = functools.partial(of_series, wait=jax.block_until_ready, launches=_LAUNCHES)
+    found: dict[tuple[str, str], Record] = {}
+    for (name, key), timed in in_turn(runs, clock, rounds).items():
+        plan = compiled[name, key].memory_analysis()
+        kinds = {"inputs": "argument", "outputs": "output", "temporary": "temp"}
+        sizes = {f"{to}_mib": getattr(plan, f"{of}_size_in_bytes") / 2**20 for to, of in kinds.items()}
+        found[name, key] = timed | {"loss": float(runs[name, key]()[0])} | sizes
+    return {**dict(zip("nvh", shape, strict=True)), "gpus": gpus, "results": with_ratios(found, gpus)}
+
+
+def with_ratios(found: dict[tuple[str, str], Record], gpus: int) -> dict[str, Record]:
+    """The results by layout and loss in a word, with what follows from one another; see the module's docstring."""
+    for (name, loss), record in found.items():
+        layout, canonical = LAYOUTS[name], found[name, "canonical"]
+        if not math.isclose(record["loss"], canonical["loss"], rel_tol=2**-8):
+            raise RuntimeError(f"{name} on {gpus} GPUs: {loss} is {record['loss']}, canonical {canonical['loss']}")
+        if not layout.alone:
+            record["efficiency"] = found["one", loss]["ms"] / ((1 if layout.more_rows else gpus) * record["ms"])
+        if name == "sequence":
+            record["to_tensor"] = record["ms"] / found["tensor", loss]["ms"]
+        if loss != "canonical":
+            record["to_canonical"] = record["ms"] / canonical["ms"]
+    return {", ".join(key): record for key, record in found.items()}
+
+
+def files(options: argparse.Namespace) -> list[ResultFile]:
+    """A file for 2, 4 and 8 GPUs, as many as there are."""
+    there = jax.device_count()
+    if there < 2:
+        options.usage_error(f"there is {there} device; scaling needs at least 2")
+    shape = dry(SHAPE) if options.dry_run else SHAPE
+    points = {n: [Point(f"{n} GPUs", functools.partial(measure, n, shape, options.rounds))] for n in (2, 4, 8)}
+    return [ResultFile(f"gpu_scaling_{gpus}", points[gpus], "gpu_scaling") for gpus in points if gpus <= there]

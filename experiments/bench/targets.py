@@ -1,0 +1,103 @@
+"""Figures of merit from result files: each target of `targets.toml` with what was reached."""
+
+import collections
+import fnmatch
+import functools
+import math
+import statistics
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.bench.programs import FORWARD, IN_FORWARD, RECOMPUTE
+from experiments.bench.tables import table
+
+Documents = Mapping[str, Mapping[str, Any]]
+Points = Mapping[str, Mapping[str, Any]]
+
+TARGETS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["target"]
+_OURS = (FORWARD, IN_FORWARD, RECOMPUTE)
+
+
+def targets_table(documents: Documents) -> str:
+    """Each target beside what was measured."""
+    columns = {"figure": "{what}", "target": "{bound}", "measured": "{value:.4g}", "reached": "{reached}"}
+    documents = {**documents, "fastest": fastest(documents)}
+    return table((judged(target, documents) for target in TARGETS), columns)
+
+
+def judged(target: Mapping[str, Any], documents: Documents) -> dict[str, Any]:
+    """The target with its `bound` in words and, where the file is there, its `value` and whether it is `reached`."""
+    least = "at_least" in target
+    bound = target["at_least" if least else "at_most"]
+    row = {**target, "bound": f"{'≥' if least else '≤'} {bound:g}"}
+    if not (values := _values(target, documents.get(target["file"], {"points": {}})["points"])):
+        return row
+    value = statistics.geometric_mean(values) if target.get("of") == "mean" else (min if least else max)(values)
+    return row | {"value": value, "reached": "yes" if (value >= bound if least else value <= bound) else "no"}
+
+
+def _values(target: Mapping[str, Any], points: Points) -> list[float]:
+    found = select(points, target["select"])
+    for name, (least, most) in target.get("where", {}).items():
+        found = {key: value for key, value in found.items() if least <= points[key[0]][name] <= most}
+    for name, combined in (("minus", float.__sub__), ("over", float.__truediv__)):
+        if name in target:
+            others = {point: value for (point, _), value in select(points, target[name]).items()}
+            only = math.nan if "*" in target[name].partition("/")[0] else next(iter(others.values()), math.nan)
+            found = {key: combined(value, others.get(key[0], only)) for key, value in found.items()}
+    return [value for value in found.values() if not math.isnan(value)]
+
+
+def select(points: Points, selector: str) -> dict[tuple[str, str], float]:
+    """The numbers of a selector, by point and program; see `targets.toml`."""
+    name, *program, number = selector.split("/")
+    found = {}
+    for key, point in points.items():
+        if fnmatch.fnmatchcase(key, name):
+            sizes = {"dH_mib": 4 * point.get("n", 0) * point.get("h", 0) / 2**20}
+            sizes["dW_mib"] = 4 * point.get("v", 0) * point.get("h", 0) / 2**20
+            records = point.get("results", {}) if program else {"": {**point, **sizes}}
+            for other, record in records.items():
+                if not program or fnmatch.fnmatchcase(other, program[0]):
+                    value = functools.reduce(lambda at, part: at.get(part, {}), number.split("."), record)
+                    if isinstance(value, int | float):
+                        found[key, other] = float(value)
+    return found
+
+
+def fastest(documents: Documents) -> dict[str, Any]:
+    """At which share of the points our programs are faster than stored logits and every peer, as a document."""
+    peers = [document["points"] for name, document in documents.items() if name.startswith("peers")]
+    points: dict[str, Any] = {}
+    for section in ("grid", "heads") if peers else ():
+        ours = documents.get(f"gpu_head_{section}", {"points": {}})["points"]
+        results = {}
+        for program in (FORWARD, IN_FORWARD):
+            won, counted = wins(program, ours, *peers)
+            results[program] = {"share": won / counted} if counted else {}
+        points[section] = {"results": results}
+    return {"points": points}
+
+
+def wins(ours: str, section: Points, *peers: Points) -> tuple[int, int]:
+    """At how many points our program is faster than every other of its kind, and at how many all processes timed it.
+
+    Another is compared with ours of the same process. Where several processes timed both, the geometric mean counts,
+    since a GPU's clocks move the comparison of a single one by several per cent.
+    """
+    won = counted = 0
+    for name in section:
+        processes = [points.get(name, {}).get("results", {}) for points in (section, *peers)]
+        if not all(ours in results for results in processes):
+            continue
+        relative: dict[str, list[float]] = collections.defaultdict(list)
+        for results in processes:
+            for other, found in results.items():
+                alike = other.startswith(FORWARD) == ours.startswith(FORWARD) and other not in _OURS
+                if alike and "ratio" in found:  # bare products have none
+                    relative[other].append(results[ours]["ratio"] / found["ratio"])
+        counted += 1
+        won += all(statistics.geometric_mean(several) < 1 for several in relative.values())
+    return won, counted

@@ -1,1 +1,0 @@
-"""A run: steps, checkpoints, records, plots, and several processes."""

@@ -1,0 +1,191 @@
+"""Every command that measures runs at small sizes on a CPU, and what is timed is timed as it should be."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from experiments.bench import compare_versions, gpu_head, paper_table, timing, train_speed, training_evidence, trainings
+from experiments.bench.__main__ import main
+from experiments.bench.gpu_head import GRID, SECTIONS
+from experiments.bench.paper_table import TABLE
+from experiments.bench.processes import apart
+from experiments.lm.config import TrainConfig
+
+
+def traced(programs: dict[str, Any], arguments: Any, rounds: int, *_: Any) -> dict[str, Any]:
+    """In place of a measurement: traces every program, which fails where one is wrong."""
+    for name, program in programs.items():
+        jax.eval_shape(program, *arguments[name])
+    return {name: {"ms": 1.0, "samples": [1.0] * rounds, "temporary_mib": 0.0} for name in programs}
+
+
+def dry_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
+    """Runs the command; the points of its files."""
+    assert main([name, "--dry-run", "--rounds", "2", "--out", str(folder), *words]) == 0
+    documents = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert all(d["machine"]["dry_run"] and {"device", "jax", "date"} <= set(d["machine"]) for d in documents.values())
+    assert all(d["command"].startswith(f"python -m experiments.bench {name}") for d in documents.values())
+    return {stem: document["points"] for stem, document in documents.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu_head", []),
+        ("gpu_losses", ["log_probs", "top_k"]),
+        ("paper_table", []),
+        ("compare_versions", ["pallas_ce"]),
+    ],
+)
+def test_every_program_of_a_command_can_be_timed(
+    name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "compiled_in_turn", traced)
+    monkeypatch.setattr(gpu_head, "SECTIONS", {section: cases[:1] for section, cases in SECTIONS.items()})
+    monkeypatch.setattr(paper_table, "TABLE", dict(list(TABLE.items())[:2]))
+    monkeypatch.setattr(compare_versions, "GRID", GRID[:1])
+    monkeypatch.setattr(compare_versions, "HEADS", {})
+    monkeypatch.setattr(timing, "compile_seconds", lambda _, programs, __: {"results": {n: {} for n in programs}})
+    found = dry_run(name, tmp_path, *words)
+    sections = list(SECTIONS) if name == "gpu_head" else words if name == "gpu_losses" else [""]
+    assert set(found) == {f"{name}_{section}".rstrip("_") for section in sections}
+    assert all(point["results"] for points in found.values() for point in points.values())
+    capsys.readouterr()
+    dry_run(name, tmp_path, *words)
+    assert capsys.readouterr().out == ""  # all of it is there
+
+
+@pytest.mark.parametrize(("name", "words"), [("cpu_head", []), ("gpu_losses", ["given"])])
+def test_programs_are_compiled_and_timed(name: str, words: list[str], tmp_path: Path) -> None:
+    (points,) = dry_run(name, tmp_path, *words).values()
+    (point,) = points.values()
+    assert all(result["ms"] > 0 and len(result["samples"]) == 2 for result in point["results"].values())
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_several_devices_are_measured_in_every_layout(tmp_path: Path) -> None:
+    words = ["gpu_scaling", "--dry-run", "--rounds", "1", "--out", str(tmp_path)]
+    assert apart(main, words, XLA_FLAGS="--xla_force_host_platform_device_count=2") == 0
+    (point,) = json.loads((tmp_path / "gpu_scaling_2.json").read_text())["points"].values()
+    found = point["results"]
+    assert len(found) == 4 * 3
+    one, tensor, data = (found[f"{layout}, recompute"]["ms"] for layout in ("one", "tensor", "data"))
+    assert found["tensor, recompute"]["efficiency"] == pytest.approx(one / (2 * tensor))
+    assert found["data, recompute"]["efficiency"] == pytest.approx(one / data)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Trainings that have a process of their own run here, with the tests' caches."""
+    monkeypatch.chdir(cache)
+    for module in (trainings, train_speed, training_evidence):
+        monkeypatch.setattr(module, "apart", lambda function, *given, **_: function(*given))
+
+
+def test_the_loop_is_compared_with_its_step(in_this_process: None, text: Path, tmp_path: Path) -> None:
+    found = dry_run("train_speed", tmp_path, "--data", str(text))["train_speed"]["defaults"]
+    for result in found["results"].values():
+        assert result["ratio"] == result["step"]["ms"] / result["loop"]["ms"]
+        before, after = (result["start"][when]["backend_seconds"] for when in ("before", "after"))
+        assert 0 < after < before / 2  # what is kept is only loaded
+    assert found["fused_to_canonical"] > 0
+
+
+def test_trainings_are_compared_and_what_is_missing_is_left_out(
+    in_this_process: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = dry_run("training_evidence", tmp_path, "--data", str(text))["training_evidence"]
+    assert "TRL is left out: torch is not installed" in capsys.readouterr().err
+    assert list(found) == [f"train_lm, {head}{part}" for part in ("", trainings.LARGEST) for head in train_speed.HEADS]
+    fused, canonical = (found[f"train_lm, {head}"]["losses"] for head in train_speed.HEADS)
+    assert fused == pytest.approx(canonical, abs=1e-4)
+    assert fused[-1] < fused[0]
+    assert main(["gpu_report", "--folder", str(tmp_path)]) == 0
+    assert "| train_lm, fused and canonical |" in (tmp_path / "training_evidence.md").read_text()
+
+
+@pytest.mark.parametrize("most", [3, 37, 1000])
+def test_the_largest_batch_is_found_to_one_in_sixteen(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stands_in(function: Any, family: str, config: TrainConfig, *_: Any) -> float | None:
+        return 5.0 if config.batch_size <= most else None
+
+    monkeypatch.setattr(trainings, "apart", stands_in)
+    found = trainings.largest("train_lm", TrainConfig(batch_size=4), "fused", "cpu")
+    assert most - max(1, most // 16) <= found["batch"] <= most
+    monkeypatch.setattr(trainings, "apart", lambda *_: None)
+    with pytest.raises(RuntimeError, match="no batch of train_lm, fused could be run"):
+        trainings.largest("train_lm", TrainConfig(batch_size=4), "fused", "cpu")
+
+
+def test_a_text_that_supports_fewer_entries_is_trained_on_with_what_it_supports(text: Path, cache: Path) -> None:
+    config = dataclasses.replace(trainings.DRY, vocab_size=60000, data=str(text), cache_dir=str(cache))
+    dataset, sizes = trainings.load_text(config)
+    assert 257 < sizes["tokenizer_entries"] < 60000
+    assert dataset.training.max() < sizes["tokenizer_entries"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gird"], "invalid choice: 'gird'"),
+        (["gpu_head", "gird", "--dry-run", "--out", "x"], "there is no section 'gird'"),
+        (["gpu_head", "--dry-run"], "--dry-run needs --out"),
+        (["cpu_head", "--rounds", "0"], "'0' is no positive int"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_says_what_would_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu_head"]) == 2
+    assert "--dry-run shows on a CPU that it works" in capsys.readouterr().err
+
+
+def test_rounds_go_in_either_direction_and_the_first_is_not_counted() -> None:
+    order: list[int] = []
+
+    def milliseconds(run: int) -> float:
+        order.append(run)
+        return float(len(order))
+
+    found = timing.in_turn({"a": 0, "b": 1, "c": 2}, milliseconds, 2)
+    assert order == [0, 1, 2, 2, 1, 0, 2, 0, 1]
+    assert found["a"] == {"ms": 7.0, "samples": [6.0, 8.0]}
+
+
+def test_ratios_are_to_the_bare_product_or_to_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "back_to_back", lambda *_: 1.0)
+    found = timing.measure((16, 32, 16), {"forward": lambda h, w, _: h @ w.T, "x": lambda h, w, _: h @ w.T}, 1)
+    assert [found["results"][name]["ratio"] for name in ("forward", "x")] == [1.0, pytest.approx(1 / 3)]
+    programs = {"vast": lambda h, w, _: jax.numpy.zeros(2**50, "int8") + h[0, 0].astype("int8")}
+    assert "RESOURCE_EXHAUSTED" in timing.measure((16, 32, 16), programs, 1)["left_out"]["vast"]
+
+
+def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a millisecond each, the first of which takes six."""
+    now, launches = [0.0], []
+
+    def launch() -> None:
+        now[0] += 1e-3 if launches else 6e-3
+        launches.append(None)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    assert timing.per_launch(launch, lambda last: None) == pytest.approx(1.0)
+
+
+@pytest.mark.gpu
+def test_programs_are_timed_on_the_gpu() -> None:
+    (case,) = SECTIONS["options"]
+    programs = case.programs(lambda name: name, case.shape)
+    record = timing.measure((512, 4096, 256), programs, 1)
+    assert all(record["results"][name]["ratio"] > 0 for name in programs)
