@@ -135,7 +135,10 @@ class Rows:
 
     def blocks(self, total: int, size: int, *, skipped: bool = False) -> "RowBlocks":
         """The places of `total` rows, in blocks of `size`; see `RowBlocks.skipped`."""
-        return RowBlocks(self, Tiles(total, size), skipped)
+        rows = self
+        if skipped and self.order is None and total % size:  # the last block is to run over, not to start early
+            rows = Rows.counted(jnp.ones(total, bool))
+        return RowBlocks(rows, Tiles(total, size), skipped)
 
 
 def _counted_up_to(mask: jax.Array) -> jax.Array:

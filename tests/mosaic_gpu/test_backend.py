@@ -1,6 +1,7 @@
 """Losses and gradients by the kernels, under the GPU interpreter: one table of problems, beside the float64 oracle."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -259,6 +260,25 @@ def test_losses_of_statistics(
         assert found.dtype == dtype
         bound = roundings * jnp.finfo(dtype).eps / 2 * np.abs(right).max() + 1e-6
         assert np.abs(found.astype(jnp.float32) - right).max() <= bound
+
+
+def test_the_last_of_several_blocks_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch, interpreted: Any) -> None:
+    """Statistics without a mask, whose blocks do not end where the rows do."""
+    plan = Plan(128, 256, 2**20, 320, True)
+    assert recomputation.in_place(HeadSpec(256, 320, 320, 0, BFLOAT16, None), plan.rows, plan.columns)
+    monkeypatch.setattr(plans, "recompute", lambda *given: plan)
+    p, factors = make(5, 200, 256, 320), np.arange(200, dtype=np.float32)
+    head = p.arrays["hidden"].astype(BFLOAT16), p.arrays["weight"].astype(BFLOAT16)
+
+    def gradients(how: Any, *head: Any) -> Any:
+        def weighted(*head: Any) -> jax.Array:
+            return jnp.sum(factors * linear_row_statistics(*head, statistics=("lse",), implementation=how).lse)
+
+        return jax.grad(weighted, (0, 1))(*head)
+
+    found = interpreted(functools.partial(gradients, "mosaic_gpu"))(*head)
+    for got, want in zip(found, gradients("reference", *head), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02 * np.abs(want).max())
 
 
 def test_a_shard_of_padding_only_leaves_nothing(interpreted: Any) -> None:
