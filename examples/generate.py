@@ -53,7 +53,7 @@ def hidden_states(model: Model, tokens: jax.Array) -> jax.Array:
 def generate(
     key: jax.Array, model: Model, first: jax.Array, length: int, temperature: float, top_p: float | None = None
 ) -> Samples:
-    """So many tokens after the first ones `[B]`, and the log-probabilities they were drawn with, `[B, length]` each."""
+    """Returns `length` ids after `first` `[B]`, and the log-probabilities they were drawn with, `[B, length]` each."""
 
     def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Samples]:
         state = advance(model, *carry)

@@ -59,7 +59,7 @@ def batches() -> Iterable[jax.Array]:
 
 
 def main() -> None:
-    """Trains, and compares the loss with that of the head's logits."""
+    """Trains, and compares the loss with one computed from logits."""
     model = LanguageModel()
     variables = model.init(jax.random.key(0), jnp.zeros((1, TIME + 1), jnp.int32))
     optimizer = optax.adam(3e-3)

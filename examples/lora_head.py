@@ -72,7 +72,7 @@ def batches(text: np.ndarray, count: int) -> Iterable[tuple[jax.Array, jax.Array
 
 
 def trained[T](parameters: T, loss: Callable[..., jax.Array], text: np.ndarray, steps: int, *frozen: Any) -> T:
-    """The parameters after so many steps of Adam; `frozen` is what the loss takes beside them."""
+    """Returns the parameters after `steps` steps of Adam; the loss takes `frozen` beside them."""
     optimizer = optax.adam(1e-2)
 
     @jax.jit

@@ -1,8 +1,8 @@
 """Trains a model of Flax NNX on a mesh, data by vocabulary: `python examples/nnx_mesh.py`.
 
 Four devices of a CPU are two parts of the batch by two of the vocabulary. The parameters say in Flax's metadata
-(`out_sharding`) how they are split: embedding and head over the vocabulary. The loss needs no word about it, and is
-that of one device. It takes seconds on a CPU, and needs the extra `flax`.
+(`out_sharding`) how they are split: embedding and head over the vocabulary. The loss needs no word about it, and
+equals one device's. It takes seconds on a CPU, and needs the extra `flax`.
 """
 
 from collections.abc import Iterable

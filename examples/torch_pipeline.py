@@ -2,7 +2,7 @@
 
 `take_head` makes the last stage return hidden states in training, and the schedule's loss function has the head: no
 logits of the microbatches in flight are kept. Each of two processes has a stage; any schedule of
-`torch.distributed.pipelining` would do. The losses are those of one process with logits. It takes seconds on a CPU, and
+`torch.distributed.pipelining` would do. One process with logits has the same losses. It takes seconds on a CPU, and
 needs the extra `torch`.
 """
 

@@ -88,7 +88,7 @@ def needs_plugin() -> None:
 
 
 def h200_mesh(gpus: int = 1, axis: str = "gpu") -> Mesh:
-    """A mesh of so many H200s of one process, to compile for; skips the test where the extra is missing."""
+    """A mesh of `gpus` H200s of one process, to compile for; skips the test where the extra is missing."""
     needs_plugin()
     topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{gpus}", target_config=_TARGET)
     return Mesh(np.array(topology.devices), (axis,), axis_types=(AxisType.Auto,))

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def tpu_mesh(topology: str, chips: int, axis: str = "tpu") -> Mesh:
-    """A mesh of so many chips of a topology such as "v5e:2x2"; skips the test where the extra is missing."""
+    """A mesh of `chips` chips of a topology such as "v5e:2x2"; skips the test where the extra is missing."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("compiling for a TPU needs the tpu-compile extra")
     # No metadata server tells what machine this is, and there are no other hosts; but other processes may compile.

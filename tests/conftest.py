@@ -16,7 +16,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
         processors, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         os.sched_setaffinity(0, processors[int(worker.removeprefix("gw")) % len(processors) :: workers])
-    # XLA's threads, of which every warpgroup that the GPU interpreter has waiting keeps one.
+    # XLA's threads: each warpgroup that waits in the GPU interpreter keeps one.
     os.environ.setdefault("NPROC", "16")
 
 from collections.abc import Iterable, Iterator
@@ -99,7 +99,7 @@ def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 
 def _varied(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many cases of a parametrised test, one after the other with the most values that no earlier one has."""
+    """Takes `count` cases of a parametrised test, each in turn with the most values that no earlier one has."""
 
     if len(items) <= count:
         return items

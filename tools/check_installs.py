@@ -45,7 +45,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def installs(page: str) -> set[str]:
-    """Returns what a page installs: the extras of each request, without those of a GPU's platform, as in `torch,trl`.
+    """Returns what a page installs: the extras of each request, without a GPU platform's, as in `torch,trl`.
 
     Raises:
         ValueError: the page installs something else, or names an extra that is not declared.

@@ -102,7 +102,7 @@ def run_example(wheel: Path) -> None:
 
 
 def main() -> None:
-    """Builds the wheel, checks what is in it and runs an example from it."""
+    """Builds the wheel, checks its contents and runs an example from it."""
     wheel = build("wheel", Path(sys.argv[1]).resolve())
     check_contents(wheel)
     run_example(wheel)

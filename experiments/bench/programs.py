@@ -1,4 +1,4 @@
-"""What is timed: bare products, stored logits, and our losses, all `(hidden, weight, labels) -> ...` in bfloat16."""
+"""Timed programs: bare products, stored logits, and our losses, all `(hidden, weight, labels) -> ...` in bfloat16."""
 
 import functools
 from collections.abc import Callable

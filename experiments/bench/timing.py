@@ -2,9 +2,9 @@
 
 A launch's own cost hides behind the previous launch; the first one's, and the last synchronisation's, are one or
 two thousandths of a series. The clocks that a GPU's power allows drift by several per cent within seconds, more than
-most differences that matter, so many short rounds go through all programs of a point, in either direction in turn and
-each time beginning with another: each meets the clocks that the others meet. Only ratios within a point are compared. A
-first round, not counted, warms a GPU that has rested.
+most differences that matter. Hence many short rounds go through all programs of a point, in either direction in turn
+and each time beginning with another: each meets the clocks that the others meet. Only ratios within a point are
+compared. A first round, not counted, warms a GPU that has rested.
 """
 
 import collections

@@ -43,11 +43,11 @@ _QUEUED_CYCLES = 25_000_000
 _CALLS_FOR_MEMORY = 3
 _CALLS_ALONE = 10
 
-# Calls that follow each other, as those of a training step's microbatches do. Some thirty exchanges ahead of the
+# Calls that follow each other, as a training step's microbatches do. Some thirty exchanges ahead of the
 # device, four to eight calls, the host waits for it: that is the device's time, and is not to be counted.
 _IN_A_ROW = 4
 
-# What is called, and whether it differentiates. The first calls compile and fill pools.
+# Each call, and whether it differentiates. The first calls compile and fill pools.
 _CALLS = {"forward": False, "forward+backward": True}
 _WARM_CALLS = 3
 

@@ -97,7 +97,7 @@ def plot(records: list[Record], folder: Path) -> None:
 
 
 def report(records: list[Record], run: Path) -> str:
-    """What is printed at the end of a run."""
+    """The text printed when a run ends."""
     summaries = [record for record in records if record["kind"] == "summary"]
     lines = [
         f"{record['head']}: validation loss {record['validation_loss']:.4f} nats per token, "

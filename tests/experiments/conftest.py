@@ -61,7 +61,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_compiled_once() -> Iterator[None]:
-    """Compiling takes far longer than the tiny runs: runs that differ in what is not compiled share their programs."""
+    """Compiling takes far longer than the tiny runs: runs that differ in uncompiled settings share their programs."""
     cached = functools.lru_cache(program.build)
     neutral = {"head": "both", "seed": 0, "validate_every": 1, "checkpoint_every": 1, "data": "", "cache_dir": ""}
 

@@ -84,7 +84,7 @@ def curves() -> Iterator[str]:
 
 
 def command() -> Iterator[str]:
-    """The command itself: a run begun on one mesh goes on on another, and is that of one device."""
+    """The command itself: a run begun on one mesh goes on on another, and equals one device's."""
     folder = Path(sys.argv[2])
     options = [
         *("--data", str(folder / "text"), "--cache-dir", str(folder), "--vocab-size", "300"),

@@ -1,4 +1,4 @@
-"""Every command that measures runs at small sizes on a CPU, and what is timed is timed as it should be."""
+"""Every command that measures runs at small sizes on a CPU, and programs are timed as they should be."""
 
 import dataclasses
 import importlib.util
@@ -93,7 +93,7 @@ def test_the_loop_is_compared_with_its_step(in_this_process: None, text: Path, t
     for result in found["results"].values():
         assert result["ratio"] == result["step"]["ms"] / result["loop"]["ms"]
         before, after = (result["start"][when]["backend_seconds"] for when in ("before", "after"))
-        assert 0 < after < before / 2  # what is kept is only loaded
+        assert 0 < after < before / 2  # a kept program only loads
     assert found["fused_to_canonical"] > 0
 
 
@@ -172,7 +172,7 @@ def test_ratios_are_to_the_bare_product_or_to_three(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_host_that_is_held_up_in_the_short_series_does_not_shorten_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of a millisecond each, the first of which takes six."""
+    """Each launch takes a millisecond, the first six."""
     now, launches = [0.0], []
 
     def launch() -> None:

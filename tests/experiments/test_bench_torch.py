@@ -126,5 +126,5 @@ def test_every_kind_of_point_is_measured_on_the_gpu(mode: str) -> None:
     setting, shape = torch_gpu.Setting("mosaic_gpu", mode, "cuda"), (512, 4096, 256)
     assert torch_gpu.host_time(shape, setting, 3)["results"]["bridge forward"]["us"] > 0
     assert torch_gpu.compared(shape, setting, 1, "native", torch_gpu.alone)["ratio"] > 0
-    # The driver's count is of all processes, of which tests have several.
+    # The driver counts all processes, and tests have several.
     assert all(result["in_use_mib"] > 0 for result in torch_gpu.memory(shape, setting)["results"].values())

@@ -1,4 +1,4 @@
-"""Tables, charts and targets: figures in the documentation are those of the result files."""
+"""Tables, charts and targets: figures in the documentation match the result files."""
 
 from pathlib import Path
 from typing import Any

@@ -63,7 +63,7 @@ def named(params):
 
 
 def replaced(params, new):
-    """The parameters, those of the names in `new` replaced."""
+    """The parameters, with leaves named in `new` replaced."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(name_of(path), leaf), params)
 
 
@@ -149,7 +149,7 @@ def test_a_frozen_weight_costs_no_product(framework, tied, backward, hidden, lab
     params, apply = initialised(head(framework, tied, backward=backward, implementation="xla", **DRAWN), hidden, labels)
 
     def wide(*names):
-        """Products whose result has the weight's width H, that of hidden states or the weight's gradient."""
+        """Products whose result has the weight's width H, like hidden states or the weight's gradient."""
         chosen = {name: x for name, x in named(params).items() if name in names}
         made = products(jax.grad(lambda x: apply(replaced(params, x), hidden, labels)), chosen)
         assert made

@@ -15,7 +15,7 @@ from pallas_ce import MeshAxes
 from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entropy, of, stored_logits
 
 FEATURES, VOCAB = 16, 37
-# `implementation="reference"` below: it compiles faster, where what is tested does not depend on which one runs.
+# `implementation="reference"` below compiles faster, where the test does not depend on which one runs.
 FAST = {"implementation": "reference"}
 REFUSED = "the hidden size is 8 in the one and 16 in the other"
 

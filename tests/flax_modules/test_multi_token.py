@@ -11,7 +11,7 @@ from tests.flax_modules.oracle import assert_close, initialised, mean_cross_entr
 FEATURES, VOCAB, K = 16, 37, 3
 
 
-# The reference implementation compiles faster, and what is tested with it does not depend on which one runs.
+# The reference implementation compiles faster, and tests with it do not depend on which one runs.
 def head(framework, vocab_size=VOCAB, implementation="reference"):
     return of(framework, "LossHead", FEATURES, vocab_size, implementation=implementation)
 

@@ -29,7 +29,7 @@ _copy = threading.local()
 
 
 class _AddingTask(_PlainTask):  # type: ignore[misc,valid-type]
-    """A copy out of shared memory that is added to what is there, which the interpreter does not know."""
+    """A copy out of shared memory that adds to its destination; the interpreter does not know it."""
 
     def _at_destination(self, memory: Any) -> tuple[Any, Any] | None:
         shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
@@ -111,7 +111,7 @@ def maxima_keep_nan() -> Iterator[None]:
 
 @pytest.fixture
 def local_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is taken to have an H100; nothing can be run with it."""
+    """The process is taken to have an H100; nothing can be run with it."""
     monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
 
 

@@ -257,7 +257,7 @@ def test_gradients_in_either_dtype_and_layout(dtype: Any, axis: int, mode: Any) 
     [(None, None), ("recompute", None), ("in_forward", None), ("recompute", 2**19), ("in_forward", 2**19)],
 )
 def test_kernels_read_no_slices_where_they_lie(mode: Any, scratch_bytes: int | None, v: int) -> None:
-    """They need matrices that begin at multiples of 256 bytes, and XLA does not look where a slice begins.
+    """Kernels need matrices that begin at multiples of 256 bytes; XLA does not look where a slice begins.
 
     Nor does cuBLAS take all that XLA gives it so, whose products are of sizes for which it prefers its own.
     """

@@ -29,7 +29,7 @@ OPTIONS = ("bias", "scale", "weights", "softcap")
 
 
 def coefficients_of(names: frozenset[str], by_row: Any) -> Coefficients:
-    """Those that the kernel of dlogits gets where the statistics in `names` are differentiated."""
+    """Coefficients for the dlogits kernel where the statistics in `names` are differentiated."""
     saved = dict.fromkeys(saved_statistics(names), by_row)
     return entries.without(from_cotangents(dict.fromkeys(names, by_row), saved))
 

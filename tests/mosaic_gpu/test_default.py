@@ -258,7 +258,7 @@ def test_explain_reads_the_arrays_mesh_and_how_they_are_split(rows: int, served:
 
 
 def test_other_devices_keep_the_kernels_out_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the process, of a mesh, of the program, and those that arrays lie on."""
+    """Devices of the process, of a mesh, of the program, and of the arrays."""
     words = "'mosaic_gpu' cannot serve this call: its kernels are for Hopper GPUs, .*"
     told = explain(*WIDE[:2])
     assert told.implementation_reason == "it serves every platform, and this process has no CUDA device"

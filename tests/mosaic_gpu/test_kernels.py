@@ -50,7 +50,7 @@ def case(index: int) -> tuple[Problem, Config]:
 
 
 def all_coefficients(n: int) -> coef.Coefficients:
-    """One of each term; the entropy is that of no row, which the formula need not know."""
+    """Each term's coefficient; the entropy is no row's, which the formula need not know."""
     keys = jax.random.split(jax.random.key(3), len(coef.Coefficients._fields))
     return coef.Coefficients(*(jax.random.normal(key, (n,)) for key in keys))
 
@@ -100,7 +100,7 @@ def test_rows_that_are_not_live_are_skipped(interpreted: Any) -> None:
 
     def lse(head: Any, h: jax.Array, valid: jax.Array) -> jax.Array:
         partial = forward_kernel.statistics(head, h, LSE, Config(**SMALL), valid_rows=valid)
-        # What is not asked for is not computed.
+        # No other statistic is computed.
         assert [name for name, x in partial._asdict().items() if x is not None] == ["max", "sum_exp"]
         return finalise(partial, LSE)["lse"]
 

@@ -23,7 +23,7 @@ N, V = 8192, 131072
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many tiles and so few thread blocks that each has several."""
+    """Small tiles, and thread blocks so few that each has several."""
 
     def tiles(itemsize: int, staged_bytes: int = 0, piece: int | None = None) -> Config:
         del itemsize, staged_bytes
@@ -184,7 +184,7 @@ def test_on_a_gpu_it_matches_the_oracle(n: int, dtype: Any, options: dict[str, A
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_large_array_has_the_gradient_of_the_softmax() -> None:
-    """A donated array of 2 GiB, of which every 500th row is looked at."""
+    """Checks every 500th row of a donated array of 2 GiB."""
     logits = jax.random.normal(jax.random.key(0), (N, V), jnp.bfloat16)
     labels = jax.random.randint(jax.random.key(1), (N,), 0, V)
     some = logits[::500].astype(jnp.float32)

@@ -11,7 +11,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import Config, cost
 
-# First column, width and valid columns of each part of 272, of which the last is narrower.
+# First column, width and valid columns of each part of 272; the last part is narrower.
 PARTS = ((128, 144, 144), (256, 128, 16))
 
 

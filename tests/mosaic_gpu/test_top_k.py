@@ -126,7 +126,7 @@ def check(run: Callable[..., Any], n: int, v: int, k: int, options: dict[str, An
     np.testing.assert_array_equal(found.ids, np.where(counts, ids, -1))
     cap_error = 2e-7 * (options.get("logit_softcap") or 0)  # the kernels' tanh is good to 1e-7
     np.testing.assert_allclose(found.logits, np.where(counts, logits, 0), rtol=1e-6, atol=cap_error)
-    infinite = np.isinf(z.max(1))  # of which nothing finite may be said
+    infinite = np.isinf(z.max(1))  # nothing finite may be said of them
     np.testing.assert_allclose(
         found.log_probs[~infinite], np.where(counts, log_probs, 0)[~infinite], rtol=1e-5, atol=2e-6
     )
@@ -161,7 +161,7 @@ def test_at_real_sizes_no_register_spills_and_scratch_holds(n: int, v: int, h: i
 
     text, memory, kernels = clean(top_k, *arguments(n, v, h, axis)[:2])
     assert kernels == 1
-    # What is written at the end, beside the scratch: three arrays of the results' size that a loop carries.
+    # Beside the scratch, a loop carries three arrays of the results' size, written at the end.
     assert memory.temp_size_in_bytes <= (scratch or DEFAULT_SCRATCH_BYTES) + 3 * 4 * 64 * n
     lengths = re.findall(r" sort\(f32\[\d+,(\d+)\]", text) or re.findall(r"\(f32\[\d+,(\d+)\][^)]*\) sort\(", text)
     assert max(map(int, lengths)) <= 1024

@@ -26,6 +26,6 @@ def test_a_script_runs_and_what_it_asserts_holds(path):
         pytest.skip(f"needs {', '.join(missing)}")
     assert re.search(r"^ +(np\.testing\.assert_|torch\.testing\.assert_|assert )", path.read_text(), re.MULTILINE)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment.pop("XLA_FLAGS", None)  # those of the tests are for small programs that run once
+    environment.pop("XLA_FLAGS", None)  # the tests' flags are for small programs that run once
     ended = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -51,11 +51,11 @@ UV = "home/.local/share/uv/python/cpython-3.12.9-linux-x86_64-gnu/bin/python3"
          "home/.pyenv/versions/3.12.1/bin/python", {}),
         ({}, "my pyenv/versions/3.12.1/bin/python", {"PYENV_ROOT": "my pyenv"}),
         ({}, UV, {}),
-        # What is installed for every user.
+        # Installed for every user.
         ({}, "system/usr/local/bin/python3.13", {}),
         ({}, "system/opt/homebrew/bin/python3.12", {}),
         ({}, "system/opt/python/3.12/bin/python3", {}),
-        # What is asked for.
+        # Asked for.
         ({"path/python3.12": GOOD}, "home/mine", {"PYTHON": "home/mine"}),
     ],
 )  # fmt: skip

@@ -89,11 +89,11 @@ def assert_near_oracle(
 ) -> None:
     """`library_results` in float32, or float64 where `wide`, beside `oracle_results`.
 
-    The gradients are those of `cotangent·loss`, added to what is in `before`.
+    Gradients of `cotangent·loss` are added to `before`.
 
     Passes over the logits add a logit's terms in different orders. A probability near 1 takes over the difference, a
     unit in the last place of the terms' sum without their signs, beside units of its own from exponentials. A sum over
-    rows has that of each, times its weight, as noise adds up; a gradient, multiplied by the head's other arrays, and
+    rows has each row's error times its weight, as noise adds up; a gradient, multiplied by the head's other arrays, and
     the scale's by logits. A token weight's, `(loss_i - loss)/Σw`, is a difference of losses.
     """
     want = oracle.cross_entropy(p.arrays, p.labels, p.options, cotangent)
@@ -130,7 +130,7 @@ def assert_as_accurate_as_rounded_dlogits(
 ) -> None:
     """`library_results` of 16-bit operands beside `oracle_results`: the loss to 2e-5, gradients relative to roundings.
 
-    The gradients are those of `cotangent·loss`, added to what is in `before`, in whose dtype the sum is.
+    Gradients of `cotangent·loss` are added to `before`, in its dtype.
 
     In each gradient at most 1.5 times the error of exact dlogits that are rounded to the operands' dtype, multiplied
     exactly, and rounded to the result's. Where few numbers are added, one rounding may happen to be kind, so the worst
@@ -180,7 +180,7 @@ def assert_as_accurate_as_rounded_dlogits(
 def assert_as_accurate_as_reference(p: Problem, got: Results, want: Results) -> None:
     """`library_results` of 16-bit operands and a low-rank term beside `oracle_results`, relative to the reference.
 
-    Each error is at most 1.5 times that of the plain computation of the same operands, and one rounding. What a term
+    Each error is at most 1.5 times the plain computation's of the same operands, and one rounding. What a term
     makes of the hidden states is rounded before it is multiplied, in either.
     """
     plain = library_results(p, "reference", "auto")
@@ -193,7 +193,7 @@ def assert_as_accurate_as_reference(p: Problem, got: Results, want: Results) -> 
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """Frobenius norm of the difference over that of `want`."""
+    """The difference's Frobenius norm over `want`'s."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
     assert got.shape == want.shape
     difference = np.linalg.norm((got - want).ravel())

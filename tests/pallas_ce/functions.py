@@ -77,10 +77,10 @@ def by_row(name: str) -> Callable[..., Any]:
 
 
 def floating(results: Any) -> list[Any]:
-    """Those of the results that have gradients."""
+    """Results that have gradients."""
     return [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 def total(results: Any) -> Any:
-    """One number of which all results have a share, for differentiation."""
+    """One number to which all results contribute, for differentiation."""
     return sum(jnp.sum(jnp.sin(x)) for x in floating(results))

@@ -18,7 +18,7 @@ from tests.pallas_ce import layouts
 
 
 def same(got: Any, want: Any) -> None:
-    """Results of both processes, of which each has parts."""
+    """Compares results of both processes; each has parts."""
     assert not any(x.is_fully_addressable for x in jax.tree.leaves(got))
     layouts.same(got, want)
 

@@ -117,7 +117,7 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def same(got: Any, want: Any, tolerance: float = 1e-5, floor: float = 0.0) -> None:
-    """This process's parts of every result: equal to float32 rounding, relative to the largest entry or `floor`."""
+    """The process's parts of every result: equal to float32 rounding, relative to the largest entry or `floor`."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         atol = tolerance * float(np.max(np.abs(y), initial=floor))
         for part in x.addressable_shards:

@@ -18,7 +18,7 @@ PLACES = ("hidden", "weight", "bias", "logit_scale")
 
 
 def arrays(place: str, value: float, dtype: Any = np.float32) -> dict[str, Any]:
-    """Those of a head, with the value in a row, a column, the target's among them, or everywhere."""
+    """A head's arrays, with the value in a row, a target's column, or everywhere."""
     rng = np.random.default_rng(0)
     found = {
         "hidden": rng.normal(size=(ROWS, WIDTH)).astype(dtype),
@@ -39,7 +39,7 @@ def arrays(place: str, value: float, dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def logits(given: dict[str, Any]) -> jax.Array:
-    """`[ROWS, VOCABULARY]` float32; those of 0 in the row that does not count."""
+    """Logits `[ROWS, VOCABULARY]` float32; 0 in the row that does not count."""
     hidden = jnp.where((LABELS < 0)[:, None], 0, given["hidden"]).astype(jnp.float32)
     product = jnp.dot(hidden, given["weight"].astype(jnp.float32).T, precision="highest")
     return jnp.where((LABELS < 0)[:, None], 0.0, given["logit_scale"] * (product + given["bias"]))
@@ -81,7 +81,7 @@ def assert_as_plain_jax(
 def assert_statistics_as_defined(
     place: str, value: float, dtype: Any = np.float32, compiled: Any = jax.jit, **options: Any
 ) -> None:
-    """Which of a row's statistics are NaN, and which infinite; and of which column its largest logit is."""
+    """Checks which statistics of a row are NaN, and which infinite; and the column of its largest logit."""
     given = arrays(place, value, dtype)
     counts, labels = LABELS >= 0, np.maximum(LABELS, 0)
 

@@ -263,7 +263,7 @@ def layouts(draw: st.DrawFn) -> Laid:
 @pytest.mark.parametrize("name", CALLS)
 @hypothesis.given(laid=layouts())
 def test_any_layout_of_the_arrays(name: str, laid: Laid) -> None:
-    """Results and gradients are those of one device."""
+    """Results and gradients equal one device's."""
     laid.check(name)
 
 

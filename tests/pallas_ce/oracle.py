@@ -10,7 +10,7 @@ import numpy as np
 
 Arrays = dict[str, Any]
 
-# That of a weight's low-rank term, where there are `up` and `down`.
+# The scale of a low-rank term, where there are `up` and `down`.
 LOW_RANK_SCALE = 1.5
 
 
@@ -126,7 +126,7 @@ def pull_back(slopes: Arrays, cotangents: Arrays) -> Any:
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Of rows of probabilities: `Σ p log(p/q)`, of which entries of p = 0 are no part."""
+    """KL divergence of rows: `Σ p log(p/q)` without entries of p = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(p > 0, p * (np.log(p) - np.log(q)), 0).sum(-1)
 
@@ -154,9 +154,9 @@ def cross_entropy(
 ) -> tuple[Any, Arrays]:
     """The loss, and the gradients of `cotangent·loss`, per token for `reduction="none"`.
 
-    With `round_dlogits`, a dtype, the gradients are those of dlogits rounded to it, scaled to its range; with
-    `disturb`, those of what it makes of the dlogits; with `disturb_others`, of what it makes of the probabilities but
-    for the targets'.
+    With `round_dlogits`, a dtype, gradients come from dlogits rounded to it, scaled to its range; with `disturb`,
+    from what it makes of the dlogits; with `disturb_others`, from what it makes of the probabilities but for the
+    targets'.
     """
     o = to64(options)
     logits = Logits(arrays, options.get("vocab_size"), options.get("logit_softcap"))

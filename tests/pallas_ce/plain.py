@@ -123,7 +123,7 @@ def kl(log_x: Any, log_y: Any) -> Any:
 
 
 def largest(z: Any, k: int) -> Any:
-    """The ids `[n, k]` of the largest, those of nan before all others; ties in ascending order."""
+    """The ids `[n, k]` of the largest, nan before all others; ties in ascending order."""
     first = jnp.where(jnp.isnan(z), 1, 0)
     return jnp.lexsort((-jnp.where(first == 1, 0.0, z), -first), axis=1)[:, :k]
 

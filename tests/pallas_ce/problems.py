@@ -24,7 +24,7 @@ LOGIT_OPTIONS = ("vocab_size", "logit_softcap")
 
 @dataclasses.dataclass
 class Problem:
-    """What is differentiated (hidden, weight `[V, H]`; maybe up and down, bias, scale, token weights), and the rest."""
+    """Differentiated arrays (hidden, weight `[V, H]`; maybe up and down, bias, scale, token weights), and the rest."""
 
     arrays: dict[str, Any]
     labels: np.ndarray

@@ -1,4 +1,4 @@
-"""A NaN or an infinity in one input of a function, beside plain JAX: what is spoilt, and how results are compared.
+"""A NaN or an infinity in one input of a function, beside plain JAX: spoilt entries, and how results are compared.
 
 `check` spoils entries of each input at drawn places and compares which results and gradients are finite, NaN, +inf or
 -inf, and the values where they are finite. `spoilt_functions` has the table of the functions.
@@ -21,7 +21,7 @@ Way = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a problem; `padded` rows of the weight, of which `classes` exist. A dtype for hidden states and weights."""
+    """Sizes of a problem; `classes` of the weight's `padded` rows exist. A dtype for hidden states and weights."""
 
     rows: int = 12
     width: int = 5
@@ -75,7 +75,7 @@ class Sizes:
         return shapes[name]
 
     def array(self, name: str) -> np.ndarray:
-        """It, before it is spoilt."""
+        """An unspoilt array."""
         x = np.random.default_rng(len(name) + ord(name[0])).normal(size=self.shape(name))
         if name in ("label_smoothing", "z_loss"):
             x = np.asarray(0.1)
@@ -111,12 +111,12 @@ class Function(NamedTuple):
     below: tuple[str, ...] = ()
 
     def values(self, name: str) -> tuple[float, ...]:
-        """What is drawn in one of its inputs."""
+        """Values drawn in one of its inputs."""
         return BAD[:1] if name in self.finite else (np.nan, -np.inf) if name in self.below else BAD
 
 
 def without(function: Function, name: str) -> Function:
-    """It without one of its inputs, of those that are optional."""
+    """The function without one of its optional inputs."""
     return function._replace(inputs=tuple(x for x in function.inputs if x != name),
                              constants=tuple(x for x in function.constants if x != name))  # fmt: skip
 
@@ -160,7 +160,7 @@ def place(s: Sizes, name: str, rng: np.random.Generator) -> tuple[int, ...]:
     return tuple(found)
 
 
-# XLA's maximum of a row on a CPU drops a NaN of some hundred columns or more, and keeps that of a few.
+# XLA's maximum of a row on a CPU drops a NaN in some hundred columns or more, and keeps it in a few.
 SIZES = {"wide": Sizes(classes=1003, padded=1010, scratch_bytes=None), "tiles": Sizes()}
 
 

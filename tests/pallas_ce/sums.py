@@ -17,7 +17,7 @@ LOSS_SCALES = st.sampled_from([1.0, 0.3, -8.0])
 
 
 def add(p: Problem, before: dict[str, np.ndarray], loss_scale: float, **options: Any) -> LossAndGradients:
-    """The problem's gradients added to what is `before`: a sum like the weight `[V, H]`, maybe one like the bias."""
+    """Adds the problem's gradients to `before`: a sum like the weight `[V, H]`, maybe one like the bias."""
 
     @jax.jit
     def run(arrays: dict[str, Any], before: dict[str, Any]) -> LossAndGradients:

@@ -88,7 +88,7 @@ def compiled(function: Rows, name: str, **fixed: Any) -> Any:
 
 
 def assert_as_plain(ours: Any, plainly: Any, x: np.ndarray, *arrays: np.ndarray) -> None:
-    """Losses and gradients err by no more than those of the plain function in float32, and 1e-6."""
+    """Losses and gradients err by no more than the plain function's in float32, and 1e-6."""
     got, baseline = ours(x, *arrays), plainly(x, *arrays)
     with jax.enable_x64(True):
         want = plainly(x.astype(np.float64), *arrays)

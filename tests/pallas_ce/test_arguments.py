@@ -82,7 +82,7 @@ def test_counts_that_32_bits_do_not_hold_are_normalizers(name: str) -> None:
         loss(jnp.complex64(1))
 
 
-# What is not an array: options by name, a configuration, a function.
+# Not arrays: options by name, a configuration, a function.
 NO_ARRAYS = {"options", "config", "sampler"}
 
 

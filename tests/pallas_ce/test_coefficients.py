@@ -89,7 +89,7 @@ def test_normalised_coefficients_use_the_range_of_float16_and_lose_nothing(coeff
     given, scaled = jax.tree.leaves(coefficients), jax.tree.leaves(normalised)
     for x, y in zip(given, scaled, strict=True):
         wide = np.asarray(x, np.float64)
-        normal = np.abs(wide) / float(factor) >= 2.0**-126  # what is less beside the largest counts for nothing
+        normal = np.abs(wide) / float(factor) >= 2.0**-126  # smaller ones count for nothing beside the largest
         np.testing.assert_array_equal((np.asarray(y, np.float64) * float(factor))[normal], wide[normal])
 
     lse, log_p = jnp.zeros(N), jnp.log(jnp.linspace(1e-6, 1, V))

@@ -59,7 +59,7 @@ def few_numbers(n: int, gpus: int) -> int:
 
 
 def large_collectives(text: str, n: int, gpus: int) -> list[tuple[str, str, int]]:
-    """Those of more numbers; small ones may also be merged into a large one."""
+    """Large collectives; small ones may also be merged into a large one."""
     return sorted(c for c in collectives(text) if c[2] > few_numbers(n, gpus))
 
 

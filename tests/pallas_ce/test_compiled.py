@@ -14,7 +14,7 @@ from tests import compile_for_h200 as h200
 from tests.compile_for_tpu import compile_for_tpu, tpu_mesh
 
 SHAPES = [(4096, 512, 32768), (32768, 4096, 262144)]
-# A backward mode, and what is differentiated.
+# A backward mode, and differentiated inputs.
 MODES: list[tuple[Any, tuple[str, ...]]] = [
     ("in_forward", ("hidden", "weight")), ("in_forward", ("hidden",)), ("recompute", ("hidden", "weight")), ("auto", ())
 ]  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_wide_weights_copy_is_part_of_the_peak(backward: Any, needed: tuple[st
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_a_deterministic_program_for_an_h200_sorts_nothing(backward: Any, implementation: Any) -> None:
-    """XLA sorts all entries of what is written where, unless it knows that none is written twice."""
+    """XLA sorts all entries of a scatter, unless it knows that none is written twice."""
     mesh = h200.h200_mesh()
     arguments = [h200.shaped(mesh, x.shape, x.dtype) for x in _arguments((16384, 768, 32768), jnp.bfloat16)]
     function = _function(("hidden", "weight"), backward=backward, implementation=implementation)

@@ -221,9 +221,7 @@ def test_what_is_not_finite_shows_where_it_does_in_plain_jax(data: Any) -> None:
         return _plain(emissions, tags, jnp.broadcast_to(transitions, (batch, length - 1, k, k)), lengths)
 
     got, want = (jax.value_and_grad(f, (0, 1))(*map(jnp.asarray, given)) for f in (ours, plain))
-    if (
-        want[0] == np.inf and np.isneginf(spoilt).any()
-    ):  # forbidden tags have gradients of 0, plain JAX those of its lse
+    if want[0] == np.inf and np.isneginf(spoilt).any():  # forbidden tags have gradients of 0, in plain JAX its lse's
         hypothesis.assume(batch - lengths.count(0) == 1)
         want = want[0], jax.tree.map(jnp.zeros_like, want[1])
     # Differences to the tags' score carry a NaN to all gradients of a position.

@@ -1,4 +1,4 @@
-"""What is said of devices agrees: facts, defaults, the backends' own tables, names of GPUs, and the README."""
+"""Statements on devices agree: facts, defaults, the backends' own tables, names of GPUs, and the README."""
 
 import re
 from pathlib import Path

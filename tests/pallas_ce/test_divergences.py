@@ -1,4 +1,4 @@
-"""Pair statistics: joined from any parts of the vocabulary they are those of the whole, whatever lies in a part."""
+"""Pair statistics joined from any parts of the vocabulary equal the whole's, whatever lies in a part."""
 
 import itertools
 from typing import Any

@@ -179,7 +179,7 @@ def test_no_logits_are_stored(name: str) -> None:
 
 
 COLD, HOT = 1e-5, 1e30
-# Logits of up to 1e4. Those of one row tie, so that its probabilities and slopes are of order 1.
+# Logits of up to 1e4. One row's tie, so that its probabilities and slopes are of order 1.
 LARGE = {
     "hidden": jax.random.normal(jax.random.key(1), (40, 16)).at[0].set(1.0) * 150,
     "weight": jax.random.normal(jax.random.key(2), (30, 16)).at[:3].set(4.16) * 1.0,

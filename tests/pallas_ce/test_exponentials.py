@@ -21,7 +21,7 @@ class PlainStashing(Stashing):
     """Exponentials of stored logits; notes how many rows are to be made again.
 
     Attributes:
-        remade: what is noted.
+        remade: the counts.
     """
 
     remade: list[int]

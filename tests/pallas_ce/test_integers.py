@@ -1,4 +1,4 @@
-"""Ids of every integer dtype, of NumPy and of JAX, with 64-bit mode and without: the results are those of int32."""
+"""Ids of every integer dtype, of NumPy and of JAX, with 64-bit mode and without: the results equal int32's."""
 
 import functools
 from collections.abc import Callable

@@ -16,7 +16,7 @@ every_way = pytest.mark.parametrize(("implementation", "backward"), WAYS)
 
 
 def _singular(statistics: Any, advantage: Any, power: Any) -> Any:
-    """Infinite where the statistics are 0, as those of ignored rows are."""
+    """A row loss, infinite where statistics are 0, as in ignored rows."""
     return advantage * jnp.log(statistics.entropy) ** power + jnp.sqrt(statistics.lse)
 
 

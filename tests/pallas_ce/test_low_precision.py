@@ -58,7 +58,7 @@ def test_float32_master_weights_get_the_float32_accumulator(implementation: str,
     _, gradients = library_results(p, implementation, backward, dtype=jnp.bfloat16)
     _, exact = oracle.cross_entropy(p.arrays, p.labels, p.options)
     assert gradients["weight"].dtype == np.float32
-    # The only rounding is that of dlogits: no bfloat16 sum, no bfloat16 result.
+    # Only dlogits are rounded: no bfloat16 sum, no bfloat16 result.
     assert relative_error(gradients["weight"], exact["weight"]) < 3e-3
     unrounded = np.asarray(gradients["weight"])
     assert np.any(unrounded != unrounded.astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -92,7 +92,7 @@ def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(
 
 
 def _products(hidden: Any, weight: Any, **options: Any) -> list[str]:
-    """Those of a differentiated loss, as its program has them."""
+    """Products of a differentiated loss, as in its program."""
     gradient = jax.grad(lambda h, w: linear_cross_entropy(h, w, jnp.zeros(h.shape[0], int), **options), argnums=(0, 1))
     text = jax.jit(gradient).lower(jax.ShapeDtypeStruct(*hidden), jax.ShapeDtypeStruct(*weight)).as_text()
     found = [line for line in text.splitlines() if "stablehlo.dot_general" in line]

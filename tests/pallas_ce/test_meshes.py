@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def started(devices: int, module: str, *arguments: str, **environment: str) -> subprocess.Popen[Any]:
-    """A process with so many CPU devices that runs a module as a program."""
+    """Starts a module as a program in a process with `devices` CPUs."""
     flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
@@ -23,7 +23,7 @@ def started(devices: int, module: str, *arguments: str, **environment: str) -> s
 
 
 def assert_passed(processes: list[subprocess.Popen[Any]], checks: int, timeout: int | None = None) -> None:
-    """Each of the processes ends well and has printed that so many checks passed."""
+    """Each process ends well and has printed that `checks` checks passed."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
@@ -53,7 +53,7 @@ def test_eight_devices_give_the_result_of_one(program: str, section: str, checks
 
 @pytest.mark.parametrize("chosen", ["not any", pytest.param("any", marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_any_options_and_any_layout_on_eight_devices(chosen: str) -> None:
-    """The layouts that were refused once, and what is drawn."""
+    """The layouts that were refused once, and drawn ones."""
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
     assert_passed([started(8, "pytest", *plugins, "tests/pallas_ce/on_a_mesh.py", "-k", chosen)], 1)
 

@@ -1,4 +1,4 @@
-"""What is not finite shows where plain JAX shows it, and nowhere else."""
+"""NaN and infinity show where plain JAX shows them, and nowhere else."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 
 
 def _two_heads(data: Any) -> dict[str, np.ndarray]:
-    """All that a student and a teacher may have, one number of which is not finite."""
+    """All arrays that a student and a teacher may have, with one number not finite."""
     arrays = two_heads(data.draw(st.integers(0, 99)), N, H, V, teacher_h=H)
     rng = np.random.default_rng(1)
     for side in ("", "teacher_"):

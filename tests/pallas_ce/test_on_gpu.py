@@ -163,7 +163,7 @@ def test_entries_of_stored_logits_that_repeat_give_the_same_bits_each_time() -> 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
 def test_more_than_a_billion_logits(ignored: float) -> None:
-    """Of so many, thread blocks make hundreds of tiles each; rows end within a block."""
+    """Each thread block makes hundreds of tiles; rows end within a block."""
     p = narrow(make(6, 2500, 64, 2**19))
     p.labels[np.random.default_rng(7).random(2500) < ignored] = -100
     got = library_loss(p, p.arrays, implementation="mosaic_gpu", reduction="none")

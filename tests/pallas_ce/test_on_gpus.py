@@ -48,7 +48,7 @@ def results(mesh: Any, layout: tuple[P, P], vocab_size: int, backward: Any) -> l
 
 
 def exact_gradients(vocab_size: int) -> list[np.ndarray]:
-    """Those of hidden states and weight, of stored logits in float32."""
+    """Gradients of hidden and weight, from stored logits in float32."""
     hidden, weight, labels = arrays(vocab_size)
 
     loss = functools.partial(linear_cross_entropy, vocab_size=vocab_size, implementation="reference")

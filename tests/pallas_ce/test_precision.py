@@ -34,7 +34,7 @@ every_way = pytest.mark.parametrize(("name", "options"), WAYS)
 
 
 def products(function: Any, dtype: Any = jnp.float32, **options: Any) -> list[str]:
-    """Those of a function and its gradients, as the program has them."""
+    """Products of a function and its gradients, as in the program."""
 
     def run(hidden: Any, weight: Any) -> Any:
         return with_gradients(lambda head: function(*head, LABELS, **options), (hidden, weight), total)

@@ -86,7 +86,7 @@ def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
 
 UNKNOWN_KEY = r"\[train\] of .*run.toml has the unknown key 'loss'; is 'loss_fn' meant\? known keys: loss_fn, ce"
 TOO_DEEP = r"run.toml holds values too deeply nested to be read; \[train\]"
-# What a file says in its section [train], or by itself, and what is said of it.
+# Contents of a file, in its section [train] or by themselves, and their error.
 IN_TRAIN: list[tuple[str, type[Exception], str]] = [
     ("loss = 'x'", ValueError, UNKNOWN_KEY),
     ("z_loss_weight = 'x'", TypeError, "sets z_loss_weight to 'x', which must be of type float"),

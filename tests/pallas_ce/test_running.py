@@ -50,7 +50,7 @@ def test_a_scale_of_zero_and_a_nan_that_does_not_count(vocab_axis: int) -> None:
 @pytest.mark.parametrize("scratch_bytes", [None, 30_000])
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 def test_bits_are_those_of_adding_gradients(backward: Any, scratch_bytes: int | None) -> None:
-    """In_forward adds that of each block of rows, recompute the sum of all blocks'."""
+    """In_forward adds each row block's gradient, recompute the sum of all blocks'."""
     p = make(1, 72, 16, 96)
     hidden, weight, labels = p.arrays["hidden"], p.arrays["weight"], np.abs(p.labels) % 96
     options: Any = {"backward": backward, "implementation": "xla", "scratch_bytes": scratch_bytes}

@@ -27,7 +27,7 @@ def _p_value(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _kept(logits: np.ndarray, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Logits with -inf for what is not sampled from, and the least distance of a sum that decides from p, by row."""
+    """Logits with -inf for excluded tokens, and the least distance of a sum that decides from p, by row."""
     inverse = 1 / np.where(np.equal(temperature, 0), 1.0, temperature)
     order = np.argsort(-logits, axis=1, kind="stable")
     z = np.take_along_axis(logits, order, axis=1)
@@ -66,7 +66,7 @@ def _drawn(z: np.ndarray, added: np.ndarray, temperature: Any) -> tuple[Any, Any
 
 @hypothesis.given(data=st.data())
 def test_the_sample_is_the_best_sum_of_logit_and_noise(data: Any) -> None:
-    """Noise of key, row and column alone: neither the budget nor the mask nor what is left out changes it."""
+    """Noise of key, row and column alone: no budget, mask or left-out token changes it."""
     n, h, v = data.draw(st.sampled_from([20, 1])), 6, data.draw(st.sampled_from([90, 7, 1]))
     arrays = exact_head(data.draw(st.integers(0, 99)), n, h, v, data.draw(st.sampled_from([0.3, 0.0, 0.95])))
     key = jax.random.key(data.draw(st.integers(0, 99)))
@@ -133,7 +133,7 @@ def test_rows_and_keys_are_independent() -> None:
 
 
 def test_the_largest_of_a_million_noises_are_all_different() -> None:
-    """They decide samples from large vocabularies; made from 24 bits, dozens of the first thousand would be equal."""
+    """The largest decide samples from large vocabularies; of 24 bits, dozens of the first thousand would be equal."""
     keys = noise.row_keys(KEY, 1)
     largest = np.sort(np.asarray(noise.gumbel(keys, jnp.arange(2**20), np.dtype(np.float32)))[0])[-1000:]
     assert len(np.unique(largest)) > 990

@@ -1,4 +1,4 @@
-"""All that takes no head, and what is built on heads, under JAX's strictest rules for dtypes and ranks."""
+"""Functions that take no head or are built on heads, under JAX's strictest rules for dtypes and ranks."""
 
 import functools
 from collections.abc import Callable

@@ -21,7 +21,7 @@ class ToyBackend(Backend):
     name = "toy"
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """It serves everything."""
+        """Refuses nothing."""
 
     def minimum_scratch(self, spec: HeadSpec, mode: Mode | None) -> int:
         return spec.accumulator.itemsize * spec.vocab_size
@@ -138,7 +138,7 @@ def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.A
 
 
 def products(head: Head, batch: Batch, dz: jax.Array, needs_grad: NeedsGrad) -> Products:
-    """Of a head whose columns are those of the dlogits."""
+    """Products of a head with the dlogits' columns."""
     for_hidden = for_weight = for_low = for_up = None
     if needs_grad.hidden_product:
         for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, head.weight)

@@ -1,4 +1,4 @@
-"""Two processes train a head under DDP and FSDP2: the gradients are those of the whole batch in one process."""
+"""Two processes train a head under DDP and FSDP2: the gradients equal the whole batch's in one process."""
 
 import pytest
 import torch

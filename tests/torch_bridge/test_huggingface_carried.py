@@ -140,7 +140,7 @@ def test_a_replica_of_data_parallel_computes_with_its_own_weights():
 
 @pytest.mark.parametrize("items", [torch.tensor([7]), torch.tensor([[7]]), torch.tensor(7), 7])
 def test_the_number_of_items_has_any_shape_of_one_number_and_the_loss_that_shape_as_the_models_own(items):
-    """Trainer passes a vector, of which DataParallel gives each replica a part."""
+    """Trainer passes a vector; DataParallel gives each replica a part."""
     model = make()
     want = model(**batch(), num_items_in_batch=items).loss
     got = patch_causal_lm(model)(**batch(), num_items_in_batch=items).loss

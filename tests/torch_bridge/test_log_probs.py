@@ -18,7 +18,7 @@ ALL = {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
 
 
 def assert_agrees(p, bound, floor, dtype, ignore_index=-100, **further):
-    """Numbers, and gradients of all with weights of their own; those of what is ignored must not matter."""
+    """Compares numbers, and weighted gradients of all; weights of ignored labels must not matter."""
     arrays = tensors(p, dtype)
     got = bridged(linear_log_probs, p, arrays, ignore_index=ignore_index, **ALL, **further)
     logits = oracle.Logits(p.arrays, **p.options)

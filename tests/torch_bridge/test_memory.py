@@ -1,4 +1,4 @@
-"""Sharing a device's memory: settings, the warning, and what is shown."""
+"""Sharing a device's memory: settings, the warning, and usage."""
 
 import os
 import subprocess

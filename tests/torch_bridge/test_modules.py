@@ -94,7 +94,7 @@ def test_taking_the_head_moves_its_use_and_not_its_parameters():
 
 
 def test_heads_that_began_on_the_meta_device_are_initialised_by_each_modules_reset_parameters():
-    """FSDP2's usual start. Each weight is drawn as that of an `nn.Linear`."""
+    """FSDP2's usual start. Each weight is drawn as an `nn.Linear`'s."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 50))
         parts = [nn.Linear(16, 50), LinearCrossEntropyLoss(16, 50, bias=True)]

@@ -1,4 +1,4 @@
-"""Two processes train a small model under every schedule: losses and gradients are those of one process."""
+"""Two processes train a small model under every schedule: losses and gradients equal one process's."""
 
 import collections
 from unittest import mock

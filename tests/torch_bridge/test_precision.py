@@ -1,4 +1,4 @@
-"""`precision` of the bridge's functions: what is asked for reaches the programs, and else PyTorch's own settings do."""
+"""`precision` of the bridge's functions reaches the programs; without it PyTorch's own settings do."""
 
 import functools
 

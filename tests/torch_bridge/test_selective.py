@@ -20,7 +20,7 @@ def _exact(logits: Any, index: Any) -> Any:
     return logits.double().log_softmax(-1).gather(-1, index)
 
 
-# A view `[..., V]` of what is not contiguous, by what is stored.
+# Views `[..., V]` of stored logits, most not contiguous.
 VIEWS = {
     "all of it": lambda x: x,
     "all positions but the last": lambda x: x[..., :-1, :],

@@ -158,7 +158,7 @@ def trainer(trl, name, model, directory):
     from datasets import Dataset
 
     data, options, further = TRAINERS[name]
-    model.config._name_or_path = str(directory / "model")  # of which GRPO and RLOO make a reference model
+    model.config._name_or_path = str(directory / "model")  # GRPO and RLOO make a reference model of it
     make().save_pretrained(directory / "model")
     kind = name.split()[0]
     arguments = getattr(trl, f"{kind}Config")(

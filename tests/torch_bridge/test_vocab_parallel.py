@@ -1,4 +1,4 @@
-"""Two processes hold unequal parts of a head's vocabulary: loss and gradients are those of the whole head."""
+"""Two processes hold unequal parts of a head's vocabulary: loss and gradients equal the whole head's."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What is only run with Triton's interpreter, in a process of its own, is not looked at in another."""
+"""Files for Triton's interpreter run in a process of their own; no other process collects them."""
 
 import os
 

@@ -1,6 +1,6 @@
 """The contract of every implementation, with implementation="triton" by the interpreter; `test_interpreted.py` runs it.
 
-The drawn problems and most tests are those of the other backends.
+Other backends share the drawn problems and most tests.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def test_a_row_loss_on_every_statistic_and_its_row_inputs(backward: Any) -> None
 @both_modes
 @pytest.mark.parametrize("axis", [0, 1])
 def test_several_blocks_and_tiles_of_a_small_budget(backward: Any, axis: int) -> None:
-    """Rows and columns of several blocks, of which the last starts early, and most rows ignored."""
+    """Several blocks of rows and columns, the last starting early, and most rows ignored."""
     p = make(4, 90, 24, 200, vocab_axis=axis)
     p.arrays["bias"] = np.random.default_rng(0).normal(size=200).astype(np.float32)
     p.labels[20:70] = -100
@@ -128,7 +128,7 @@ def test_parts_of_the_vocabulary_are_added_to_a_sum(launched: list[str], monkeyp
 def test_a_low_rank_terms_padding_may_hold_anything(
     tiles: Config, axis: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of the vocabulary, of which the last reaches beyond its end, where products are made in place."""
+    """In parts of the vocabulary, the last reaching beyond its end, where products are made in place."""
     monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
     p, rng = make(8, 43, 48, 808, vocab_axis=axis), np.random.default_rng(0)
     p.arrays["up"], p.arrays["down"] = (0.3 * rng.normal(size=x).astype(np.float32) for x in ((808, 3), (3, 48)))
@@ -159,7 +159,7 @@ def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -
 def test_products_of_parts_of_the_vocabulary(
     tiles: Config, axis: int, ignored: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four parts, of which the last has few columns of its own: read and written in place where there are tiles for it.
+    """Four parts, the last with few columns of its own: read and written in place where there are tiles for it.
 
     The weight is wider than the products' operands, and rows that are ignored are nan.
     """

@@ -78,6 +78,6 @@ def _run(call: binding.Kernel, results: Any, operands: list[np.ndarray]) -> list
         outputs[names.index(binding.STORED) - len(inputs)] = inputs[names.index(binding.BEFORE)]
     given = dict(zip(names, inputs + outputs, strict=False)) | dict(call.constants)
     function = binding._function(call.function)
-    with np.errstate(all="ignore"):  # what is not selected may be inf·0
+    with np.errstate(all="ignore"):  # unselected terms may be inf·0
         function[(call.programs,)](**{name: given.get(name) for name in function.arg_names})
     return [x.numpy() for x in outputs]

@@ -31,7 +31,7 @@ MULTIPLIES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.s
 
 LOSS, EVERY = frozenset({"lse", "target_logit"}), frozenset(PRIMITIVES)
 PASSES = ("forward", "stash", "dlogits")
-# What a head and its rows have, and what of a pass is asked for, beside those of plain cross entropy.
+# Arrays of a head and its rows, and results of a pass, beside plain cross entropy's.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "capped": ("softcap",),

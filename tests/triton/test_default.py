@@ -46,7 +46,7 @@ def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is taken to have an A100, with which nothing can be run."""
+    """The process is taken to have an A100, with which nothing can be run."""
     monkeypatch.setattr(targets, "local_cuda", lambda: GPUS["8.0"])
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_told_of_a_hopper_gpu() -> None:
 
 @pytest.fixture(params=["missing", "3.5.1", "3.10.0"])
 def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Triton is not installed, or in a version that does not work; what is to be told."""
+    """Triton is not installed, or in a version that does not work; yields the message."""
     if request.param == "missing":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         yield "it needs the package triton: pip install 'triton>=3.6,<3.10'"

@@ -1,6 +1,6 @@
 """The contract on a GPU, with implementation="triton": `make test-gpu EXTRA=cuda13 ARGS="tests -k triton"`.
 
-The tiles are those of the GPU's own architecture, and once more those of Ampere, whose code newer GPUs run too.
+Tests take the tiles of the GPU's own architecture, and once more Ampere's, whose code newer GPUs run too.
 """
 
 from collections.abc import Iterator

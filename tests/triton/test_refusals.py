@@ -26,7 +26,7 @@ NAMED: Any = {"implementation": "triton"}
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is taken to have an H200, with which nothing can be run."""
+    """The process is taken to have an H200, with which nothing can be run."""
     monkeypatch.setattr(device, "local_cuda", lambda: "NVIDIA H200")
 
 

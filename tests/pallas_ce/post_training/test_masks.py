@@ -79,7 +79,7 @@ def test_a_nan_in_an_entry_that_counts_is_seen_in_the_loss_and_its_gradient(name
         bad[key][0, 1] = np.nan
         gradients, found = run(bad)
         assert np.isnan(found).any(), key
-        # That of a sum or of a hinge does not depend on what is summed.
+        # The gradient of a sum or a hinge does not depend on its terms.
         if key != "entropy" and not name.startswith(("sequences' log-prob", "hinge")):
             assert np.isnan(gradients[names[0]][0, 1]).any(), key
         assert np.all(np.isfinite(gradients[names[0]][1]))

@@ -82,7 +82,7 @@ def test_value_and_gradients_are_those_of_the_published_formula(problem: Any) ->
     for name, gradient in gradients.items():
         if name not in ("log_probs", "entropy"):  # constants
             assert not np.any(gradient)
-        elif o["level"] != "sequence_token" or name == "entropy":  # its gradient is not that of its value; below
+        elif o["level"] != "sequence_token" or name == "entropy":  # its gradient is not its value's; below
             numeric = oracle.differences(lambda x: published(x, o), wide, name)
             np.testing.assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-4, err_msg=name)
 
