@@ -201,19 +201,21 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
 
         with known_device(leaves):  # where nothing is split, this trace runs
             whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
-        out_structure, consts, count = jax.tree.structure(results), whole.consts, len(leaves)
+        out_structure, count = jax.tree.structure(results), len(leaves)
         if whole.effects:  # printing, say, which custom_partitioning cannot lower
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
-        # Arrays from a closure are operands too.
+        # Arrays from a closure are operands too. The partitioner keeps what it is given, so it gets shapes, no tracers.
+        jaxpr, consts = whole.jaxpr, whole.consts
+        is_running = [head is not None and x is head.running for x in (*leaves, *consts)]
+        rows, head, shared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head, shared))
         parted = None if whole_head else head
         names = _names(rows, parted, (head if whole_head else None, shared, consts))
-        out_names, running = _out_names(results, rows, parted), None if parted is None else parted.running
-        is_running = [x is running for x in (*leaves, *consts)]
+        out_names = _out_names(results, rows, parted)
 
         @custom_partitioning
         def call(*operands: jax.Array) -> list[jax.Array]:
             leaves, consts = operands[:count], operands[count:]
-            return jex.jaxpr_as_fun(jex.ClosedJaxpr(whole.jaxpr, consts))(*leaves)
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*leaves)
 
         def partition(mesh: Mesh, given: Sequence[Any], result: Any) -> Any:
             del result
