@@ -99,7 +99,7 @@ class NeedsGrad:
 
     @property
     def low_product(self) -> bool:
-        """A low-rank term has a share in hidden's gradient, and all of that of `down`."""
+        """A low-rank term makes a share of hidden's gradient, and all of `down`'s."""
         return self.hidden_product or self.down
 
     @property

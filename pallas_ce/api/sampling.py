@@ -160,7 +160,7 @@ def _draw(
 
 
 def _merge_drawn(a: _Drawn, b: _Drawn) -> _Drawn:
-    """The better of both, as `argmax` has it, where the columns of `a` lie before those of `b`: NaN is the best."""
+    """The better of both, as `argmax` has it, where the columns of `a` precede `b`'s: NaN is the best."""
     better = ~(b.score <= a.score) & ~jnp.isnan(a.score)
     return jax.tree.map(lambda x, y: jnp.where(better, y, x), a, b)
 

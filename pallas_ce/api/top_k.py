@@ -195,7 +195,7 @@ def _best_of_tile(k: int, logits: jax.Array, tile: Tile) -> Largest:
 
 
 def _merge_best(a: Largest, b: Largest) -> Largest:
-    """The k largest of both, where the columns of `a` lie before those of `b`.
+    """The k largest of both, where the columns of `a` precede `b`'s.
 
     `top_k` prefers the first of equal values, hence `a`, hence the lower id. It also settles the columns of `b` that
     are not valid and stand there as -inf: `a` holds k entries, none below -inf, so none of these ever wins a tie.

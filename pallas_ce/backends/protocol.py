@@ -75,7 +75,7 @@ class Capabilities:
     Attributes:
         checked_regions: whether it can be traced inside a `shard_map` with `check_vma=True`.
         large_blocks: whether larger blocks are worth the memory: by default twice as much for float32 operands, and for
-            in_forward that of the weight's wide sum, which a single block does without; see `Settings.block_sizes`.
+            in_forward as much as the weight's wide sum, which a single block does without; see `Settings.block_sizes`.
         wide_stash: whether in_forward's stash takes the bytes of the wide logits, and a single block more than those.
         cuda_only: whether it runs on CUDA devices alone.
         adds_in_place: whether `stash_products` adds to the weight's sum even for the first of several blocks, so that
@@ -202,9 +202,9 @@ class Backend(Protocol):
         """
 
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
-        """The shape of what is kept beside a bfloat16 gradient of the weight while blocks of `rows` are added to it.
+        """The shape of an array kept beside a bfloat16 gradient of the weight while blocks of `rows` are added to it.
 
-        Bfloat16 numbers, whose bits are the backend's affair. None: it adds to an array in the accumulator dtype.
+        The array is bfloat16, and its bits are the backend's affair. None: sums are in the accumulator dtype.
         """
         return None
 
@@ -213,7 +213,7 @@ class Backend(Protocol):
     ) -> Partial:
         """Partial statistics over the whole vocabulary; nothing of size n·V is stored.
 
-        With `filled []`, those of rows from there on may be anything.
+        Statistics of rows from `filled []` on are undefined.
         """
 
     def recompute(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:

@@ -17,8 +17,8 @@ from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
 
-# What a call may take by default, and at most: the wider the vocabulary, the more a block needs for as many rows. As
-# much again where rows should be many and what is kept of them is twice as wide: operands, or in_forward's stash.
+# The default scratch at most, and by vocabulary entry: a wider vocabulary needs more for a block of as many rows. The
+# default doubles where rows should be many and are kept twice as wide: as operands, or in in_forward's stash.
 _MOST_SCRATCH_BYTES = 2 * DEFAULT_SCRATCH_BYTES
 _BYTES_PER_ENTRY = 4096
 
@@ -86,7 +86,7 @@ class Settings:
             return (self,)
         chosen, instead = self._alone(self.implementation), self._alone(self.default.instead)
         served = chosen._incapable(head.spec, None if head.valid_columns is None else head.spec) is None
-        # A second of two is for what is no CUDA device.
+        # The second of two variants is for devices without CUDA.
         elsewhere = dataclasses.replace(instead, platform="cpu")
         return self.default.variants(chosen, elsewhere, served) if served else (instead,)
 
@@ -190,7 +190,7 @@ def decide(
 ) -> Settings:
     """Chooses for `tokens` rows of a head.
 
-    The mode is one for all platforms, or forward and backward would not fit: what is kept between them is of the mode.
+    The mode is one for all platforms, or forward and backward would not fit: the arrays kept between them depend on it.
     It is the one that suits the backend for the GPU, as that is where a default is chosen for speed; if another that
     may be needed cannot do it within `scratch_bytes`, that other one does everything. So None is never refused what
     its most general backend can do.
@@ -199,7 +199,7 @@ def decide(
         spec: the head.
         tokens: the rows.
         arrays: the call's arrays, or structs, which may know their device.
-        scalar_loss: whether a summed row-wise loss is what is differentiated.
+        scalar_loss: whether a summed row-wise loss is differentiated.
         rows: static facts of the rows.
         backward: the mode asked for, or "auto".
         implementation: the implementation asked for, or None.

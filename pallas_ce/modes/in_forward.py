@@ -96,7 +96,7 @@ def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Kno
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
         settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=Sums()))
     with jax.named_scope("pallas_ce.in_forward"):
-        # Not the weight's dtype as the operation sees it: what is gathered may be narrower.
+        # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
         dtype = operands.head.weight.dtype if operands.head.running is None else operands.head.spec.accumulator
         operation = functools.partial(_statistics_and_sums, call, needs_grad, dtype)
         rows = RowArrays(operands.batch, operands.mask, more=by_row)

@@ -1,7 +1,7 @@
 """The recomputing backward's loops: over tiles of the vocabulary, and inside over blocks of the rows that count.
 
-The vocabulary is the outer loop, so that each tile of the weight's gradient is finished at once and rounded once; what
-is carried is the float32 gradient of the hidden states.
+The vocabulary is the outer loop, so that each tile of the weight's gradient is finished at once and rounded once. The
+loop carries the float32 gradient of the hidden states.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def gradient_sums(
         shards: what other devices do.
         rows: what this device works on, flat.
         head: the head that it works on.
-        weight_dtype: that of the weight's gradient.
+        weight_dtype: the dtype of the weight's gradient.
         plan: block sizes.
         needs_grad: which gradients.
         factor: `[]`: what undoes the normalisation of dlogits.

@@ -100,7 +100,7 @@ class Shards:
         return tuple(axis for axis in self.rows if axis in weight)
 
     def enter(self, rows: RowArrays, head: Head) -> tuple[RowArrays, Head]:
-        """This device's rows, gathered, its columns of the head, and labels counted from the first of them."""
+        """The device's rows, gathered, its columns of the head, and labels counted from the first of them."""
         if self.sequence:
             rows = jax.tree.map(lambda x: lax.all_gather(x, self.sequence, axis=0, tiled=True), rows)
         head = self._local_head(self.gather(head))

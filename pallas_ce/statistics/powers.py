@@ -15,7 +15,7 @@ from jax import lax
 def exponent_above(x: jax.Array) -> jax.Array:
     """`[]` int32: the least e with `|x| < 2**e` for all of `x` that are finite; 1 where none is a normal number but 0.
 
-    What is not finite fits no range, and must not decide how the others fit.
+    Numbers that are not finite fit no range, and must not decide how the others fit.
     """
     facts = np.finfo(x.dtype)
     x = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), initial=0.0)

@@ -31,7 +31,7 @@ _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 # Column numbers pass through float32.
 _LARGEST_VOCABULARY = 2**24
 
-# What each pass makes logits with, and the vectors by row, of plain cross entropy.
+# Each pass's kernel that makes logits, and how many vectors by row it keeps for plain cross entropy.
 _KERNELS: dict[Mode | None, tuple[Kernel, int]] = {
     None: ("forward", 1),
     "in_forward": ("stash", 2),
@@ -54,7 +54,7 @@ class MosaicGpuBackend(Backend):
     config: Config | None = None
 
     def refusal(self, spec: HeadSpec, rows: BatchSpec = PLAIN, *, padded_share: bool = False) -> str | None:
-        """Temperatures by row, operands and precisions that the kernels do not know, and other devices."""
+        """Refuses temperatures by row, operands and precisions that the kernels do not know, and other devices."""
         if rows.row_temperature:
             return (
                 "its kernels know no temperature for each row; pass temperature as a Python number, which is folded "
@@ -81,7 +81,7 @@ class MosaicGpuBackend(Backend):
         return plans.minimum(operands.padded_spec(spec), mode)
 
     def plan(self, spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int = 0) -> Plan:
-        """As large as the budget allows; blocks of rows of nearly equal size, in full tiles."""
+        """Blocks of rows as large as the budget allows, of nearly equal size, in full tiles."""
         spec = operands.padded_spec(spec)
         if mode == "recompute":
             return plans.recompute(spec, tokens, scratch_bytes)
@@ -95,7 +95,7 @@ class MosaicGpuBackend(Backend):
         return narrow_sum.lower_shape(*(shape if spec.vocab_axis == 0 else shape[::-1]))
 
     def describe(self, spec: HeadSpec, options: int, mode: Mode | None, plan: Plan) -> Description:
-        """The kernel that makes logits, of plain cross entropy."""
+        """The kernel that makes logits for plain cross entropy."""
         spec = operands.padded_spec(spec)
         kernel, vectors = _KERNELS[mode]
         config = self.config or rule(kernel, spec, vectors, options)
@@ -104,13 +104,13 @@ class MosaicGpuBackend(Backend):
         )
 
     def top_k(self, spec: HeadSpec, k: int, scratch_bytes: int | None) -> StoredBlocks:
-        """Of stored logits, a block of rows at a time."""
+        """Selects from stored logits, a block of rows at a time."""
         return StoredBlocks(spec, k, scratch_bytes)
 
     def statistics(
         self, head: Head, batch: Batch, names: frozenset[str], plan: Plan, filled: jax.Array | None = None
     ) -> Partial:
-        """One kernel; the targets by XLA."""
+        """Statistics by one kernel; the targets' logits by XLA."""
         head = operands.padded_head(head)
         partial_bytes = min(PARTIALS_BYTES, plan.scratch_bytes)
         config = self._config("forward", head, partials.vectors(names))

@@ -1,4 +1,4 @@
-"""The in-forward mode's two halves on Hopper; what they have in common with other GPUs' is in `exponentials`."""
+"""The in-forward mode's two halves on Hopper; `exponentials` has the part that all GPUs share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from pallas_ce.streaming.rows import RowBlock
 
 
 def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
-    """`[]` int32: rows from there on are skipped; None where all are computed."""
+    """The first row that is skipped, `[]` int32; None where all are computed."""
     return block.filled if product_kernel.skips(spec, block) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Exponentials(Block):
-    """Their kernel.
+    """The exponentials' kernel.
 
     Attributes:
         config: its tiles.
@@ -38,7 +38,7 @@ class _Exponentials(Block):
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
     ) -> tuple[Callable[[], Partial], jax.Array]:
-        """One kernel, which may have nothing to do."""
+        """Launches one kernel, which may have no row to compute."""
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
         return stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
@@ -53,10 +53,10 @@ class Multiply(_Exponentials, Multiplying):
     """See `Multiplying`.
 
     Attributes:
-        config: of the kernel that makes the operand: exponentials or, where they are always recomputed, dlogits.
-        configs: of the products.
+        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
+        configs: tiles of the products.
         splits: whether there is memory for hidden's product in parts.
-        last: `[]` bool: whether it is the last block.
+        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
     """
 
     configs: GradientConfigs
@@ -64,7 +64,7 @@ class Multiply(_Exponentials, Multiplying):
     last: jax.Array | None
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
-        """A kernel that writes where the stash lies."""
+        """Recomputes dlogits by a kernel that overwrites the stash."""
         head, hidden, (coefficients, reference, *_) = self.head, self.batch.hidden, gradient
 
         def write(stored: Any) -> None:
@@ -74,7 +74,7 @@ class Multiply(_Exponentials, Multiplying):
         return pl.run_state(write)(operand)
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """By a kernel, which XLA need not measure candidates for; what it does not serve, by XLA."""
+        """Multiplies by a kernel, which XLA does not autotune; by XLA where the kernel does not serve."""
         head, spec = self.head, self.head.spec
         if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
@@ -85,7 +85,7 @@ class Multiply(_Exponentials, Multiplying):
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
     ) -> jax.Array:
-        """By a kernel, which adds in place; what it does not serve, by XLA."""
+        """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
         spec = self.head.spec
         if not product_kernel.serves(spec, rows.shape[0]):
             a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
@@ -107,7 +107,7 @@ class Multiply(_Exponentials, Multiplying):
     def for_weight_and_bits(
         self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, sums: Products, adds: jax.Array | bool
     ) -> Products:
-        """By a kernel."""
+        """Multiplies by a kernel, which adds in place."""
         assert sums.weight is not None
         assert sums.weight_bits is not None
         assert self.last is not None

@@ -9,22 +9,22 @@ from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, TALL, Config,
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
-# The recompute mode may take this much; beyond, larger tiles save less than a per cent.
+# Scratch of the recompute mode at most; with more, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
 
 # 16-bit numbers of a row that XLA's products read at once.
 _ALIGNED_COLUMNS = 8
 
-# Statistics that a tile may leave of each row: of a forward, and of the losses that in_forward serves.
+# Statistics that a tile leaves of each row at most: in the forward, and for the losses that in_forward serves.
 _PARTIAL_FIELDS = 7
 _LOSS_FIELDS = 3
 
 # Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
 _ROW_STEP = 128
 
-# In_forward: rows of two tiles; rows whose products take as long as adding a block's
-# product to the sum for the weight (8 bytes an entry at 4 TB/s, to 6 operations a row and entry at 700 TFLOP/s: 233, of
-# which the product hides about half); and operations in the 80 us that a block's small kernels take.
+# In_forward: the rows of two tiles; the rows whose products take as long as adding a block's product to the sum for the
+# weight; and the operations in the 80 us that a block's small kernels take. Adding moves 8 bytes an entry at 4 TB/s, a
+# row's products take 6 operations an entry at 700 TFLOP/s: 233 rows, and the product hides about half of the adding.
 _FULL_ROWS = 256
 _ROWS_PER_SUM = 100
 _OPERATIONS_PER_BLOCK = 56 * 10**9
@@ -32,12 +32,12 @@ _MORE_BLOCKS = 4
 
 _MOST_BLOCKS = 64
 
-# Of a step of a tile: the operands of a low-rank term are padded to whole ones.
+# Numbers of a row in one step; a low-rank term's operands are padded to whole steps.
 _DEPTH = Config().depth
 
-# Recompute: of how many widths of a tile the best is taken; logits of a product that take as long as moving a byte for
-# each of its H numbers (700 TFLOP/s, 4 TB/s), of which the product hides about half; and operations in the 20 us that
-# the small kernels of a block's tile take.
+# Recompute: how many widths of a tile are compared; the logits of a product that take as long as moving H bytes, at 700
+# TFLOP/s and 4 TB/s, where the product hides about half of the moving; and the operations in the 20 us that the small
+# kernels of a block's tile take.
 _WIDTHS = 24
 _LOGITS_PER_BYTE = 44
 _OPERATIONS_PER_TILE = 14 * 10**9
@@ -50,7 +50,7 @@ def minimum(spec: HeadSpec, mode: Mode | None) -> int:
 
 
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
-    """Of the forward and of in_forward: blocks of rows of nearly equal size, and the whole vocabulary."""
+    """Plans the forward and in_forward: blocks of rows of nearly equal size, each over the whole vocabulary."""
 
     def bytes_beside(rows: int, blocks: int, *, splits: bool = False) -> int:
         total = _scratch(spec, mode, rows, spec.vocab_size, blocks=blocks, splits=splits)
@@ -75,9 +75,9 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
 
 
 def _slower(spec: HeadSpec) -> str | None:
-    """Rows of exponentials that XLA's products cannot read in 16 bytes; recompute's tiles are cut so that they can.
+    """Why in_forward is slow: XLA's products read recompute's tiles in 16 bytes, but not such rows of exponentials.
 
-    On an H200 GPT-2's head takes 1.5 times three bare products so, and 0.7 times in recompute.
+    On an H200 GPT-2's head takes 1.5 times as long as three bare products in in_forward, and 0.7 times in recompute.
     """
     if spec.weight_rows % _ALIGNED_COLUMNS == 0:
         return None
@@ -88,7 +88,7 @@ def _slower(spec: HeadSpec) -> str | None:
 
 
 def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
-    """Of recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
+    """Plans recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
     return _recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
 
 
@@ -114,7 +114,7 @@ def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Pla
 
 
 def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
-    """Rows that so many blocks of in_forward amount to."""
+    """The time of in_forward in `blocks` blocks, in rows whose products take as long."""
     fixed = _ROWS_PER_SUM + _OPERATIONS_PER_BLOCK // (6 * spec.vocab_size * spec.hidden_size)
     return blocks * (operands.round_up(_even_rows(tokens, blocks), _FULL_ROWS) + fixed)
 
@@ -141,10 +141,10 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
 
 
 def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns: int) -> float:
-    """Logits of one product that take as long as all three, and what they move besides.
+    """The time of recompute in logits of one product: its three products, and the memory that they move besides.
 
     Every tile adds to the sum for hidden `[N, H]` in float32. Where there are several blocks, each adds to a sum for
-    the tile's weight `[columns, H]`, and its hidden states may be gathered for each tile again.
+    the tile's weight `[columns, H]`, and its hidden states may be gathered again for each tile.
     """
     size, tiles = spec.hidden_size, -(-spec.vocab_size // columns)
     last = spec.vocab_size - (tiles - 1) * columns
@@ -164,12 +164,13 @@ def _recompute_cost(spec: HeadSpec, tokens: int, blocks: int, rows: int, columns
 def _scratch(
     spec: HeadSpec, mode: Mode | None, rows: int, columns: int, *, blocks: int = 2, splits: bool = False
 ) -> int:
-    """Bytes that a call takes beside inputs, outputs and accumulators, with so many blocks of rows.
+    """Bytes that a call takes beside inputs, outputs and accumulators.
 
-    The operands of a low-rank term. The forward: partial statistics, at least those of one window. In-forward: the
-    stash, a block of hidden states as scaled operand and as product, in parts where it `splits`. Recompute: dlogits of
-    a tile, with several blocks hidden states and a sum for the tile's weight; and, unless it works in place, a slice of
-    the weight and products. Hidden states that are gathered once lie where their gradient will.
+    Every mode holds the operands of a low-rank term. The forward holds partial statistics of at least one row of tiles.
+    In_forward holds the stash, and a block of hidden states as scaled operand and as product, in parts where it
+    `splits`. Recompute holds a tile's dlogits; with several blocks, hidden states and a sum for the tile's weight; and,
+    unless it works in place, a slice of the weight and products. Hidden states that are gathered once lie where their
+    gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
     stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
@@ -177,7 +178,7 @@ def _scratch(
     copied, several = operands.weight_copy_bytes(spec), blocks > 1
     if mode is None:
         return term + copied + _partial_bytes(spec, 1) + (narrow * rows * spec.hidden_size if several else 0)
-    # Rows of the stash are padded where V is not a multiple; the products then read a copy without the padding.
+    # Where `columns` is no multiple, rows of the stash are padded, and products read a copy without the padding.
     stored = term + _stash(spec, rows, columns)
     if columns % operands.LENGTH_MULTIPLE:
         stored += narrow * stored_rows * columns
@@ -195,12 +196,12 @@ def _scratch(
 
 
 def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
-    """Bytes of a 16-bit number for each logit."""
+    """Bytes of the stash, a 16-bit number for each logit."""
     stored_rows, stored_columns = operands.stored_shape(rows, columns)
     return spec.dtype.itemsize * stored_rows * stored_columns
 
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:
-    """What the forward leaves when every statistic is asked for, of as many rows at a time as may be."""
+    """Bytes of every partial statistic of the forward, for `rows` rows or as many as are computed at a time."""
     by_row = _PARTIAL_FIELDS * 4 * TALL.column_blocks(spec.vocab_size)
     return min(PARTIALS_BYTES, by_row * operands.round_up(rows, TALL.tile_rows))

@@ -34,7 +34,7 @@ class GradientConfigs(NamedTuple):
 
 
 def in_place(spec: HeadSpec, rows: int, columns: int) -> bool:
-    """Whether blocks of so many rows and columns are worked on in place."""
+    """Whether kernels work in place on blocks of `rows` rows and `columns` columns."""
     fits = columns == spec.vocab_size or (
         columns % product_kernel.COLUMN_STEP == 0 and spec.vocab_size % loop.STEP == 0
     )
@@ -58,7 +58,7 @@ def step(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is the same for all tiles; `exact` holds columns and values of single entries, which `gradient` lacks."""
+    """The facts that all tiles share; `exact` holds columns and values of single entries, which `gradient` lacks."""
 
     head: Head
     batch: Batch
@@ -69,7 +69,7 @@ class _Work:
     configs: GradientConfigs
 
     def dlogits(self, head: Head, **part: Any) -> jax.Array:
-        """Those that the kernel makes, of a part of the head or a slice of it."""
+        """The kernel's dlogits, of a part of the head or a slice of it."""
         coefficients, reference = self.gradient[:2]
         stored = dlogits_kernel.dlogits(head, self.batch.hidden, reference, coefficients, self.configs.dlogits, **part)
         assert stored is not None
@@ -99,7 +99,7 @@ class _InPlace(_Work):
             hidden_sum = product_kernel.add_for_hidden(
                 stored, weight, axis, configs.hidden, hidden_sum, to_row=to_row, valid_rows=valid_rows, part=part
             )
-        # The last tile's own columns come last in what the sweep knows as that tile.
+        # The sweep's last tile starts early, and its own columns come last in it.
         shift = first - Tiles(spec.vocab_size, width).tile(index).start
         for_weight = for_bias = None
         if weight_sum is not None:
@@ -146,7 +146,7 @@ class _BySlices(_Work):
         return Products(hidden_sum, for_weight, for_bias, *of_term)
 
     def _slice(self, tile: Tile, weight: jax.Array) -> Head:
-        """The head of the tile's columns, which the kernel knows as a vocabulary of their own."""
+        """The head of the tile's columns, to the kernel a whole vocabulary."""
         head, spec = self.head, self.head.spec
         aligned = operands.round_up(tile.size, operands.LENGTH_MULTIPLE)
         shape = (aligned, spec.hidden_size) if spec.vocab_axis == 0 else (spec.hidden_size, aligned)

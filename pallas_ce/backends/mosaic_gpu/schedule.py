@@ -12,14 +12,14 @@ Kernel = Literal["forward", "stash", "dlogits"]
 
 WARPGROUPS = 2
 
-# Partial statistics are the forward's only temporary memory: a launch works on as many rows as fit in this.
+# Bytes of partial statistics, the forward's only temporary memory: a launch works on as many rows as fit.
 PARTIALS_BYTES = 48 * 2**20
 
 # Shared memory of a thread block on sm_90, and what barriers and alignment may take of it.
 SHARED_MEMORY_BYTES = 227 * 1024
 RESERVED_BYTES = 3072
 
-# Tiles are stored in blocks of so many rows, and bytes of each row.
+# Tiles are stored in blocks: a block's rows, and bytes of each row.
 BLOCK = 64
 BLOCK_BYTES = 128
 
@@ -31,8 +31,8 @@ class Config:
     """The shape of a kernel's tiles.
 
     Attributes:
-        rows: of a warpgroup's half of a tile, a multiple of 64; two halves are stacked.
-        columns: of a tile.
+        rows: rows of a warpgroup's half of a tile, a multiple of 64; two halves are stacked.
+        columns: columns of a tile.
         depth: numbers of each row in one step.
         stages: slots of the ring, in shared memory.
         row_group: row blocks that are worked on at one time; their rows should stay in the L2 cache.
@@ -88,17 +88,18 @@ class Config:
 TALL = Config(rows=128, columns=192, stages=3, row_group=8, piece=64, staged=3)
 WIDE = Config()
 
-# Where tall tiles pay: with a shorter sum their epilogue shows, and with fewer entries few rows leave processors idle.
+# Tall tiles pay from these sizes: a shorter sum does not hide their epilogue, and with fewer entries few rows leave
+# multiprocessors idle.
 _TALL_HIDDEN_SIZE, _TALL_VOCAB_SIZE = 2048, 2**16
 
-# Of kernels that make logits: with so many vectors by row no register spills, without options of a head and with some.
+# Most vectors by row with which a kernel's tall tiles spill no register: without options of a head, and with some.
 _VECTORS: dict[Kernel, tuple[int, int]] = {"forward": (3, 1), "stash": (3, 0), "dlogits": (3, 0)}
 _PIECES: dict[Kernel, int | None] = {"forward": None, "stash": 128, "dlogits": 64}
 _MANY = Config(columns=128, stages=5, piece=64)
 
 
 def rule(kernel: Kernel, spec: HeadSpec, vectors: int, options: int) -> Config:
-    """Tiles of a kernel that makes logits. They do not depend on the rows, so neither do the bits of one of them.
+    """Tiles of a kernel that makes logits. They do not depend on the number of rows, so a row's bits do not either.
 
     Args:
         kernel: which one.
@@ -115,7 +116,7 @@ def rule(kernel: Kernel, spec: HeadSpec, vectors: int, options: int) -> Config:
 
 
 def cost(config: Config, rows: int, columns: int) -> int:
-    """Time of a product of `rows` x `columns` for each number it sums over: entries of full tiles in full rounds."""
+    """Time of a product `[rows, columns]` per number summed over: the entries of full tiles in full rounds."""
     tiles, workers = config.row_blocks(rows) * config.column_blocks(columns), config.workers
     return -(-tiles // workers) * workers * config.tile_rows * config.columns
 
@@ -131,11 +132,11 @@ class Product:
         length: how many numbers each entry of the product sums over.
         left_axis: 0 for a left operand `[rows, length]`, 1 for `[length, rows]`.
         right_axis: 0 for a right operand `[columns, length]`, 1 for `[length, columns]`.
-        rank: how many numbers of a low-rank term each entry sums over besides, from operands of its own.
-        parts: into how many the length is cut; each tile of each part is one of work, and leaves a partial product.
+        rank: how many numbers of a low-rank term, which has operands of its own, each entry sums over besides.
+        parts: how many parts the length is cut into; each makes a partial product, from tiles of its own.
         stored: whether tiles are read from memory, and nothing is multiplied.
-        side_by_side: how many stored tiles, one beside the other, are one of work.
-        held: whether what a tile is added to comes through the ring after its operands; see `loop.Held`.
+        side_by_side: how many stored tiles, side by side, are worked on as one.
+        held: whether the sum that a tile is added to comes through the ring after its operands; see `loop.Held`.
     """
 
     config: Config
@@ -152,7 +153,7 @@ class Product:
 
     @property
     def left_tile(self) -> tuple[int, int]:
-        """What a slot holds of the left operand, or of stored numbers."""
+        """The shape of a slot for the left operand, or for stored numbers."""
         config = self.config
         if self.stored:
             return config.tile_rows, config.columns
@@ -160,7 +161,7 @@ class Product:
 
     @property
     def right_tile(self) -> tuple[int, int]:
-        """What a slot holds of the right operand."""
+        """The shape of a slot for the right operand."""
         return (self.config.depth, self.config.columns) if self.right_axis else (self.config.columns, self.config.depth)
 
     @property
@@ -182,7 +183,7 @@ class Product:
 
 
 def device_refusal() -> str | None:
-    """Why what is lowered for cannot run the kernels; None where it can, as Pallas' interpreter does."""
+    """Why the target device cannot run the kernels; None where it can, as Pallas' interpreter does."""
     compiled_for = jax.sharding.get_abstract_mesh().abstract_device
     if compiled_for is None and targets.interpreted():
         return None

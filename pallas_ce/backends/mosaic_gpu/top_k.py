@@ -1,4 +1,4 @@
-"""The k largest logits of each row on Hopper: a kernel stores the logits of a block of rows, a selection reads few.
+"""The k largest logits of each row on Hopper: a kernel stores a block's logits, a selection reads few of them.
 
 For each row of V entries the kernel writes 4·V bytes of logits while it multiplies. A tournament
 (`streaming.selection`) reads and sorts V/8 bytes of maxima, and 128·k bytes of logits are read again.
@@ -21,8 +21,7 @@ from pallas_ce.streaming.selection import Largest
 # Rows of a block are a multiple of this where there are as many, so that tiles are full.
 _ROW_STEP = 256
 
-# Arrays of a row's maxima that are alive at a time, and of the entries of k groups: as found, by row, sorted with their
-# places.
+# Arrays alive at a time, of a row's maxima and of its k groups' entries: as found, by row, sorted with their places.
 _MAXIMA_ARRAYS = 3
 _CANDIDATE_ARRAYS = 6
 
@@ -57,14 +56,14 @@ class StoredBlocks:
         del plan
         rows = batch.hidden.shape[0]
         stored = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature, logits_kernel.CONFIG)
-        # Rows that pad the stored array hold anything, and are dropped at the end: a slice of it might be a copy.
+        # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
         padded = stored.logits.shape[0]
         groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
         found = selection.largest_in_groups(groups, self.k, maxima)
         return jax.tree.map(lambda x: x[:rows], found), stored.partial
 
     def _scratch(self, rows: int) -> int:
-        """Bytes: logits of whole groups, rows padded to the kernel's blocks in maxima, hidden states of a block."""
+        """Bytes of logits in whole groups, maxima in full tiles, candidates, a copied weight and hidden states."""
         groups = logits_kernel.groups_of(self.spec.vocab_size)
         stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.tile_rows) * groups

@@ -1,7 +1,7 @@
 """The kernel for logits, rows × columns tile by tile, and for their statistics while a tile is in registers.
 
 A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never leaves the registers as a whole, unless
-`stored` is asked for. What is made of it depends on which outputs there are:
+`stored` is asked for. The kernel makes from it the outputs that there are:
 
 * *statistics* of each row over the tile's columns, one number for each row and tile. They are `Σ e^{z-m}`,
   `Σ e^{z-m}(z-m)`, `Σ e^{2(z-m)}`, `Σ e^{z-m}(z-μ)²`, `Σ u (z-m)`, and the lowest column where z is largest. `m` is the

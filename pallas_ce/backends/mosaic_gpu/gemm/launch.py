@@ -14,7 +14,7 @@ from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
 
-# Given to kernels packed into one array, so that preparing them is one operation for XLA.
+# A kernel gets its numbers packed into one array, so that XLA prepares them in one operation.
 Numbers = dict[str, jax.Array]
 
 _NUMBERS = "numbers"
@@ -33,9 +33,9 @@ def run(
 
     Args:
         name: what profilers show.
-        product: what is multiplied, or read.
-        matrices: what TMA loads.
-        epilogue: what is done with tiles.
+        product: the product, or the stored tiles to read.
+        matrices: the arrays that TMA loads.
+        epilogue: its work on each tile.
         inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes.
         outputs: shapes and dtypes that it writes, by name.
         numbers: `[]` int32 by name; the epilogue finds each as `[1]`.
@@ -52,15 +52,15 @@ def run(
 
 
 def _at_run_time(x: jax.Array) -> jax.Array:
-    """`x`, never folded into a constant: those lie in the executable wherever they fit, and kernels need alignment."""
+    """`x`, kept from constant folding: an executable does not align its constants, and kernels need aligned arrays."""
     return x + lax.optimization_barrier(jnp.zeros((), x.dtype))
 
 
 def name_dumps(name: str) -> None:
-    """Within a kernel: what JAX's debugging options write of it is called so.
+    """Names the files that JAX's debugging options write of a kernel; called within it.
 
-    Else JAX numbers the kernels of a process, and the number is part of a kernel: the same one would be compiled again
-    for the next program, and a persistent compilation cache would not know a program that is compiled after others.
+    By default JAX numbers the kernels of a process, and the number is part of a kernel. The same kernel would be
+    compiled again for the next program, and a persistent compilation cache would miss a program compiled after others.
     """
 
     @plgpu.inline_mgpu()
@@ -82,8 +82,8 @@ def kernel_function(
 ) -> Any:
     """The kernel as a jitted function `(*matrices, *inputs, numbers) -> outputs`: one for each set of static facts.
 
-    So a kernel that a program uses twice is traced, lowered and assembled once. One function must not serve several
-    sets, either: JAX 0.11 confuses the grids of a kernel function that is used with several.
+    A kernel that a program uses twice is thus traced, lowered and assembled once. A function must not serve several
+    sets: JAX 0.11 confuses the grids of a kernel function that is used with several.
     """
     names = (*input_names, *[_NUMBERS][: len(numbers)], *(output for output, _, _ in outputs))
 
@@ -104,7 +104,7 @@ def kernel_function(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=True,  # the loop and `layouts` have those that are needed
+            unsafe_no_auto_barriers=True,  # `loop` and `layouts` place the barriers
         ),
     )
 

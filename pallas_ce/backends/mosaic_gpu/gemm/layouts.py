@@ -50,9 +50,9 @@ def constant_by_row(rows: int, value: jax.Array | float, dtype: Any = jnp.float3
 
 
 def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
-    """The layout that TMA and wgmma want of matrices in shared memory, for rows of these numbers of elements.
+    """The shared-memory layout that TMA and wgmma need for matrices whose rows have `lengths` elements.
 
-    It spans 128 bytes of a row where all are multiples of that, and less where they are not.
+    The swizzle spans 128 bytes where all rows are multiples of 128 bytes, else 64 or 32.
     """
     itemsize = jnp.dtype(dtype).itemsize
     span = next(s for s in (128, 64, 32) if all(length * itemsize % s == 0 for length in lengths))
@@ -61,7 +61,7 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
 
 
 def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
-    """Shared memory for what `store_piece` stores in rows of `columns` numbers."""
+    """Shared memory from which `store_piece` stores to an array with `columns` columns."""
     shape = (WARPGROUPS, config.staged, BLOCK, _block_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
 
@@ -80,10 +80,10 @@ def store_piece(
     x: jax.Array,
     add: jax.Array | bool = False,
 ) -> None:
-    """Starts storing `x [rows, width]` at `target[row:, column + first:]`; what lies outside the array is dropped.
+    """Starts storing `x [rows, width]` at `target[row:, column + first:]`; entries outside the array are dropped.
 
-    A tile's pieces must come in order and have one width; `first` is a piece's place in the tile. Where `add`, a Python
-    bool or `[]`, `x` is added to what is there.
+    A tile's pieces must come in order and have one width; `first` is a piece's first column in the tile. `x` is added
+    to the array's values where `add`, a Python bool or `[]` bool, is true.
     """
     wide = staging.shape[-1]
     assert x.shape[1] % wide == 0
@@ -96,11 +96,11 @@ def store_piece(
 
 
 def store_block(staging: Any, index: int, place: Any, x: jax.Array, add: jax.Array | bool = False) -> None:
-    """Starts storing a block, the `index`-th of a tile, by way of a warpgroup's `staging`; none may be left out."""
+    """Starts storing a tile's block `index` through a warpgroup's `staging`; blocks come in order, none left out."""
     slots = staging.shape[0]
     if index == 0:  # the tile before this one was stored long ago
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    elif index >= slots:  # all stores but the last ones have left their slots
+    elif index >= slots:  # the store that used this slot must have read it
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
     block = staging.at[index % slots]
     block[...] = x

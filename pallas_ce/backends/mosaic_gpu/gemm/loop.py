@@ -1,4 +1,4 @@
-"""The loop that every kernel is: tiles brought through shared memory, multiplied, and handed to an epilogue.
+"""The main loop of every kernel: tiles are loaded into shared memory, multiplied, and handed to an epilogue.
 
 A persistent thread block of 256 threads runs on each multiprocessor. Its two warpgroups each hold the accumulator of
 one half of a tile, with up to 255 registers a thread. No warpgroup only loads: the first issues the loads of both. A
@@ -6,9 +6,9 @@ ring of `stages` slots holds the operands of as many steps. One product is alway
 has been issued, the product before it is awaited, and its slot is filled for the step `stages` later. So loads run
 ahead across tiles, and the next tile's operands arrive while an epilogue runs.
 
-Tiles are handed out one by one, so that no multiprocessor gets more than `⌈tiles / multiprocessors⌉`. Those that run at
-one time lie in a group of row blocks, whose rows stay in the L2 cache, and go through the columns side by side. Each
-group goes back the way that the last one came, so that it begins with columns that are in the cache.
+Tiles are handed out one by one, so that no multiprocessor gets more than `⌈tiles / multiprocessors⌉`. Concurrent tiles
+lie in a group of row blocks, whose rows stay in the L2 cache, and walk through the columns side by side. Groups
+alternate the direction of this walk, so that each begins with columns that are in the cache.
 """
 
 import abc
@@ -64,12 +64,12 @@ class Epilogue(abc.ABC):
         """Takes `values [rows, columns]` float32, in the layout of a wgmma accumulator; returns what `end` needs."""
 
     def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Called after a tile of a product, or after the last of those that are read side by side."""
+        """Runs after a tile of a product, or after the last of the stored tiles that are read side by side."""
         return
 
 
 def number(refs: dict[str, Any], name: str) -> jax.Array | int:
-    """The number of that name, at which something begins; 0 if it is not given."""
+    """The offset of that name, a multiple of `STEP`; 0 if it is not given."""
     return pl.multiple_of(refs[name][0], STEP) if name in refs else 0
 
 
@@ -80,18 +80,18 @@ def _blocks(refs: dict[str, Any], name: str, size: int, most: int) -> jax.Array 
 def _divided(x: jax.Array, by: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder of numbers below 2²⁴.
 
-    Division by what is known at run time only would be a call, and no product is asynchronous in a kernel with calls.
+    Division by a run-time value would be a call, and no product is asynchronous in a kernel with calls.
     """
     if isinstance(by, int):
         return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
-    guess = (x.astype(jnp.float32) / by.astype(jnp.float32)).astype(jnp.int32)  # or one more, or one less
+    guess = (x.astype(jnp.float32) / by.astype(jnp.float32)).astype(jnp.int32)  # off by at most one
     rest = x - guess * by
     quotient = guess + (rest >= by).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
     return quotient, x - quotient * by
 
 
 class Walk:
-    """The order of work of one thread block: `tiles`, each of `steps`, the first `products` of them multiplied."""
+    """One thread block's work in order: `tiles` of `steps` each; a tile's first `products` steps are multiplied."""
 
     def __init__(self, product: Product, refs: dict[str, Any]) -> None:
         self._product, config = product, product.config
@@ -100,18 +100,18 @@ class Walk:
         self._first_row, self._worker = number(refs, "first_row"), lax.axis_index("worker")
         every = self._row_blocks * self._column_blocks * product.parts
         self.tiles = lax.div(every + (product.workers - 1) - self._worker, jnp.int32(product.workers))
-        # Without a valid row of the length there is one step, which reads zeros beyond the end of the operands.
+        # Where no number of the length is valid, one step runs and reads zeros beyond the operands' end.
         steps = _blocks(refs, "valid_length", config.depth, product.steps)
         self.products = steps if isinstance(steps, int) else jnp.maximum(steps, 1)
         self._skip = 0 if isinstance(steps, int) else jnp.where(steps == 0, product.steps, 0)
         self.steps = self.products + (WARPGROUPS * (1 - refs["first"][0]) if product.held else 0)
 
     def place(self, tile: jax.Array, warpgroup: jax.Array | int = 0) -> Place:
-        """The place of a warpgroup's part of this thread block's tile of that index; rows begin at 0."""
+        """Where a warpgroup's part of this thread block's tile number `tile` lies; rows are counted from 0."""
         product, config = self._product, self._product.config
         rest = tile * product.workers + self._worker
         part = jnp.int32(0)
-        if product.parts > 1:  # what runs at one time works on the same part of the length
+        if product.parts > 1:  # concurrent tiles work on the same part of the length
             part, rest = _divided(rest, self._row_blocks * self._column_blocks)
         in_group = min(config.row_group, product.row_blocks)
         group, rest = _divided(rest, self._column_blocks * in_group)
@@ -134,16 +134,16 @@ class Walk:
 
 
 def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: Epilogue) -> None:
-    """The kernel; for `launch.run`.
+    """The kernel's body; for `launch.run`.
 
-    `matrices` are left and right operand, and those of a low-rank term, laid out like them: more steps of each tile.
-    Of stored numbers there is one matrix, whose tiles are handed on as they are; the epilogue finds it as "matrix", and
-    may overwrite it: each tile is read once, before anything is written in its place.
+    `matrices` are the left and the right operand. A low-rank term adds two of the same layout, and steps to each tile.
+    Stored numbers are one matrix, whose tiles are handed on as they are. The epilogue finds it as "matrix" and may
+    overwrite it: each tile is read once, before anything is written in its place.
 
-    Numbers that it knows: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped, and left
-    undefined), "valid_length" (about as many numbers of each row are summed over), "first_row" (of the left operand,
-    the product's first), "first_column" (likewise, of the right one) and "first_length" (the right operand's number
-    that meets the left's first); the last three are multiples of `STEP`.
+    Numbers: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped and left undefined),
+    "valid_length" (entries sum over this many numbers, in whole steps), "first_row" (the left operand's row where the
+    product begins), "first_column" (likewise for the right one) and "first_length" (the right operand's number that
+    meets the left's first). The last three are multiples of `STEP`.
     """
     config, dtype = product.config, matrices[0].dtype
     left_tile, right_tile = product.left_tile, product.right_tile
@@ -169,7 +169,7 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
 
 
 class _Thread:
-    """What a warpgroup does."""
+    """One warpgroup's work."""
 
     def __init__(
         self, matrices: list[Any], ring: dict[str, Any], refs: dict[str, Any], product: Product, epilogue: Epilogue
@@ -181,7 +181,7 @@ class _Thread:
         self.steps = self.walk.tiles * self.walk.steps
 
     def run(self) -> None:
-        """All tiles of the thread block."""
+        """Works through all tiles of the thread block."""
         for step in range(self.config.stages):
             pl.when((self.warpgroup == 0) & (step < self.steps))(functools.partial(self._load, jnp.int32(step), step))
 
@@ -217,7 +217,7 @@ class _Thread:
 
         first = index * self.walk.steps
         value = pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
-        if self.product.held:  # what follows in the ring is not multiplied
+        if self.product.held:  # the ring's next slots hold the sum, not operands
             self._refill(first + self.walk.products - 1)
         return value
 
@@ -225,12 +225,12 @@ class _Thread:
         slot = self.slot(step)
         plgpu.barrier_wait(self.ring["full"].at[slot])
         values = plgpu.load(self.ring["left"].at[slot, self.rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.commit_smem()  # the copy engine is not to write before this has been read
+        plgpu.commit_smem()  # the copy engine must not overwrite the slot before it has been read
         self._refill(step)
         return values
 
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
-        """Issues the product of what a slot holds, once it is there."""
+        """Issues the product of a slot's operands once they have arrived."""
         plgpu.barrier_wait(self.ring["full"].at[slot])
         left, right = self.ring["left"], self.ring["right"].at[slot]
         transposed = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else None
@@ -241,11 +241,11 @@ class _Thread:
         )
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """Where a step's operands are."""
+        """The ring's slot for a step's operands."""
         return lax.rem(step, jnp.int32(self.config.stages))
 
     def _refill(self, done: jax.Array) -> None:
-        """Gives back the slot of a step that is `done`, and loads into it for the step that comes `stages` later."""
+        """Frees the slot of the step `done`, and loads into it for the step `stages` later."""
         slot, ahead = self.slot(done), done + self.config.stages
 
         @pl.when(ahead < self.steps)
@@ -262,7 +262,7 @@ class _Thread:
         place, own, along = self.walk.depth(step)
         rows, columns = pl.ds(place.row, config.tile_rows), pl.ds(self.first_column + place.column, config.columns)
         if product.stored:
-            # No tile lies beyond the end: the last one again, of which no column counts there.
+            # No tile lies beyond the end: the last one is read again, and none of its columns counts there.
             last = (config.column_blocks(self.matrices[0].shape[1]) - 1) * config.columns
             column = jnp.minimum(place.column + own * config.columns, last)
             columns = pl.ds(pl.multiple_of(column, STEP), config.columns)
@@ -297,9 +297,9 @@ class _Thread:
 
 
 class Held:
-    """What a tile is added to, in the ring's slots: a step for each warpgroup's part.
+    """The sum that a tile is added to, in the ring's slots: one step for each warpgroup's part.
 
-    Of "upper" `[rows, columns]` it lies where a right operand would, of "lower" `[rows, columns / 2]` a left one.
+    "upper" `[rows, columns]` lies in the right operand's place, "lower" `[rows, columns / 2]` in the left one's.
     """
 
     def __init__(self, thread: _Thread, tile: jax.Array) -> None:
@@ -307,16 +307,16 @@ class Held:
         self._slot = thread.slot(self._first + thread.warpgroup)
 
     def wait(self) -> None:
-        """Until it is there."""
-        for warpgroup in range(WARPGROUPS):  # for the other's, too: a barrier must be seen every time
+        """Waits until the sum has arrived."""
+        for warpgroup in range(WARPGROUPS):  # the other's, too: each phase of a barrier must be awaited
             plgpu.barrier_wait(self._thread.ring["full"].at[self._thread.slot(self._first + warpgroup)])
 
     def read(self, name: str, first: int, width: int) -> jax.Array:
-        """Some columns of this warpgroup's part, in the layout of a wgmma accumulator."""
+        """`width` columns from `first` on of this warpgroup's part, in the layout of a wgmma accumulator."""
         part = self._thread.ring["right" if name == "upper" else "left"].at[self._slot, :, pl.ds(first, width)]
         return plgpu.load(part, layout=plgpu.Layout.WGMMA)
 
     def release(self) -> None:
-        """It has been read."""
+        """Frees the sum's slots after it has been read."""
         for warpgroup in range(WARPGROUPS):
             self._thread._refill(self._first + warpgroup)

@@ -4,9 +4,9 @@
 
 times 1 - (z_j/c)² under a soft cap.
 
-Terms that are absent cost nothing. Each term that is present adds one vector by row to what a warpgroup carries. The
-terms of single entries, D and F, are made here only for materialized logits, whose kernels wait for memory anyway.
-Those of a head are left to XLA (`entries`).
+An absent term costs nothing. Each present term adds one vector by row to a warpgroup's registers. The terms of single
+entries, D and F, are made here only for materialized logits, whose kernels wait for memory anyway. XLA makes them for a
+head (`entries`).
 """
 
 import dataclasses
@@ -37,18 +37,18 @@ def dlogits(
 ) -> jax.Array | None:
     """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
 
-    What is undefined is as in `stash_kernel.stash`, and so are columns behind those of `part`, from the next tile on.
+    The same entries are undefined as in `stash_kernel.stash`, and columns behind `part` from the next tile on.
 
     Args:
         head: the head.
         hidden: `[N, H]`.
-        reference: `[N]`, what logits are measured from, where terms need it.
+        reference: `[N]`, from which logits are measured, where terms need it.
         coefficients: `[N]` each; neither target nor argmax.
         config: of the kernel.
         part: the vocabulary entries; None: all.
         first: `[]` int32: columns before it get 0.
         into: a `jax.Ref` to write to; then nothing is returned.
-        valid_rows: `[]` int32: only about as many rows are worked on, the others left undefined; None: all.
+        valid_rows: `[]` int32: rows from there on are undefined, and whole tiles of them skipped; None: none.
     """
     spec, width = head.spec, None if part is None else part.width
     given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, width)
@@ -69,7 +69,7 @@ def dlogits(
 
 
 def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:
-    """The coefficients that there are and "reference", as the epilogue reads them."""
+    """The given coefficients and "reference", as the epilogue reads them."""
     found = {name: x.astype(jnp.float32) for name, x in coefficients._asdict().items() if x is not None}
     return found if reference is None else found | {"reference": reference}
 
@@ -82,7 +82,7 @@ _TRANSLATED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DlogitsEpilogue(Epilogue):
-    """Stores a tile's dlogits: as "dlogits", or in place of the "matrix" that the tile is from."""
+    """Stores a tile's dlogits: as "dlogits", or over the logits in "matrix"."""
 
     logits: epilogues.LogitSpec
     present: frozenset[str]
@@ -92,22 +92,22 @@ class DlogitsEpilogue(Epilogue):
     width: int
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
+        """Staging for the stores."""
         return {"dlogits_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Vectors by row, and numbers."""
+        """Reads vectors by row, and numbers."""
         names = (*sorted(self.present), "reference", "labels", "argmax_column", "counts")
         carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
         if "reference" in carry:
-            # A row of -inf only has no distribution; measured from +inf its probabilities are 0 and so is its gradient.
+            # A row of only -inf has no distribution: measured from +inf, its probabilities and its gradient are 0.
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
         return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
         """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
         if "counts" in carry:
-            # Coefficients are 0 there; so are the logits, whose nan or inf must not matter.
+            # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
             values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
         target = refs["dlogits"] if "dlogits" in refs else refs["matrix"]
         for first, piece in epilogues.pieces(values, self.width):

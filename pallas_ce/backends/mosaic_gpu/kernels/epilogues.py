@@ -1,7 +1,7 @@
-"""Row-wise arithmetic on a tile of logits in registers: what the kernels' epilogues are made of.
+"""Row-wise arithmetic on a tile of logits in registers, for the kernels' epilogues.
 
-Exponentials are base 2, because that is the instruction: `e^{z-m} = 2^{(z-m)·log2e}`. As `2^{z·log2e - m·log2e}`,
-which a multiply-add would save an instruction, `m·log2e` would be rounded to the size of the logits.
+Exponentials are base 2, as the instruction is: `e^{z-m} = 2^{(z-m)·log2e}`. The form `2^{z·log2e - m·log2e}` would save
+an instruction, and round `m·log2e` at the size of the logits.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from pallas_ce.statistics.table import FIELDS, Partial, mean_distance
 
 LOG2E = math.log2(math.e)
 
-# e^{-200} is 0 in float32, so distances below need not be told apart; -inf would make 0·(-inf).
+# Distances are cut off here, since -inf would make 0·(-inf); e^{-200} is 0 in float32.
 FARTHEST = -200.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitSpec:
-    """From products to logits `softcap(scale·(product + bias))`; static.
+    """How products become logits, `softcap(scale·(product + bias))`; static.
 
     Attributes:
-        columns: how many there are; those of a tile that lie beyond are not valid.
+        columns: how many there are; a tile's columns beyond are not valid.
         ragged: whether some tile has columns that are not valid.
-        counted: whether how many are valid is known at run time only, as the input "valid" `[1]` int32.
+        counted: whether the number of valid columns is known at run time only, as the input "valid" `[1]` int32.
         bias: whether there is one, as the input "bias" `[padded V]` float32.
         scale: whether there is one, as the input "scale" `[1]` float32.
         softcap: the cap, or None.
@@ -44,7 +44,7 @@ class LogitSpec:
     uniform_weight: float
 
     def logits(self, refs: dict[str, Any], column: jax.Array, product: jax.Array) -> jax.Array:
-        """Capped logits of a tile that begins at `column`; those of columns that are not valid mean nothing."""
+        """Capped logits of a tile that begins at `column`; undefined in columns that are not valid."""
         z = product
         if self.bias:
             z = z + layouts.along_rows(layouts.columns_of(refs["bias"], column, z.shape[1]), z.shape)
@@ -82,9 +82,9 @@ def no_columns(rows: int, fields: tuple[str, ...]) -> Partial:
 
 
 def pieces(x: jax.Array, width: int) -> Iterator[tuple[int, jax.Array]]:
-    """The `width` columns wide parts of `[rows, columns]`, each with its first column.
+    """The parts of `x [rows, columns]` that are `width` columns wide, each with its first column.
 
-    Working piece by piece keeps fewer values alive where many vectors must be kept beside them.
+    Working piece by piece keeps fewer values in registers, where many vectors must be kept beside them.
     """
     for first in range(0, x.shape[1], width):
         yield first, x[:, first : first + width]
@@ -98,17 +98,17 @@ def piece_partial(
     z: jax.Array,
     reference: jax.Array | None,
 ) -> tuple[Partial, jax.Array | None]:
-    """The translation of `table.FIELDS`, measured from `reference`; `e^{z - reference}` as well.
+    """A piece's `fields` as in `table.FIELDS`, and `e^{z - reference}`.
 
-    Not the targets' logits, see `entries`.
+    The targets' logits come from `entries`.
 
     Args:
-        spec: of the logits.
-        fields: of `Partial`, those to compute.
+        spec: how the logits are made.
+        fields: the fields of `Partial` to compute.
         refs: "u" `[padded V]` float32, 0 where not valid, if the mean is weighted.
         column: the piece's first vocabulary entry.
         z: logits `[rows, width]`, -inf where not valid.
-        reference: `[rows]`, what sums are measured from.
+        reference: `[rows]`, from which sums are measured.
     """
     shape = z.shape
     found: dict[str, jax.Array] = {}
@@ -132,7 +132,7 @@ def piece_partial(
     if "max" in fields:
         found["max"] = z.max(axis=1)
     if "argmax" in fields:
-        # The lowest column that attains the maximum, of which NaN is one.
+        # The lowest column that attains the maximum; a NaN attains it.
         largest = (z == layouts.along_columns(found["max"], shape)) | (z != z)
         place = jnp.where(largest, layouts.column_ids(shape), shape[1])
         found["argmax"] = column + place.min(axis=1)

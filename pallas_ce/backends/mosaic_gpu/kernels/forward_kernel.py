@@ -1,7 +1,7 @@
-"""The forward: row statistics of hidden·weightᵀ, of which each tile leaves its own.
+"""The forward: row statistics of hidden·weightᵀ, a `Partial` from each tile.
 
-A tile's `Partial` is measured from its own maximum. Memory: as many numbers for each statistic as rows times tiles
-along the vocabulary, of as many rows at a time as a budget holds.
+A tile's `Partial` is measured from the tile's own maximum. Each statistic takes one number in memory for each row and
+tile along the vocabulary. A launch works on as many rows as a budget holds.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ def statistics(
     partial_bytes: int = PARTIALS_BYTES,
     valid_rows: jax.Array | None = None,
 ) -> Partial:
-    """The `Partial` of `hidden [N, H]` over the vocabulary; no targets.
+    """The `Partial` of `hidden [N, H]` over the vocabulary, without the targets' logits.
 
-    `partial_bytes` bounds the temporary memory. With `valid_rows []` only about as many rows are worked on; the others'
-    are undefined.
+    `partial_bytes` bounds the temporary memory. Rows from `valid_rows []` on are undefined, and whole tiles of them
+    skipped.
     """
     fields = fields_for(names)
     if not fields:
@@ -54,10 +54,10 @@ class StatisticsEpilogue(Epilogue):
     """Writes each tile's `Partial`, measured from its own maximum.
 
     Attributes:
-        logits: of what is in a tile.
-        fields: of `Partial`.
-        width: of a piece.
-        rows: of a warpgroup's part, where tiles that are read side by side have one `Partial`; else None.
+        logits: how a tile's values become logits.
+        fields: the fields of `Partial` to compute.
+        width: columns of a piece.
+        rows: rows of a warpgroup's part, where tiles that are read side by side share one `Partial`; else None.
     """
 
     logits: epilogues.LogitSpec
@@ -66,15 +66,15 @@ class StatisticsEpilogue(Epilogue):
     rows: int | None = None
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Nothing yet."""
+        """The neutral `Partial` where tiles share one."""
         return epilogues.no_columns(self.rows, self.fields) if self.rows else None
 
     def end(self, refs: dict[str, Any], place: Place, carry: Carry) -> None:
-        """Writes."""
+        """Writes the `Partial`."""
         partials.write(refs, place, carry)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
-        """Finds the maximum first."""
+        """Finds the maximum, then the sums measured from it."""
         z = self.logits.logits(refs, place.column, values)
         parts = [
             (place.column + first, self.logits.mask(refs, place.column + first, piece))
@@ -87,7 +87,7 @@ class StatisticsEpilogue(Epilogue):
             found = (epilogues.piece_partial(self.logits, fields, refs, at, piece, reference)[0] for at, piece in parts)
             return functools.reduce(add, found)
 
-        # A piece's own maximum only matters for finding its place.
+        # A piece needs its own maximum only for `argmax`.
         others = tuple(f for f in self.fields if f != "max" or "argmax" in self.fields)
         found = of_all(others)._replace(max=top)
         return found if carry is None else merge(carry, found)

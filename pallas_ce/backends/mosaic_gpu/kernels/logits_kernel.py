@@ -21,7 +21,7 @@ from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial
 
-# Columns of a group: 128 bytes, which is what memory hands out at a time. A tile's width is a multiple.
+# Columns of a group: 128 bytes, one memory transaction. A tile's width is a multiple.
 GROUP = 32
 
 # Two blocks of float32 on their way to memory leave shared memory for three stages.
@@ -31,12 +31,12 @@ _FIELDS = ("max", "sum_exp")
 
 
 class Stored(NamedTuple):
-    """What the kernel leaves of N rows.
+    """The kernel's outputs for N rows.
 
     Attributes:
-        logits: `[rows, groups · GROUP]` float32, N rows and undefined ones; -inf in padding.
+        logits: `[rows, groups · GROUP]` float32, undefined behind N rows; -inf in padding's columns.
         maxima: `[groups, padded rows]` float32, each group's largest logit; undefined behind N rows.
-        partial: tempered; `max` and `sum_exp`, `[N]`.
+        partial: `max` and `sum_exp` `[N]` of the tempered logits.
     """
 
     logits: jax.Array
@@ -55,7 +55,7 @@ def stored_rows(rows: int) -> int:
 
 
 def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None, config: Config) -> Stored:
-    """Of `hidden [N, H]`.
+    """Stores the logits of `hidden [N, H]`.
 
     `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
     """
@@ -84,14 +84,14 @@ class LogitsEpilogue(Epilogue):
     rows: int
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
+        """Staging for the stores."""
         return {
             "logits_smem": layouts.tile_staging(config, self.columns, jnp.float32),
             "maxima_smem": plgpu.SMEM((WARPGROUPS, config.columns // GROUP, config.rows), jnp.float32),
         }
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """The rows' temperatures."""
+        """Reads the rows' inverse temperatures."""
         if "inverse_temperature" in refs:
             return layouts.rows_of(refs["inverse_temperature"], place.row, self.rows)
         return None
@@ -104,7 +104,7 @@ class LogitsEpilogue(Epilogue):
         maxima = [group.max(axis=1) for _, group in epilogues.pieces(z, GROUP)]
         top = functools.reduce(jnp.maximum, maxima)
         if carry is not None:
-            # Padding stays -inf, of which a factor of 0 would make NaN.
+            # Padding is masked again: -inf times a factor of 0 would be NaN.
             z = self.logits.mask(refs, place.column, logits * layouts.along_columns(carry, z.shape))
             top = top * carry
         part, _ = epilogues.piece_partial(self.logits, ("sum_exp",), refs, place.column, z, reference_of(top))

@@ -1,6 +1,6 @@
-"""Logits that lie in memory: row statistics in one read of them, and dlogits in their place in a read and a write.
+"""Stored logits: row statistics in one read of them, and dlogits in their place in a read and a write.
 
-The epilogues are those of the kernels that make logits by a product; only the tiles come from elsewhere.
+The kernels share their epilogues with the kernels that multiply; only the tiles come from elsewhere.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
-# Columns of a tile span so many bytes, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
+# Bytes of a tile's row, for which a row of a wgmma accumulator has registers at 16 and at 32 bits.
 _TILE_BYTES = 512
 
 # Columns that leave one `Partial` of a row.
 _PARTIAL_COLUMNS = 1024
 
-# Columns of which dlogits are computed at a time: with all options, a whole tile's intermediate values would spill.
+# Columns of dlogits computed at a time: with all options, a whole tile's intermediate values would spill.
 _PIECE = 64
 
 
 def tiles(itemsize: int, piece: int | None = None) -> Config:
-    """Tiles of stored numbers, in as many stages as shared memory holds, with a `piece` beside dlogits on their way."""
-    config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # what runs at one time is in a few rows
+    """Tiles of stored numbers, in as many stages as shared memory holds; a `piece` leaves room to stage dlogits."""
+    config = Config(columns=_TILE_BYTES // itemsize, row_group=1, piece=piece)  # concurrent tiles lie in few rows
     free = SHARED_MEMORY_BYTES - RESERVED_BYTES
     if piece is not None:
         free -= WARPGROUPS * config.staged * BLOCK * BLOCK_BYTES
@@ -89,7 +89,7 @@ def dlogits(
     valid: jax.Array | None,
     config: Config | None = None,
 ) -> jax.Array:
-    """See `protocol.Materialized`: where XLA need not keep the logits, in their buffer. `config` is for tests.
+    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them. `config` is for tests.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
@@ -116,7 +116,7 @@ def dlogits(
 
 
 def _aligned(logits: jax.Array) -> jax.Array:
-    """`operands.apart`, but for what is sliced by rows that all begin at such multiples, since logits are large."""
+    """The logits, `operands.apart` unless every row begins at a multiple of `ALIGNMENT`: a copy would be large."""
     return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else operands.apart(logits)
 
 
@@ -126,7 +126,7 @@ def _prepare(
     """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
-    # All columns, padding included, whose gradient is to be written as well.
+    # Padding's columns are included: their gradient is written as well.
     columns = operands.round_up(spec.columns, config.columns * side_by_side)
     blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * side_by_side)
     product = Product(config, *blocks, stored=True, side_by_side=side_by_side)

@@ -1,8 +1,8 @@
 """The weight's gradient summed over blocks of rows in three bytes a number: a bfloat16 result, and 8 bits beside it.
 
-A float32 number's upper 16 bits are a bfloat16, which the sum keeps where the result will be. The next 8 bits lie in an
-array of their own, two columns' in one 16-bit number. So a block's product is added to the sum within 2⁻¹⁵ of its
-magnitude, where a bfloat16 sum would be off by 2⁻⁸. The last block rounds to nearest, and the result is there.
+A float32 number's upper 16 bits are a bfloat16, kept where the result will be. The next 8 bits lie in an array of their
+own, two columns packed into one 16-bit number. A block's product is thus added within 2⁻¹⁵ of the sum's magnitude,
+where a bfloat16 sum would be off by 2⁻⁸. The last block rounds the upper bits to nearest, which leaves the result.
 
     bits(sum) = upper·2¹⁶ + lower·2⁸,    sum ← sum + storedᵀ·rows
 
@@ -26,12 +26,12 @@ from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WIDE, Config, Product
 
 Sum = tuple[jax.Array, jax.Array]
 
-# Tiles of which a warpgroup's part has as many rows as a step has numbers of each row.
+# A warpgroup's part of a tile must have as many rows as a step has numbers of each row.
 CONFIG = WIDE
 
 
 def lower_shape(rows: int, columns: int, config: Config = CONFIG) -> tuple[int, int]:
-    """Of the lower bits of a sum `[rows, columns]`."""
+    """The shape of the lower bits of a sum `[rows, columns]`."""
     return rows, config.column_blocks(columns) * config.columns // 2
 
 
@@ -80,25 +80,25 @@ def add_for_weight(
 
 @dataclasses.dataclass(frozen=True)
 class NarrowSumEpilogue(Epilogue):
-    """Adds a tile to what the ring holds of the sum; `columns` are those of a row of it."""
+    """Adds a tile to its part of the sum in the ring; `columns` is the length of the sum's rows."""
 
     columns: int
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
+        """Staging for the stores."""
         return {"sum_smem": layouts.tile_staging(config, self.columns, jnp.bfloat16)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Whether the sum begins and ends."""
+        """Reads whether the sum begins and ends."""
         return refs["first"][0] != 0, refs["last"][0] != 0
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
-        """Adds piece by piece; a piece of lower bits is that of two."""
+        """Adds piece by piece; two pieces share one piece of lower bits."""
         (first, last), held, staging = carry, refs["held"], refs["sum_smem"].at[place.warpgroup]
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         wide, half = staging.shape[-1], values.shape[1] // 2
-        # What the last block leaves of lower bits goes beyond the end of the array: the copy engine drops it.
+        # The last block's lower bits go beyond the end of the array, where the copy engine drops them.
         beyond = round_up(refs["lower"].shape[0], CONFIG.tile_rows)
         lower_row = pl.multiple_of(place.row + jnp.where(last, beyond, 0), STEP)
 

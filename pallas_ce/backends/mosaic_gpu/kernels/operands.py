@@ -1,12 +1,11 @@
-"""From a head and a block of rows to what a kernel takes: aligned matrices and padded vectors.
+"""A kernel's operands, from a head and a block of rows: aligned matrices and padded vectors.
 
-TMA reads rows whose length is a multiple of 16 bytes. The tiled layout of wgmma needs a little more: the number of a
-matrix's rows must be a multiple of 8, their length one of 16 elements (32 bytes). Hidden states are padded where need
-be, which costs little. The weight is not padded:
+TMA reads rows whose length is a multiple of 16 bytes. The tiled layout of wgmma needs a little more: a matrix's number
+of rows must be a multiple of 8, and their length a multiple of 16 elements (32 bytes). Hidden states are padded where
+need be, which costs little. The weight is padded only where nothing else helps:
 
-* Of a `[V, H]` weight whose V is no multiple of 8 the kernels could read a part only; they refuse it (`refusal`).
-* Where H, or V of a `[H, V]` weight, is no multiple of 16, a view does not help and a padded copy is made
-  (`weight_copied`).
+* The kernels refuse a `[V, H]` weight whose V is no multiple of 8 (`refusal`): they could read a part only.
+* Where H, or V of a `[H, V]` weight, is no multiple of 16, a padded copy is made (`weight_copied`).
 """
 
 import dataclasses
@@ -29,17 +28,17 @@ from pallas_ce.streaming.tiles import pad as pad
 ROW_MULTIPLE = 8
 LENGTH_MULTIPLE = 16
 
-# Padding is computed for nothing.
+# Padding counts as vocabulary up to one entry in this many: its logits are computed for nothing.
 _VOCABULARY_PER_PADDING = 64
 
-# Bytes at whose multiples Mosaic wants all arrays to begin.
+# Mosaic wants every array to begin at a multiple of these bytes.
 ALIGNMENT = 256
 
 
 def padded_spec(spec: HeadSpec) -> HeadSpec:
-    """The head as the kernels work on it best: a little padding for vocabulary, where that makes rows of 32 bytes.
+    """The head that the kernels work on: a little padding counts as vocabulary where this aligns rows to 32 bytes.
 
-    Products then read stored logits and weight where they are.
+    Products then read stored logits and weight in place.
     """
     padding = spec.weight_rows - spec.vocab_size
     aligned = spec.weight_rows % LENGTH_MULTIPLE == 0
@@ -48,7 +47,7 @@ def padded_spec(spec: HeadSpec) -> HeadSpec:
 
 
 def padded_head(head: Head) -> Head:
-    """That head; the logits of padding do not count, and of a low-rank term padding is 0, as products will read it."""
+    """The head of `padded_spec`. Padding's logits do not count; a low-rank term's padding is 0, as products read it."""
     if padded_spec(head.spec) == head.spec:
         return head
     up = None if head.up is None else pad(head.up[: head.spec.vocab_size], head.up.shape)
@@ -63,7 +62,7 @@ def weight_copied(spec: HeadSpec) -> bool:
 
 
 def weight_copy_bytes(spec: HeadSpec) -> int:
-    """What that copy takes, or 0."""
+    """Bytes of the weight's padded copy; 0 without one."""
     return spec.dtype.itemsize * spec.weight_rows * spec.hidden_size * weight_copied(spec)
 
 
@@ -82,9 +81,9 @@ def refusal(spec: HeadSpec) -> str | None:
 def apart(x: jax.Array) -> jax.Array:
     """`x` as an array of its own, which begins at a multiple of `ALIGNMENT`.
 
-    What is sliced, by us or by a user, XLA hands to a kernel where it lies, Mosaic's or cuBLAS's, and does not look at
-    its address, for which cuBLAS may refuse the algorithm that XLA has chosen. Behind a barrier it copies slices; whole
-    arrays it does not.
+    XLA hands a slice, ours or a user's, in place to a kernel of Mosaic or cuBLAS, whatever its address. At some
+    addresses cuBLAS refuses the algorithm that XLA has chosen. Behind a barrier XLA copies slices, but not whole
+    arrays.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -124,11 +123,11 @@ def term_of(head: Head, hidden: jax.Array, weight: jax.Array, depth: int) -> tup
 
 
 class Part(NamedTuple):
-    """Vocabulary entries that a launch works on; what it stores begins with the first of them.
+    """Vocabulary entries that a launch works on; the launch stores the first of them as column 0.
 
     Attributes:
         width: how many at most; static.
-        first: `[]` int32, the first, a multiple of `walk.STEP`.
+        first: `[]` int32, the first, a multiple of `loop.STEP`.
         valid: `[]` int32, how many.
     """
 
@@ -161,11 +160,11 @@ class Operands:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of full tiles: what vectors by row are padded to."""
+        """Rows of full tiles; vectors by row are padded to them."""
         return self.product.row_blocks * self.product.config.tile_rows
 
     def part(self, rows: int) -> "Operands":
-        """The same with a product of so many rows, which "first_row" tells where to begin."""
+        """The operands of a product of `rows` rows, which begins at the number "first_row"."""
         blocks = self.product.config.row_blocks(rows)
         return dataclasses.replace(self, product=dataclasses.replace(self.product, row_blocks=blocks))
 
@@ -181,9 +180,9 @@ class Operands:
         inputs: dict[str, Any] | None = None,
         numbers: Numbers | None = None,
     ) -> dict[str, jax.Array]:
-        """The kernel's outputs by name: of those that are arrays, after it has changed them in place.
+        """Runs a kernel; returns its outputs by name.
 
-        `inputs` are others than its own; see `launch.run`.
+        An output given as an array is changed in place. `inputs` come beside the operands' own; see `launch.run`.
         """
         matrices, inputs = (self.hidden, self.weight, *self.term), self.inputs | (inputs or {})
         start = functools.partial(launch.run, name, self.product, matrices, epilogue, numbers=numbers)
@@ -200,8 +199,8 @@ class Operands:
 def stored_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of an array with a number for each logit: `[rows, columns]`, padded to what TMA can write.
 
-    Rows that are exactly as long as one of the blocks in which tiles are stored are made longer: along an axis of one
-    block the copy engine does not look at the block's number, and would write a tile's second block over its first.
+    Rows exactly as long as a stored tile's block are made longer: along an axis of a single block the copy engine
+    ignores the block's number, and would write a tile's second block over its first.
     """
     padded = round_up(columns, LENGTH_MULTIPLE)
     return round_up(rows, ROW_MULTIPLE), padded + LENGTH_MULTIPLE * (padded == BLOCK)

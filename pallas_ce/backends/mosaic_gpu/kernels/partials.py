@@ -1,4 +1,4 @@
-"""Partial statistics on their way from a kernel's registers to XLA: one of each row and column block."""
+"""Partial statistics on their way from a kernel's registers to XLA: one `Partial` for each row and column block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +15,15 @@ from pallas_ce.streaming.loops import fori_loop
 
 _OUTPUT = "partial_"
 
-# A program holds so many launches in place of a loop: of a choice between branches with loops the host is told.
+# Most launches that a program holds in place of a loop: a choice between branches with loops goes by way of the host.
 _MOST_WITHOUT_LOOP = 16
 
 
 def vectors(names: frozenset[str]) -> int:
-    """How many vectors by row a kernel keeps for these statistics, as the rule counts them; no targets' logits.
+    """How many vectors by row a kernel keeps for these statistics, as `schedule.rule` counts them.
 
-    A maximum is there anyway. A weighted sum counts as two, with the sum of the weights. Deviations count as three: a
-    piece's mean must be known first, and its distances are held until then.
+    Targets' logits take none, and a maximum is there anyway. A weighted sum counts as two, with the sum of the weights.
+    Deviations count as three: a piece's mean must be known first, and its distances are held until then.
     """
     fields = set(fields_for(names)) - {"max"}
     return len(fields) + 2 * ("sum_exp_deviation_sq" in fields)
@@ -58,15 +58,15 @@ def in_launches(
     launch: Callable[[Any, int], Partial],
     partial_bytes: int = PARTIALS_BYTES,
 ) -> Partial:
-    """The `Partial` `[rows]` of launches of nearly equal size, of whose tiles the partial statistics fit.
+    """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `partial_bytes`.
 
     Args:
         rows: how many in all.
         column_blocks: how many parts of each row leave partial statistics.
         fields: how many each leaves.
         config: the tiles.
-        launch: `(first, count)` to the `Partial` `[count]` of so many rows, whole tiles, from the first one on.
-        partial_bytes: what partial statistics may take; those of one row of tiles are made whatever they take.
+        launch: `(first, count)` to the `Partial` `[count]` of `count` rows from `first` on, in whole tiles.
+        partial_bytes: bound of the partial statistics; one row of tiles is made in any case.
     """
     blocks = config.row_blocks(rows)
     fit = partial_bytes // (4 * fields * column_blocks) // config.tile_rows

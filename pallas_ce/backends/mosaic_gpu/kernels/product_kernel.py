@@ -4,10 +4,10 @@
 vocabulary is cut into parts. XLA adds up their partial products in a fixed order, which atomics would not keep.
 
 *For the weight*, `storedᵀ·rows [V, H]` has many tiles, each a sum over the n rows of the block. The sum over blocks is
-kept in float32 in memory. The first block stores its tiles; for the others the copy engine adds them where they lie,
-which takes neither registers nor waiting. Every number is added to once in a launch, so results do not vary.
+kept in float32 in memory. The first block stores its tiles. The copy engine adds the tiles of later blocks in memory,
+which takes neither registers nor waiting. A launch adds to every number once, so results do not vary.
 
-Rows that do not count cost nothing: a launch is told on the device how many there are.
+Rows that do not count cost nothing: a launch reads on the device how many rows count.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import TALL, WIDE, Config, Product, 
 from pallas_ce.head import HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 
-# Of so few rows there is little to skip, and hidden's product takes the tiles of a shorter sum.
+# Below this many rows there is little to skip, and hidden's product takes the tiles of a shorter sum.
 _LEAST_ROWS = 2048
 
 # Below this width, products are so short that other costs dominate.
@@ -43,11 +43,11 @@ _PART_COST = 700
 # Partial products take memory, so that a gain below this share of the time is left.
 _NEGLIGIBLE = 0.02
 
-# Of these the one that loses least to its edges; the first where they lose alike.
+# Tiles to choose from: the one that loses least to its edges, the first where they lose alike.
 _TILES = (TALL, WIDE, Config(rows=128, columns=128))
 
 # Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
-# product ends where the next one's begins.
+# product ends where the next part's begins.
 COLUMN_STEP = 256
 
 
@@ -75,7 +75,7 @@ def hidden_config(rows: int, hidden_size: int) -> Config:
 
 
 def weight_config(columns: int, hidden_size: int, vocab_axis: int) -> Config:
-    """Tiles of `for_weight`, for so many vocabulary entries."""
+    """Tiles of `for_weight` for `columns` vocabulary entries."""
     sides = (columns, hidden_size) if vocab_axis == 0 else (hidden_size, columns)
     fitting = [c for c in _TILES if COLUMN_STEP % (c.tile_rows, c.columns)[vocab_axis] == 0]
     return min(fitting, key=lambda c: cost(c, *sides))
@@ -109,7 +109,7 @@ def for_hidden(
         weight: `[V, H]`, or `[H, V]` with `vocab_axis` 1.
         vocab_axis: of the weight.
         config: of the kernel.
-        valid_rows: `[]` int32: what is returned for the other rows is undefined; None: all.
+        valid_rows: `[]` int32: rows of the result from there on are undefined; None: none.
         splits: whether there is memory for partial products.
     """
     (rows, length), hidden_size = stored.shape, weight.shape[1 - vocab_axis]
@@ -145,7 +145,7 @@ def add_for_hidden(
 
 
 def _limits(part: Part | None, valid_rows: jax.Array | None) -> Numbers:
-    """Of a product that sums over vocabulary entries."""
+    """The numbers for a product that sums over vocabulary entries."""
     numbers = {} if part is None else {"valid_length": part.valid, "first_length": part.first}
     return numbers if valid_rows is None else numbers | {"valid_rows": valid_rows}
 
@@ -162,15 +162,15 @@ def for_weight(
     multiplier: jax.Array | None = None,
     part: Part | None = None,
 ) -> jax.Array:
-    """`into`, of the weight's shape, with `multiplier·storedᵀ·rows` in place of, or added to, what is there.
+    """`into`, of the weight's shape, replaced by `multiplier·storedᵀ·rows` or with this product added.
 
     Args:
-        stored: `[n, V]`, or that of `part` only.
+        stored: `[n, V]`, or the columns of `part` only.
         rows: `[n, H]`.
         vocab_axis: of the weight.
         config: of the kernel.
-        into: float32 where something is added; of a new array, the shape and dtype.
-        replaced: whether it replaces what is there; a Python bool, or `[]` if only known at run time.
+        into: an array, float32 where something is added; or the shape and dtype of a new one.
+        replaced: whether the product replaces old values; a Python bool, or `[]` if known at run time only.
         valid_rows: `[]` int32: rows from there on are left out; None: none.
         multiplier: `[]` float32; None: 1.
         part: the vocabulary entries; None: all.
@@ -204,7 +204,7 @@ def _run(
     *,
     adds: bool = False,
 ) -> jax.Array:
-    """`into` after the kernel, `[rows, columns]` or `[parts, rows, columns]`: changed in place, if it is an array."""
+    """`into` after the kernel, `[rows, columns]` or `[parts, rows, columns]`; an array is changed in place."""
     epilogue = ProductEpilogue(jnp.dtype(into.dtype), into.shape[-1], len(into.shape) == 3, adds)
 
     start = functools.partial(launch.run, name, product, (left, right), epilogue, numbers=numbers)
@@ -220,16 +220,16 @@ def _run(
 
 @dataclasses.dataclass(frozen=True)
 class ProductEpilogue(Epilogue):
-    """Stores a tile of the product, or adds it to what is there.
+    """Stores a tile of the product, or adds it to the old values.
 
-    A number "first" says that this is the first launch, whose tiles are stored; "to_row" and "to_column", multiples of
-    `loop.STEP`, are where the product begins in what is written to.
+    The number "first" marks the first launch, whose tiles are stored. The product begins at row "to_row" and column
+    "to_column" of the output, multiples of `loop.STEP`.
 
     Attributes:
-        dtype: of what is stored.
-        columns: of a row of it.
+        dtype: the output's.
+        columns: the length of the output's rows.
         by_part: whether "product" is `[parts, rows, columns]`; else `[rows, columns]`.
-        adds: whether tiles are added, except those of the first launch.
+        adds: whether tiles are added, except in the first launch.
     """
 
     dtype: Any
@@ -238,15 +238,15 @@ class ProductEpilogue(Epilogue):
     adds: bool
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
+        """Staging for the stores."""
         return {"product_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """Whether to add."""
+        """Reads whether to add."""
         return refs["first"][0] == 0 if "first" in refs else None
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
-        """Stores the tile."""
+        """Stores the tile or adds it."""
         if "multiplier" in refs:
             values = values * refs["multiplier"][0]
         target = refs["product"].at[place.part] if self.by_part else refs["product"]

@@ -1,8 +1,8 @@
 """The in-forward mode's kernel: statistics, and every logit's exponential `e^{z_ij - e_i}` kept in 16 bits.
 
-`backends.exponentials` derives what they serve for. The reference `e_i`, near row i's lse, is known in advance, so that
-sums over tiles are measured from one number by row. The largest logit is found beside them, from which they are made
-again where the reference was a bad one. The statistics come from the unrounded values.
+`backends.exponentials` derives their use. The reference `e_i`, near row i's lse, is known in advance, so that all tiles
+measure a row's sums from one number. The kernel also finds each row's largest logit, from which the exponentials are
+made again where the reference was a bad one. The statistics come from the unrounded values.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, Config
 from pallas_ce.head import Head
 from pallas_ce.statistics.row import Partial, add, fields_for, reads_logit_weights
 
-# Of the fields, those that no exponential is needed for.
+# The fields that need no exponential.
 _OF_LOGITS = ("weighted_sum", "max", "argmax")
 
 
@@ -36,8 +36,8 @@ def stash(
     """`Block.exponentials` of `hidden [N, H]`.
 
     `E` has the shape `operands.stored_shape`. It is 0 in padding's columns as far as tiles reach, and undefined beyond
-    and in rows from N on. `reference [N]` is finite. With `valid_rows []` only about as many rows are
-    worked on; what is returned for the others is undefined. Given an earlier `E` to write `into`, those keep theirs.
+    and in rows from N on. `reference [N]` is finite. Rows from `valid_rows []` on are undefined, and whole tiles of
+    them skipped. In an earlier `E` to write `into`, skipped rows keep their exponentials.
     """
     spec = head.spec
     # The sums of u are the same for all rows.
@@ -45,8 +45,8 @@ def stash(
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
     shape = operands.stored_shape(given.rows, spec.vocab_size)
     epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.rows, config.width)
-    # A program that learns when running whether rows are skipped, or E is to be made again, has one such kernel, not
-    # several: it is told how many rows there are even where all are, and always writes where something lies.
+    # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
+    # always reads how many rows are valid, and always writes into an array.
     numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
     outputs = partials.outputs(fields, given.product.column_blocks, given.padded_rows)
     outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
@@ -77,18 +77,18 @@ class StashEpilogue(Epilogue):
     width: int
 
     def scratch(self, config: Config) -> dict[str, Any]:
-        """Staging for what is written."""
+        """Staging for the stores."""
         return {"stash_smem": layouts.tile_staging(config, self.columns, self.dtype)}
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
-        """The rows' references; tall tiles leave no register to hold them meanwhile."""
+        """Reads the rows' references; tall tiles leave no register to hold them during the product."""
         return self._reference(refs, place) if self.rows <= BLOCK else None
 
     def _reference(self, refs: dict[str, Any], place: Place) -> jax.Array:
         return layouts.rows_of(refs["reference"], place.row, self.rows)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
-        """Stores exponentials of the unrounded values that are summed."""
+        """Stores exponentials rounded, and sums them unrounded."""
         whole, reference = None, self._reference(refs, place) if carry is None else carry
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
