@@ -42,10 +42,11 @@ format: $(VENV)/.dev  ## format the code and apply the linter's safe fixes
 	@$(PY) -m ruff check --fix-only --quiet .
 	@$(PY) -m ruff format .
 
-lint: $(VENV)/.dev  ## check format, lint and layers
+lint: $(VENV)/.dev  ## check format, lint, layers and words
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
+	@$(PY) tools/check_words.py $$(git ls-files '*.py' '*.md')
 
 typecheck: $(VENV)/.dev  ## check types
 	@$(PY) -m mypy

@@ -218,10 +218,10 @@ def _fold_kept(by_row: tuple[Batch, jax.Array, Limits], head: Head, plan: Plan) 
 
 @program(static=1)
 def _linear_sample(streams: Streams, call: CheckedCall, key: Any, limits: Limits) -> Samples:
-    batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
+    (batch, head, mask), wide = lax.stop_gradient(call.flat_rows_that_count()), call.spec.accumulator
 
     def empty(rows: int) -> Samples:
-        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, call.spec.accumulator))
+        return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
 
     with jax.named_scope("pallas_ce.sample"):
         by_row = (batch, noise.row_keys(key, call.tokens), _by_row(call, limits))

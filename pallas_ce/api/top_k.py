@@ -156,10 +156,10 @@ def _holds_a_row(finder: TopKFinder) -> bool:
 
 @program(static=2)
 def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) -> TopK:
-    batch, head, mask = lax.stop_gradient(call.flat_rows_that_count())
+    (batch, head, mask), wide = lax.stop_gradient(call.flat_rows_that_count()), call.spec.accumulator
 
     def empty(rows: int) -> TopK:
-        zeros = jnp.zeros((rows, k), call.spec.accumulator)
+        zeros = jnp.zeros((rows, k), wide)
         return TopK(zeros, jnp.full((rows, k), -1, jnp.int32), zeros)
 
     def search(finder: TopKFinder, *arrays: Any) -> TopK:

@@ -100,12 +100,12 @@ def _log_probs(
 
 
 def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
-    divergence, head, teacher = pair.divergence, operands.head, operands.inputs
+    divergence, spec, teacher = pair.divergence, operands.head.spec, operands.inputs
 
     def visit(by_row: Any, heads: tuple[Head, Head], plan: Plan) -> PairStatistics:
         batch, teacher_hidden = by_row
         inverse, both = batch.inverse_temperature, _both(batch, teacher_hidden, *heads)
-        tiles = Tiles(head.spec.vocab_size, plan.columns)
+        tiles = Tiles(spec.vocab_size, plan.columns)
 
         def part(tile: Tile) -> PairPartial:
             student, teacher = (tempered(z, inverse) for z in _tile_logits(both, tile))
@@ -124,12 +124,13 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
         return found._replace(value=pairs.not_negative(value), expected=expected)
 
     def empty(rows: int) -> PairStatistics:
-        zeros = jnp.zeros(rows, head.spec.accumulator)
+        zeros = jnp.zeros(rows, spec.accumulator)
         return PairStatistics(zeros, Normaliser(zeros, zeros), Normaliser(zeros, zeros), zeros)
 
     with jax.named_scope("pallas_ce.divergence"):
         by_row = (operands.batch, teacher.hidden)
-        return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, (head, teacher.head), operands.mask)
+        heads = operands.head, teacher.head
+        return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, heads, operands.mask)
 
 
 def _gradients(

@@ -243,3 +243,10 @@ def test_nothing_of_ours_is_promoted_in_rank_or_dtype(name: str, dtype: Any) -> 
     options["dtype"] = dtype
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(dtype == jnp.bfloat16):
         jax.jit(jax.value_and_grad(summed)).lower(arrays)
+
+
+@every_function
+def test_no_tracer_outlives_its_trace(name: str) -> None:
+    """JAX's leak check finds whatever a cache or a partitioner keeps of a call's arrays."""
+    with jax.checking_leaks():
+        jax.jit(lambda *arrays: _gradients(FUNCTIONS[name], *arrays)).lower(HIDDEN, WEIGHT, LABELS)
