@@ -40,7 +40,7 @@ def test_every_function_takes_it(name: str, implementation: Any, vocab_axis: int
 @pytest.mark.parametrize(
     ("arrays", "error", "words"),
     [
-        ((WEIGHT, UP[:, :1], DOWN), ValueError, r"weight.down has shape \(2, 5\).* that of weight.up, 1"),
+        ((WEIGHT, UP[:, :1], DOWN), ValueError, r"weight.down has shape \(2, 5\).* equal to weight.up's, 1"),
         ((WEIGHT, UP[1:], DOWN), ValueError, r"up.*\(30, 2\)"),
         ((WEIGHT, UP, DOWN[:, 1:]), ValueError, r"down.*\(2, 4\)"),
         ((WEIGHT, UP[:, 0], DOWN), ValueError, "up"),
