@@ -34,6 +34,7 @@ from experiments.bench.peers import GRADIENT_TOLERANCE, LOSS_TOLERANCE, PEERS, f
 from experiments.bench.processes import apart
 from experiments.bench.results import Point, Record, ResultFile, versions
 from experiments.bench.torch_timing import synchronize, used_bytes, used_peaks
+from experiments.lm.programs_kept import programs_kept
 
 APART = True
 
@@ -125,9 +126,13 @@ def train(folder: Path, setting: Setting, variant: str, device: str) -> Record:
 
     `first_step_seconds` has the patching in it, `driver_mib` is beyond what the device had in use before.
     """
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    with programs_kept(folder):
+        return trained(setting, variant, device)
+
+
+def trained(setting: Setting, variant: str, device: str) -> Record:
+    """`train`, by whatever caches are set."""
     before = used_bytes(device) if device == "cuda" else 0
     model, patch = model_of(setting, device), patch_of(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

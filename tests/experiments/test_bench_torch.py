@@ -94,6 +94,7 @@ def test_a_model_trains_alike_by_every_loss(tmp_path: Path, monkeypatch: pytest.
     from experiments.bench import huggingface_table
 
     monkeypatch.setattr(huggingface_table, "_STEPS", 2)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which it sets, put back at the end
     monkeypatch.setattr(huggingface_table, "apart", lambda function, *given: function(*given))
     monkeypatch.setattr(huggingface_table, "SETTINGS", huggingface_table.SETTINGS[-1:])
     (idle, record) = dry_run("huggingface_table", tmp_path)["huggingface_table"].values()
