@@ -64,10 +64,10 @@ def run_stage(name: str, shape: dict[str, int], device: str, implementation: str
         output = module(hidden.requires_grad_())
         # The schedule keeps the output until its microbatch's backward is over.
         waiting.append((output, loss_fn(output, target)))
-    for i, (_, loss) in enumerate(waiting):
+    while waiting:
+        output, loss = waiting.pop(0)
         loss.backward()
-        waiting[i] = None  # type: ignore[call-overload]
-        del loss, _
+        del output, loss
 
 
 def measured(name: str, shape: dict[str, int], device: str, implementation: str | None) -> Record:

@@ -14,9 +14,15 @@ def programs_kept(folder: Path) -> Iterator[None]:
 
     A folder that JAX was already told of, by `JAX_COMPILATION_CACHE_DIR`, is used instead.
     """
+    with contextlib.nullcontext() if jax.config.jax_compilation_cache_dir else programs_kept_in(folder):
+        yield
+
+
+@contextlib.contextmanager
+def programs_kept_in(folder: Path) -> Iterator[None]:
+    """`programs_kept`, in this folder whatever JAX was told."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    if before[0] is None:
-        _set(str(folder), 0.0)  # also those that compile in less than a second: a training has dozens of them
+    _set(str(folder), 0.0)  # also those that compile in less than a second: a training has dozens of them
     try:
         yield
     finally:

@@ -55,6 +55,10 @@ _FARTHEST_ABOVE = 80.0
 _HIGHEST = 1e30
 
 
+# The weight's sum over blocks, and the bits that it lacks if it is narrow (`Backend.weight_bits`).
+WeightTotal = tuple[jax.Array, jax.Array | None]
+
+
 class Range(NamedTuple):
     """The range of a format.
 
@@ -196,15 +200,9 @@ class Multiplying(Block):
 
     @abc.abstractmethod
     def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
-    ) -> jax.Array:
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
+    ) -> WeightTotal:
         """`operandᵀ·rows` in the weight's layout, times `late []`: in place of `total`, or added to it."""
-
-    def for_weight_and_bits(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, sums: Products, adds: jax.Array | bool
-    ) -> Products:
-        """`for_weight` of the sum that has `weight_bits`."""
-        raise NotImplementedError
 
     def products(self, gradient: Gradient, stash: Stash, sums: Products, adds: jax.Array | bool) -> Products:
         """See `Backend.stash_products`; without `adds` the sums are replaced."""
@@ -230,17 +228,14 @@ class Multiplying(Block):
         if head.up is not None:
             operand = low_rank.zeroed(operand, self.valid_rows)
         for_hidden, for_low, weight_sum, bias_sum, up_sum = None, None, sums.weight, sums.bias, sums.up
+        bits = sums.weight_bits
         if needs.hidden_product:
             for_hidden = scale[:, None] * self.for_hidden(operand)
         if head.up is not None and needs.low_product:
             for_low = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
         if weight_sum is not None:
             scaled, late = self._scaled(batch.hidden, scale, factor)
-            if sums.weight_bits is not None:
-                sums = self.for_weight_and_bits(operand, scaled, late, sums, adds)
-                weight_sum = sums.weight
-            else:
-                weight_sum = self.for_weight(operand, scaled, late, weight_sum, adds)
+            weight_sum, bits = self.for_weight(operand, scaled, late, (weight_sum, bits), adds)
         if up_sum is not None:
             assert batch.low is not None
             scaled, late = self._scaled(batch.low, scale, factor)
@@ -253,7 +248,7 @@ class Multiplying(Block):
                 counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
             summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
             bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
-        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum, sums.weight_bits)
+        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum, bits)
 
     def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
         """E and s, `[n]`, from references by which the entries that are to be replaced fit."""

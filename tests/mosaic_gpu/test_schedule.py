@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Walk
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Walk, corrected
 from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config, Kernel, Product, cost, rule
 from pallas_ce.head import HeadSpec
@@ -23,6 +23,15 @@ from pallas_ce.statistics.table import PRIMITIVES
 from tests.mosaic_gpu.conftest import make_problem
 
 EVERY = frozenset(PRIMITIVES)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_a_quotient_that_a_gpu_rounds_is_corrected(off: int) -> None:
+    """A CPU divides exactly, so that no other test would see a wrong correction."""
+    x, by = (v.ravel() for v in np.meshgrid(np.r_[0:40, 2**24 - 9 : 2**24], np.r_[1:20, 4096, 2**20], indexing="ij"))
+    found = corrected(jnp.int32(x // by + off), jnp.int32(x), jnp.int32(by))
+    for got, want in zip(found, np.divmod(x, by), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def walked(product: Product, refs: dict[str, Any]) -> list[list[tuple[int, int, int]]]:

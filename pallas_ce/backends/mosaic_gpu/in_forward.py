@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import Products
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -83,42 +82,22 @@ class Multiply(_Exponentials, Multiplying):
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
     def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
-    ) -> jax.Array:
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
+    ) -> WeightTotal:
         """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
-        spec = self.head.spec
+        spec, (whole, bits) = self.head.spec, total
+        shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
+        if bits is not None:
+            assert self.last is not None
+            given, first = (operand, rows, spec.vocab_axis, (whole, bits)), jnp.logical_not(adds)
+            return narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
         if not product_kernel.serves(spec, rows.shape[0]):
             a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
-            product = self.head.matmul(a, b, (0, 0), total.dtype if adds is False and late is None else None)
-            product = operands.pad(product if late is None else late * product, total.shape)
-            return (product if adds is False else jnp.where(adds, total, 0) + product).astype(total.dtype)
-        into = jax.ShapeDtypeStruct(total.shape, total.dtype) if adds is False else total
-        return product_kernel.for_weight(
-            operand,
-            rows,
-            spec.vocab_axis,
-            self.configs.weight,
-            into,
-            replaced=not adds if isinstance(adds, bool) else jnp.logical_not(adds),
-            valid_rows=self.valid_rows,
-            multiplier=late,
-        )
-
-    def for_weight_and_bits(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, sums: Products, adds: jax.Array | bool
-    ) -> Products:
-        """Multiplies by a kernel, which adds in place."""
-        assert sums.weight is not None
-        assert sums.weight_bits is not None
-        assert self.last is not None
-        upper, lower = narrow_sum.add_for_weight(
-            operand,
-            rows,
-            self.head.spec.vocab_axis,
-            (sums.weight, sums.weight_bits),
-            first=jnp.logical_not(adds),
-            last=self.last,
-            valid_rows=self.valid_rows,
-            multiplier=late,
-        )
-        return sums._replace(weight=upper, weight_bits=lower)
+            product = self.head.matmul(a, b, (0, 0), whole.dtype if adds is False and late is None else None)
+            product = operands.pad(product if late is None else late * product, whole.shape)
+            return (product if adds is False else jnp.where(adds, whole, 0) + product).astype(whole.dtype), None
+        into = jax.ShapeDtypeStruct(whole.shape, whole.dtype) if adds is False else whole
+        replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
+        config = self.configs.weight
+        found = product_kernel.for_weight(operand, rows, spec.vocab_axis, config, into, replaced=replaced, **shared)
+        return found, None

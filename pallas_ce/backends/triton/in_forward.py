@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.statistics.row import Partial
@@ -43,19 +42,19 @@ class Products(_Exponentials, Multiplying):
         return head.matmul(operand, weight, (1, axis))
 
     def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: jax.Array, adds: jax.Array | bool
-    ) -> jax.Array:
+        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
+    ) -> WeightTotal:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
             found = part_products.for_weight_by_xla(self.head, operand, rows, None if late is not None else dtype)
-            return pad(found if late is None else late * found, total.shape)
+            return pad(found if late is None else late * found, whole.shape)
 
-        if adds is False:
-            return product(total.dtype).astype(total.dtype)
-        if adds is True:
-            return (total + product()).astype(total.dtype)
+        def added() -> jax.Array:
+            return (whole + product()).astype(whole.dtype)
+
+        whole, _ = total
+        if isinstance(adds, bool):
+            return added() if adds else product(whole.dtype).astype(whole.dtype), None
         # XLA lets both branches write where the total lies.
-        return device_cond(
-            jnp.asarray(adds), lambda: (total + product()).astype(total.dtype), lambda: product().astype(total.dtype)
-        )
+        return device_cond(adds, added, lambda: product().astype(whole.dtype)), None

@@ -84,7 +84,11 @@ def _divided(x: jax.Array, by: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """
     if isinstance(by, int):
         return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
-    guess = (x.astype(jnp.float32) / by.astype(jnp.float32)).astype(jnp.int32)  # off by at most one
+    return corrected((x.astype(jnp.float32) / by.astype(jnp.float32)).astype(jnp.int32), x, by)
+
+
+def corrected(guess: jax.Array, x: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder from a quotient that may be one too large or too small."""
     rest = x - guess * by
     quotient = guess + (rest >= by).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
     return quotient, x - quotient * by
