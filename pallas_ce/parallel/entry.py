@@ -160,8 +160,9 @@ def _made_manual(
     def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
         parted = None if whole_head else head
         axes: Axes = ()
-        for axis in automatic if parted is not None and not shards.gathered_vocabulary else ():
-            if parted.spec.weight_rows % math.prod(automatic[a] for a in (*axes, axis)) == 0:
+        entries = 1 if parted is None or shards.gathered_vocabulary else parted.spec.weight_rows
+        for axis in automatic:
+            if entries % math.prod(automatic[a] for a in (*axes, axis)) == 0:
                 axes = (*axes, axis)
         sums = shards.sums
         inner = dataclasses.replace(
