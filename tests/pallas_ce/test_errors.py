@@ -272,7 +272,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"mask": jnp.ones((3, 2), bool)}, ValueError, r"mask has shape \(3, 2\)"),
         ({"mask": jnp.ones((2, 3), int)}, TypeError, "mask has dtype int32; it must be bool"),
         ({"log_probs": INTEGERS}, TypeError, "log_probs has dtype int32"),
-        ({"log_probs": jnp.float32(0)}, ValueError, "log_probs is a scalar"),
+        ({"log_probs": jnp.float32(0)}, ValueError, r"log_probs has shape \(\); it must be \[..., T\]"),
         ({"old_log_probs": jnp.zeros(2)}, ValueError, "old_log_probs has shape"),
         ({"kl_coefficient": 0.1}, ValueError, r"kl_coefficient=0\.1 needs ref_log_probs"),
         ({"kl_estimator": "k4"}, ValueError, "kl_estimator='k4' is unknown; choose from 'k1', 'k2', 'k3'"),
