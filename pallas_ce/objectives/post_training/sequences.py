@@ -47,7 +47,7 @@ def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
 
 
 def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x [*mask.shape, ...]`, 0 where masked before anything is computed: of what is not finite a derivative is nan."""
+    """`x [*mask.shape, ...]`, 0 where masked: first of all, since a value that is not finite has a nan derivative."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
 
