@@ -1,4 +1,4 @@
-"""`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing logits."""
+"""`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing all logits."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,13 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.head import Batch, Head
-from pallas_ce.modes import truncation
+from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, lse_partial, over_rows_that_count
-from pallas_ce.modes.truncation import Limits
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.row import Partial, finalise, merge
+from pallas_ce.statistics.row import Partial, finalise, gap
 from pallas_ce.streaming import noise
-from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import flat_rows, zeroed
+from pallas_ce.streaming.selection import top_k as sorted_top_k
 from pallas_ce.streaming.tiles import Tile, Tiles
 
 
@@ -56,7 +54,7 @@ def linear_sample(
     precision: PrecisionLike | None = None,
     scratch_bytes: int | None = None,
 ) -> Samples:
-    r"""Samples each row of `softmax(logits / temperature)`, without storing logits.
+    r"""Samples each row of `softmax(logits / temperature)`, without storing all logits.
 
     With independent standard Gumbel noise g, `argmax_v (z_v + T·g_v)` is a sample of `softmax(z/T)` for T > 0 and the
     largest logit for T = 0. Only the best column so far and the running log-sum-exp are kept, so one pass draws the
@@ -66,9 +64,8 @@ def linear_sample(
 
     The temperature comes first, then `top_k`, `top_p` and `min_p`, in this order, each on what the one before has left.
     The sample is the best sum of logit and noise among the columns that are left; its log-probability is relative to
-    them. With `top_k` the other options take no further pass over the weight. Without it `min_p` takes two passes.
-    `top_p` takes two, and a search for the last logit to keep, which ends when all rows of a block have theirs: five to
-    eight in all for normally distributed logits of 32768 entries. It is exact up to the rounding of sums.
+    them. `top_p` and `min_p` read the k largest logits, or without `top_k` whole rows: the logits of as many rows as
+    `scratch_bytes` holds are then stored at a time, and sorted for `top_p`.
 
     Nothing is differentiated: the results are constants. For gradients, give the ids to a function of log-probabilities
     that is differentiable.
@@ -123,17 +120,41 @@ def linear_sample(
 
 def _checked(*, key: Any, top_k: int | None, top_p: Any, min_p: Any, temperature: Any, **head: Any) -> Samples:
     call, key = read_head(**head, temperature=temperature, folds=False, zero=True), check_key(key)
-    limits = Limits(
+    limits = _Limits(
         share("top_p", top_p, call.leading, absent=1.0, zero=False),
         share("min_p", min_p, call.leading, absent=0.0, zero=True),
     )
     if top_k is not None:
         k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
         return _sample_of_best(call, key, limits, linear_top_k(**head, k=k))
-    # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
-    streams = Streams((call.spec,), call.scratch_bytes, 6)
+    if jax.tree.leaves(limits):
+        # The logits, once more in order and with their ids, their exponentials, and as below.
+        streams = Streams((call.spec,), call.scratch_bytes, tile_arrays=1, row_arrays=8)
+    else:
+        # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
+        streams = Streams((call.spec,), call.scratch_bytes, tile_arrays=6)
     streams.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
     return _linear_sample(streams, call, key, limits)
+
+
+class _Limits(NamedTuple):
+    """The limits that were asked for, `[n]` or anything that becomes that; None: not asked for."""
+
+    top_p: jax.Array | None = None
+    min_p: jax.Array | None = None
+
+    def kept(self, logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
+        """`logits [n, c]` with -inf for the dropped ones; for `top_p` they are in descending order."""
+        scaled = tempered(logits, inverse_temperature)
+        top, kept = jnp.max(scaled, axis=1, keepdims=True), jnp.ones(logits.shape, bool)
+        if self.top_p is not None:
+            p, mass = self.top_p[:, None], jnp.exp(gap(scaled, top))
+            before = jnp.cumsum(mass, axis=1) - mass
+            kept = (before < p * jnp.sum(mass, axis=1, keepdims=True)) | (p >= 1)
+            kept = kept.at[:, 0].set(True)
+        if self.min_p is not None:
+            kept &= ~(scaled < top + jnp.log(self.min_p)[:, None])
+        return jnp.where(kept, logits, -jnp.inf)
 
 
 class _Drawn(NamedTuple):
@@ -179,45 +200,40 @@ def _samples(drawn: _Drawn, partial: Partial, inverse_temperature: jax.Array | N
     return Samples(drawn.id, log_probs)
 
 
-def _block(by_row: tuple[Batch, jax.Array, Limits], head: Head, plan: Plan) -> Samples:
+def _sample_of_kept(
+    keys: jax.Array, limits: _Limits, logits: jax.Array, ids: jax.Array, inverse_temperature: jax.Array | None
+) -> Samples:
+    """From what the limits `[n]` keep of `logits [n, c]` of the columns `ids`, with the noise of the whole row."""
+    finite = _finite(inverse_temperature)
+    logits = limits.kept(logits, finite)
+    partial = lse_partial(logits, jnp.arange(logits.shape[1]), None, finite)
+    return _samples(_draw(keys, logits, ids, None, inverse_temperature), partial, inverse_temperature)
+
+
+def _block(by_row: tuple[Batch, jax.Array, _Limits], head: Head, plan: Plan) -> Samples:
     batch, keys, limits = by_row
     inverse = batch.inverse_temperature
-    if jax.tree.leaves(limits):
-        return _samples(*_fold_kept(by_row, head, plan), inverse)
+    if not jax.tree.leaves(limits):
 
-    def part(logits: jax.Array, tile: Tile) -> _Drawn:
-        return _draw(keys, logits, tile.columns, tile.valid, inverse)
+        def part(logits: jax.Array, tile: Tile) -> _Drawn:
+            return _draw(keys, logits, tile.columns, tile.valid, inverse)
 
-    batch = batch._replace(inverse_temperature=_finite(inverse))
-    found = fold_with_lse(part, _merge_drawn, head, batch, plan.columns)
-    return _samples(*found, inverse)
+        batch = batch._replace(inverse_temperature=_finite(inverse))
+        return _samples(*fold_with_lse(part, _merge_drawn, head, batch, plan.columns), inverse)
 
-
-def _fold_kept(by_row: tuple[Batch, jax.Array, Limits], head: Head, plan: Plan) -> tuple[_Drawn, Partial]:
-    """As `fold_with_lse`, of the columns that the limits keep; from the first to the last, as ties are counted."""
-    batch, keys, limits = by_row
-    inverse = batch.inverse_temperature
-    finite, tiles = _finite(inverse), Tiles(head.spec.vocab_size, plan.columns)
-    batch = head.with_low(batch._replace(inverse_temperature=None))
-    cut = truncation.cut(limits, head, batch, finite, plan.columns)
-
-    def found(index: jax.Array | int, before: jax.Array) -> tuple[_Drawn, Partial, jax.Array]:
-        tile = tiles.tile(index)
-        logits, before = cut.kept(truncation.logits_of(head, batch, tile), tile, finite, before)
-        drawn = _draw(keys, logits, tile.columns, None, inverse)
-        return drawn, lse_partial(logits, tile.columns, None, finite), before
-
-    def join(index: jax.Array, done: tuple[_Drawn, Partial, jax.Array]) -> tuple[_Drawn, Partial, jax.Array]:
-        drawn, partial, before = found(index, done[2])
-        return _merge_drawn(done[0], drawn), merge(done[1], partial), before
-
-    first = found(0, jnp.zeros(batch.hidden.shape[0], jnp.int32))
-    drawn, partial, _ = fori_loop(1, tiles.count, join, first)
-    return drawn, partial
+    batch, vocab_size = head.with_low(batch._replace(inverse_temperature=None)), head.spec.vocab_size
+    logits = Tiles(vocab_size, plan.columns).for_each(
+        lambda tile, stored: tile.put(stored, head.tile_logits(batch, tile), axis=1),
+        jnp.zeros((len(batch.hidden), vocab_size), head.spec.accumulator),
+    )
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)
+    if limits.top_p is not None:
+        logits, ids = sorted_top_k(logits, vocab_size)
+    return _sample_of_kept(keys, limits, logits, ids, inverse)
 
 
 @program(static=1)
-def _linear_sample(streams: Streams, call: CheckedCall, key: Any, limits: Limits) -> Samples:
+def _linear_sample(streams: Streams, call: CheckedCall, key: Any, limits: _Limits) -> Samples:
     (batch, head, mask), wide = lax.stop_gradient(call.flat_rows_that_count()), call.spec.accumulator
 
     def empty(rows: int) -> Samples:
@@ -229,21 +245,19 @@ def _linear_sample(streams: Streams, call: CheckedCall, key: Any, limits: Limits
     return jax.tree.map(lambda x: x.reshape(call.leading), found)
 
 
-def _by_row(call: CheckedCall, limits: Limits) -> Limits:
+def _by_row(call: CheckedCall, limits: _Limits) -> _Limits:
     """`[N]` each, in the accumulator dtype."""
     wide = call.spec.accumulator
     return jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), call.leading).reshape(-1), limits)
 
 
 @program()
-def _sample_of_best(call: CheckedCall, key: Any, limits: Limits, best: TopK) -> Samples:
-    """A sample among the `best` of each row, with the noise that the whole row would have had there."""
+def _sample_of_best(call: CheckedCall, key: Any, limits: _Limits, best: TopK) -> Samples:
+    """A sample among the `best` of each row."""
     batch, _, mask = call.flat_rows_that_count()
     logits, ids, _ = flat_rows(call.leading, best)
-    inverse, keys = batch.inverse_temperature, noise.row_keys(key, call.tokens)
-    logits = truncation.kept_of_sorted(_by_row(call, limits), logits, _finite(inverse))
-    partial = lse_partial(logits, jnp.arange(ids.shape[1]), None, _finite(inverse))
-    found = _samples(_draw(keys, logits, ids, None, inverse), partial, inverse)
+    keys = noise.row_keys(key, call.tokens)
+    found = _sample_of_kept(keys, _by_row(call, limits), logits, ids, batch.inverse_temperature)
     if mask is not None:
         found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))
     return jax.tree.map(lambda x: x.reshape(call.leading), found)

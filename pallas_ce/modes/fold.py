@@ -34,12 +34,14 @@ class Streams:
         scratch_bytes: the caller's bound, or None for the default.
         tile_arrays: arrays of a tile's size that are alive at a time, in the accumulator dtype.
         least_columns: the fewest columns a tile may have.
+        row_arrays: arrays of a block's rows with all their columns, likewise.
     """
 
     specs: tuple[HeadSpec, ...]
     scratch_bytes: int | None
     tile_arrays: int
     least_columns: int = 1
+    row_arrays: int = 0
 
     def block_sizes(self, tokens: int, mode: Mode | None = None) -> Plan:
         """Block sizes for `tokens` rows, at least one, in the forward (`mode=None`) or in the recompute backward.
@@ -48,8 +50,13 @@ class Streams:
             ValueError: the budget cannot hold one row.
         """
         vocab_size, wide = self.specs[0].vocab_size, max(spec.accumulator.itemsize for spec in self.specs)
-        scratch = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
-        least, logits = scratch(1, self.least_columns), len(self.specs) * tokens * vocab_size * wide
+        tiles = functools.partial(tiles_bytes, self.specs, self.tile_arrays * wide, mode)
+        row = self.row_arrays * vocab_size * wide
+
+        def scratch(rows: int, columns: int) -> int:
+            return tiles(rows, columns) + row * rows
+
+        least, logits = scratch(1, self.least_columns), tokens * (len(self.specs) * vocab_size * wide + row)
         limit = budget(self.scratch_bytes, least, logits, f"one row in the {mode or 'forward'} pass")
         return tiled_plan(preferred(targets.platform()), vocab_size, tokens, scratch, limit, self.least_columns)
 

@@ -62,8 +62,7 @@ Name = Literal["log_uniform", "uniform"]
 def find(sampler: Any) -> ClassSampler:
     """The sampler of that name, or the caller's own."""
     if isinstance(sampler, str):
-        if sampler not in _NAMED:
-            raise ValueError(f"sampler={sampler!r} is unknown; choose from {tuple(_NAMED)} or pass a function")
+        checks.choice("sampler", sampler, tuple(_NAMED))
         return _NAMED[sampler]
     if not callable(sampler):
         raise TypeError(
@@ -80,11 +79,11 @@ def draw(sampler: ClassSampler, key: Any, num_samples: int, vocab_size: int) -> 
         ids, log_expected = checks.ids("ids", given), jnp.asarray(log_expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"sampler returned a {type(drawn).__name__}; it must return a ClassSample") from error
-    if ids.shape != (num_samples,) or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"sampler returned ids {ids.dtype}{list(ids.shape)}; they must be integers [{num_samples}]")
-    if log_expected.shape != (vocab_size,) or not jnp.issubdtype(log_expected.dtype, jnp.floating):
-        raise ValueError(
-            f"sampler returned log_expected {log_expected.dtype}{list(log_expected.shape)}; it must be floating "
-            f"[{vocab_size}]"
-        )
+    for name, x, kind, size in (
+        ("ids", ids, jnp.integer, num_samples),
+        ("log_expected", log_expected, jnp.floating, vocab_size),
+    ):
+        if x.shape != (size,) or not jnp.issubdtype(x.dtype, kind):
+            wanted = f"{kind.__name__}[{size}]"
+            raise ValueError(f"sampler returned {name} {x.dtype}{list(x.shape)}, where {wanted} is needed")
     return ClassSample(labels.canonical(ids, vocab_size), lax.stop_gradient(log_expected))

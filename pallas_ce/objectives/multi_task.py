@@ -99,25 +99,21 @@ def multi_task_cross_entropy(
     # The heads read it in float32, exactly, and round it back: their gradients then meet in float32, and the transpose
     # of this conversion is the one rounding.
     wide = hidden.astype(common_dtype(hidden.dtype, jnp.float32))
-    losses, metrics, weights = {}, {}, {}
+    total: Any = 0.0
+    losses, metrics = {}, {}
     for name, task in tasks.items():
         try:
             if not isinstance(task, Task):
                 raise TypeError(f"it is a {type(task).__name__}; it must be a Task")
             if not isinstance(task.options, Mapping):
                 raise TypeError(f"options is a {type(task.options).__name__}; it must be a mapping of names to values")
-            if "return_metrics" in task.options:
-                raise ValueError("return_metrics is not an option of a task: metrics of all tasks are returned")
-            if task.options.get("reduction", "mean") == "none":
-                raise ValueError("reduction='none' is not for several tasks; choose 'mean' or 'sum'")
+            if "return_metrics" in task.options or task.options.get("reduction") == "none":
+                raise ValueError("options may have neither return_metrics nor reduction='none': losses are scalars")
             compute = dtype or common_dtype(hidden.dtype, low_rank.read(task.weight).weight.dtype)
-            options = {"dtype": compute, "precision": precision, **task.options}
-            weights[name] = arguments.scalar("task_weight", task.task_weight)
-            losses[name], metrics[name] = linear_cross_entropy(
-                wide, task.weight, task.labels, **options, return_metrics=True
-            )
+            options = {"dtype": compute, "precision": precision, **task.options, "return_metrics": True}
+            losses[name], metrics[name] = linear_cross_entropy(wide, task.weight, task.labels, **options)
+            total += jnp.asarray(arguments.scalar("task_weight", task.task_weight), losses[name].dtype) * losses[name]
         except (ValueError, TypeError) as error:
             error.add_note(f"This is about the task {name!r}.")
             raise
-    total = sum(jnp.asarray(weights[name], loss.dtype) * loss for name, loss in losses.items())
-    return MultiTaskLoss(jnp.asarray(total), losses, metrics)
+    return MultiTaskLoss(total, losses, metrics)

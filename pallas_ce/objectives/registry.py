@@ -1,17 +1,14 @@
 """Losses by name, for training programs that pick one from a configuration: `build_loss_fn`.
 
-A loss is called `(logits, labels)` or `(hidden, weight, labels)`, which its entry says, and returns a scalar. An
+A loss is called `(logits, labels)` or `(hidden, weight, labels)`, as `register_loss` was told, and returns a scalar. An
 auxiliary loss, such as a mixture of experts' load balance, is the model's own and is added outside.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import numbers
 import tomllib
-import typing
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +25,14 @@ from pallas_ce.statistics.row import RowStatistics
 LossFn = Callable[..., jax.Array]
 Takes = Literal["logits", "hidden"]
 
+_ARGUMENTS = {"logits": ("logits", "labels"), "hidden": ("hidden", "weight", "labels")}
+_BUILT_IN: dict[str, tuple[LossFn, Takes]] = {
+    "cross_entropy": (cross_entropy, "logits"),
+    "chunked_cross_entropy": (chunked_cross_entropy, "logits"),
+    "fused_linear_cross_entropy": (linear_cross_entropy, "hidden"),
+}
+_REGISTRY = dict(_BUILT_IN)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
@@ -39,6 +44,10 @@ class LossConfig:
         z_loss_weight: β of `β·mean(lse²)`, added to any loss; 0.0 adds no work.
         label_smoothing: α of the cross entropies.
         logit_softcap: c of the cap `c·tanh(z/c)` of the cross entropies' logits; 0.0 for none.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range.
     """
 
     loss_fn: str = "cross_entropy"
@@ -48,43 +57,41 @@ class LossConfig:
     logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_types(vars(self), "LossConfig")
+        kinds = {str: str, int: numbers.Integral, float: numbers.Real}
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if not isinstance(value, kinds[kind]) or isinstance(value, bool):
+                raise TypeError(f"{field.name}={arguments.shown(value)} must be of type {kind.__name__}")
+        arguments.chunk("ce_chunk_size", self.ce_chunk_size)
+        arguments.scalar("z_loss_weight", self.z_loss_weight, 0.0)
+        arguments.scalar("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        arguments.scalar("logit_softcap", self.logit_softcap, 0.0)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> "LossConfig":
         """From the keys and values of a `[train]` section, or of a document that has one.
 
-        Other keys of the section are the training program's own: they are left alone, with a warning that names them.
-
         Args:
-            values: names of fields to values.
+            values: names of fields to values. In a document, keys outside of the section are the program's own.
             source: where they come from, for error messages.
 
         Raises:
-            ValueError: a key that looks like a misspelt one of these, or one of these outside the section.
+            ValueError: an unknown key, one of these outside the section, or a value out of range.
             TypeError: a value of the wrong type.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        if isinstance(section := values.get("train"), Mapping):
-            if outside := [name for name in values if name in known]:
+        known = list(cls.__dataclass_fields__)
+        if "train" in values:
+            if outside := [name for name in known if name in values]:
                 raise ValueError(f"{source} sets {outside[0]} outside its section [train]; move it there")
-            values, source = section, f"[train] of {source}"
-        others = [str(name) for name in values if name not in known]
-        for name in others:
-            begun = [key for key in known if key.startswith(name)]
-            if meant := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.7):
-                raise ValueError(
-                    f"{source} has the unknown key {name!r}; is {meant[0]!r} meant? known keys: {', '.join(known)}"
-                )
-        if others:
-            warnings.warn(
-                f"{source} has keys that are not the loss's, and that it does not heed: {', '.join(others)}; it reads "
-                f"{', '.join(known)}",
-                stacklevel=2,
-            )
-        mine = {name: value for name, value in values.items() if name in known}
-        _check_types(mine, source)
-        return cls(**mine)
+            values, source = values["train"], f"[train] of {source}"
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{source} is {arguments.shown(values)}; it must be a section of keys and values")
+        if unknown := [name for name in values if name not in known]:
+            raise ValueError(f"{source} has the unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{source}: {error}") from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "LossConfig":
@@ -92,79 +99,19 @@ class LossConfig:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not TOML, `train` is no section, or as `from_mapping`.
+            ValueError: it is not TOML, or as `from_mapping`.
             TypeError: a value of the wrong type.
         """
         try:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except RecursionError:
-            raise ValueError(f"{path} holds values too deeply nested to be read; [train] needs none that are") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid TOML: {error}") from error
-        section = document.setdefault("train", {})
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{path} sets train to {arguments.shown(section)}; it must be a section, [train]")
-        return cls.from_mapping(document, str(path))
-
-
-def _check_types(values: Mapping[str, Any], source: str) -> None:
-    types = typing.get_type_hints(LossConfig)
-    kinds = {int: numbers.Integral, float: numbers.Real}
-    for name, value in values.items():
-        if not isinstance(value, kinds.get(types[name], types[name])) or isinstance(value, bool):
-            raise TypeError(
-                f"{source} sets {name} to {arguments.shown(value)}, which must be of type {types[name].__name__}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class LossEntry:
-    """A registered loss.
-
-    Attributes:
-        loss_fn: the loss.
-        takes: "logits" where it is called `(logits, labels)`, "hidden" where `(hidden, weight, labels)`.
-        options: what it takes from a configuration, by name; None where the loss is a user's own, which takes nothing.
-    """
-
-    loss_fn: LossFn
-    takes: Takes
-    options: Callable[[LossConfig], dict[str, Any]] | None = None
-
-
-def _options(config: LossConfig) -> dict[str, Any]:
-    return {
-        "label_smoothing": config.label_smoothing,
-        "z_loss": config.z_loss_weight,
-        "logit_softcap": config.logit_softcap or None,
-    }
-
-
-def _chunked_options(config: LossConfig) -> dict[str, Any]:
-    return {"chunk_size": config.ce_chunk_size, **_options(config)}
-
-
-_REGISTRY: dict[str, LossEntry] = {
-    "cross_entropy": LossEntry(cross_entropy, "logits", _options),
-    "chunked_cross_entropy": LossEntry(chunked_cross_entropy, "logits", _chunked_options),
-    "fused_linear_cross_entropy": LossEntry(linear_cross_entropy, "hidden", _options),
-}
+        except (RecursionError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read as TOML: {error}") from error
+        return cls.from_mapping({"train": {}} | document, str(path))
 
 
 def loss_names() -> tuple[str, ...]:
     """The names of the registered losses, in the order of their registration."""
     return tuple(_REGISTRY)
-
-
-def loss_entry(name: str) -> LossEntry:
-    """The entry of that name.
-
-    Raises:
-        ValueError: no loss has that name; it lists those there are.
-    """
-    if name not in _REGISTRY:
-        raise ValueError(f"loss_fn={name!r} is unknown; registered are {', '.join(_REGISTRY)}")
-    return _REGISTRY[name]
 
 
 def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> None:
@@ -189,45 +136,27 @@ def register_loss(name: str, loss_fn: LossFn, *, takes: Takes = "logits") -> Non
         >>> print(build_loss_fn({"loss_fn": "squared_error"})(jnp.eye(3), jnp.array([0, 1, 1])))
         0.33333334
     """
+    arguments.choice("takes", takes, tuple(_ARGUMENTS))
+    called = _ARGUMENTS[takes]
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={name!r} must be a non-empty string")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r} must be a function of {_SIGNATURES.get(takes, 'logits and labels')}")
-    if takes not in _SIGNATURES:
-        raise ValueError(
-            f"takes={takes!r} must be 'logits', for (logits, labels), or 'hidden', for {_SIGNATURES['hidden']}"
-        )
     if name in _REGISTRY:
         raise ValueError(f"name={name!r} is taken; registered are {', '.join(_REGISTRY)}")
-    _check_order(loss_fn, takes)
-    _REGISTRY[name] = LossEntry(loss_fn, takes)
-
-
-_SIGNATURES = {"logits": "(logits, labels)", "hidden": "(hidden, weight, labels)"}
-
-# What losses elsewhere call the same arrays.
-_SYNONYMS = {"label": "labels", "target": "labels", "targets": "labels", "y_true": "labels", "y_pred": "logits"}
-
-
-def _check_order(loss_fn: LossFn, takes: Takes) -> None:
-    """Raises TypeError for a function that cannot be called as its kind is, or whose names tell of another order."""
-    called = _SIGNATURES[takes].strip("()").split(", ")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} must be a function of {', '.join(called)}")
     try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # a callable that is not written in Python may have none
-        return
-    try:
-        bound = list(signature.bind(*called).arguments)
+        named = list(inspect.signature(loss_fn).bind(*called).arguments)
+    except ValueError:  # a callable that is not written in Python may have no signature
+        named = []
     except TypeError as error:
         raise TypeError(
-            f"loss_fn{signature} cannot be called {_SIGNATURES[takes]}, as takes={takes!r} says: {error}"
-        ) from error
-    for position, name in zip(called, bound, strict=False):
-        if (meant := _SYNONYMS.get(name, name)) != position and meant in ("logits", "hidden", "weight", "labels"):
-            raise TypeError(
-                f"loss_fn{signature} would be given {position} as its argument {name!r}: with takes={takes!r} it is "
-                f"called {_SIGNATURES[takes]}, in this order"
-            )
+            f"loss_fn={loss_fn!r} cannot be called ({', '.join(called)}), as {takes=} says: {error}"
+        ) from None
+    if any(own != given and own in called for own, given in zip(named, called, strict=False)):
+        raise TypeError(
+            f"loss_fn={loss_fn!r} takes {', '.join(named)}; with {takes=} it is called ({', '.join(called)})"
+        )
+    _REGISTRY[name] = (loss_fn, takes)
 
 
 def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn:
@@ -242,14 +171,14 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
 
     Args:
         config: a `LossConfig`, a mapping with (some of) its fields, or the path of a TOML file with a `[train]`
-            section. A training program's own keys may stand beside them; a warning names them.
+            section. A training program's own keys stand outside of the section.
 
     Returns:
         The loss function.
 
     Raises:
-        ValueError: an unknown loss or a misspelt key, naming the known ones; a value out of range; label smoothing or a
-            soft cap for a loss that does not read it; a file that is not TOML.
+        ValueError: an unknown loss or key, naming the known ones; a value out of range; label smoothing or a soft cap
+            for a loss that does not read it; a file that is not TOML.
         TypeError: a value of the wrong type.
         OSError: the file cannot be read.
 
@@ -266,41 +195,37 @@ def build_loss_fn(config: LossConfig | Mapping[str, Any] | str | Path) -> LossFn
         config = LossConfig.from_mapping(config)
     elif not isinstance(config, LossConfig):
         raise TypeError(f"config={config!r} must be a LossConfig, a mapping or the path of a TOML file")
-    entry = loss_entry(config.loss_fn)
-    arguments.chunk("ce_chunk_size", config.ce_chunk_size)
-    arguments.scalar("label_smoothing", config.label_smoothing, 0.0, 1.0)
-    arguments.scalar("z_loss_weight", config.z_loss_weight, 0.0)
-    arguments.scalar("logit_softcap", config.logit_softcap, 0.0)
-    if entry.options is not None:
-        return functools.partial(entry.loss_fn, **entry.options(config))
-    for name in ("label_smoothing", "logit_softcap"):
-        if value := getattr(config, name):
-            raise ValueError(
-                f"{name}={value} is not read by loss_fn={config.loss_fn!r}, a loss of your own: apply it there, and "
-                "leave the option at 0.0"
-            )
-    return _with_z_loss(entry, config.z_loss_weight) if config.z_loss_weight else entry.loss_fn
+    name, z_loss = config.loss_fn, config.z_loss_weight
+    if name not in _REGISTRY:
+        raise ValueError(f"loss_fn={name!r} is unknown; registered are {', '.join(_REGISTRY)}")
+    loss_fn, takes = _REGISTRY[name]
+    smoothing, softcap = config.label_smoothing, config.logit_softcap
+    if name in _BUILT_IN:
+        chunks = {"chunk_size": config.ce_chunk_size} if name == "chunked_cross_entropy" else {}
+        options = {"label_smoothing": smoothing, "z_loss": z_loss, "logit_softcap": softcap or None}
+        return functools.partial(loss_fn, **options, **chunks)
+    for option, value in {"label_smoothing": smoothing, "logit_softcap": softcap}.items():
+        if value:
+            raise ValueError(f"{option}={value} is not read by loss_fn={name!r}, a loss of your own: leave it at 0.0")
+    return _with_z_loss(loss_fn, takes, z_loss) if z_loss else loss_fn
 
 
-# Options of a call that weigh tokens.
-_WEIGHING = ("token_weights", "class_weights", "normalizer", "reduction")
-
-
-def _with_z_loss(entry: LossEntry, z_weight: float) -> LossFn:
+def _with_z_loss(loss_fn: LossFn, takes: Takes, z_weight: float) -> LossFn:
     """The loss with `z_weight·mean(lse²)` added, the mean over the labels that count."""
-    z_term = mean_squared_lse if entry.takes == "logits" else functools.partial(linear_loss, _squared_lse)
+    z_term = mean_squared_lse if takes == "logits" else functools.partial(linear_loss, _squared_lse)
     known = inspect.signature(z_term).parameters
 
-    @functools.wraps(entry.loss_fn)
+    @functools.wraps(loss_fn)
     def with_z_loss(*arrays: Any, **options: Any) -> jax.Array:
-        if weighing := [name for name in _WEIGHING if name in options]:
-            raise ValueError(
-                f"{weighing[0]} at a call of a registered loss with z_loss_weight={z_weight}: the z-loss that is added "
-                "is a plain mean; make it part of the loss, and leave z_loss_weight at 0.0"
-            )
+        for name in ("token_weights", "class_weights", "normalizer", "reduction"):
+            if name in options:
+                raise ValueError(
+                    f"{name} at a call of a registered loss with z_loss_weight={z_weight}, which adds a plain mean: "
+                    "make the z-loss part of the loss, and leave z_loss_weight at 0.0"
+                )
         # The options that say which logits and labels there are.
         of_z = {name: value for name, value in options.items() if name in known}
-        return entry.loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
+        return loss_fn(*arrays, **options) + z_weight * z_term(*arrays, **of_z)
 
     return with_z_loss
 

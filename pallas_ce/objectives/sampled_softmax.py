@@ -1,9 +1,11 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike, DTypeLike
@@ -155,27 +157,25 @@ def _sampled_softmax(
     places = jnp.where(place_of == count, NO_TARGET, place_of)[targets]
 
     # One gather, so that the weight's gradient is one scatter: the sampled classes first, then each row's label.
-    gathered = jnp.concatenate([drawn.ids, targets])
-    axis, scale = spec.vocab_axis, head.logit_scale
-    columns, up = (None if x is None else jnp.take(x, gathered, axis=axis) for x in (call.weight, call.up))
-
-    def of_samples(x: jax.Array) -> jax.Array:
-        return replicated(jax.lax.slice_in_dim(x, 0, count, axis=axis))  # or they would be split as the labels are
-
-    weight: Any = of_samples(present(columns))
-    if up is not None:
-        weight = LowRank(weight, of_samples(up), call.down, call.term_scale)
-    biases: jax.Array | None = None if call.bias is None else call.bias.astype(spec.accumulator)[gathered]
+    gathered, axis, scale = jnp.concatenate([drawn.ids, targets]), spec.vocab_axis, head.logit_scale
+    columns = head.columns(lambda x, axis: jnp.take(x, gathered, axis=axis))
     if correction:
         shift = -drawn.log_expected.astype(spec.accumulator)[gathered]
         shift = shift if scale is None else shift / scale  # the head multiplies its bias by the scale
-        biases = shift if biases is None else biases + shift
+        shift = shift if columns.bias is None else columns.bias.astype(spec.accumulator) + shift
+        columns = dataclasses.replace(columns, bias=shift)
+    # Replicated, or the samples would be split as the labels are.
+    samples = columns.columns(lambda x, axis: replicated(lax.slice_in_dim(x, 0, count, axis=axis)))
+    own = columns.columns(lambda x, axis: lax.slice_in_dim(x, count, gathered.size, axis=axis))
+    weight: Any = samples.weight
+    if samples.up is not None:
+        weight = LowRank(weight, samples.up if axis == 0 else samples.up.T, call.down, call.term_scale)
     found = linear_row_statistics(
         hidden,
         weight,
         jnp.where(mask, places, NO_TARGET),
         row_mask=mask,
-        bias=None if biases is None else replicated(biases[:count]),
+        bias=samples.bias,
         vocab_axis=axis,
         logit_scale=1.0 if scale is None else scale,
         dtype=spec.dtype,
@@ -185,20 +185,16 @@ def _sampled_softmax(
         mesh_axes=MeshAxes(),  # gathered for this device's labels
     )
 
-    def own(rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """The product of each row and its label's column."""
-        return jnp.einsum(
-            "nh,nh->n" if axis == 0 else "nh,hn->n",
-            rows.astype(spec.dtype),
-            jax.lax.slice_in_dim(columns, count, gathered.size, axis=axis).astype(spec.dtype),
-            precision=spec.precision,
-            preferred_element_type=spec.accumulator,
-        )
+    def product(rows: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
+        """Of each row and its label's column."""
+        rows, columns = rows.astype(spec.dtype), columns.astype(spec.dtype)
+        dimensions = (((1,), (1 - axis,)), ((0,), (axis,)))
+        return lax.dot_general(rows, columns, dimensions, spec.precision, spec.accumulator)
 
-    products = own(hidden, present(columns))
-    if up is not None:
-        products = products + own(present(head.with_low(Batch(hidden)).low), up)
-    own_bias = None if biases is None else jnp.where(mask, biases[count:], 0)
+    products = product(hidden, own.weight, axis)
+    if own.up is not None:
+        products = products + product(present(head.with_low(Batch(hidden)).low), own.up, 0)
+    own_bias = None if own.bias is None else jnp.where(mask, own.bias, 0)
     target = head.cap(jnp.where(mask, products, 0), own_bias)
     # With the label among the samples its logit is in the sum already; else it joins: log(e^y + e^lse) - y.
     drawn_by_accident = places != NO_TARGET

@@ -31,11 +31,6 @@ def fori_loop[Carry](start: Any, stop: Any, body: Callable[[jax.Array, Carry], C
     return lax.fori_loop(start, stop, body, _varying_as_after(lambda carry: body(jnp.int32(0), carry), init))
 
 
-def while_loop[Carry](cond: Callable[[Carry], jax.Array], body: Callable[[Carry], Carry], init: Carry) -> Carry:
-    """`lax.while_loop`, likewise."""
-    return lax.while_loop(cond, body, _varying_as_after(body, init))
-
-
 def _varying_as_after[Carry](body: Callable[[Carry], Carry], init: Carry) -> Carry:
     while jax.sharding.get_abstract_mesh().manual_axes:
         declared = jax.tree.map(vary_like, init, jax.eval_shape(body, init))

@@ -112,8 +112,12 @@ def test_what_is_wrong_in_a_task_is_said_with_its_name() -> None:
     cases: list[tuple[Any, Any, str]] = [
         ((weight, labels), TypeError, "it is a tuple; it must be a Task"),
         (Task(weight, labels, 1.0, None), TypeError, "options is a NoneType; it must be a mapping"),
-        (Task(weight, labels, 1.0, {"reduction": "none"}), ValueError, "reduction='none' is not for several tasks"),
-        (Task(weight, labels, 1.0, {"return_metrics": True}), ValueError, "return_metrics is not an option of a task"),
+        (
+            Task(weight, labels, 1.0, {"reduction": "none"}),
+            ValueError,
+            "may have neither return_metrics nor reduction='none'",
+        ),
+        (Task(weight, labels, 1.0, {"return_metrics": True}), ValueError, "may have neither return_metrics nor"),
         (Task(weight, labels[:2]), ValueError, "labels have shape"),
         (Task(weight, labels.astype(float)), TypeError, "labels have dtype"),
         (Task(weight, labels, jnp.ones(2)), ValueError, "task_weight has shape"),

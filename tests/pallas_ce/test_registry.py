@@ -25,10 +25,8 @@ def _registry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _called(config: Any, hidden: Any, weight: Any, labels: Any = LABELS) -> Any:
     loss_fn = build_loss_fn(config)
-    name = config["loss_fn"]
-    if registry.loss_entry(name).takes == "hidden":
-        return loss_fn(hidden, weight, labels)
-    return loss_fn(hidden @ weight.T, labels)
+    of_head = registry._REGISTRY[config["loss_fn"]][1] == "hidden"
+    return loss_fn(hidden, weight, labels) if of_head else loss_fn(hidden @ weight.T, labels)
 
 
 def _plain(hidden: Any, weight: Any, z_loss_weight: float = 0.0, label_smoothing: float = 0.0) -> Any:
@@ -69,8 +67,6 @@ def test_a_weight_of_zero_adds_no_work(name: str) -> None:
 
     assert program({"z_loss_weight": 0.0}) == program({})
     assert len(program({"z_loss_weight": 0.1})) > len(program({}))
-    if name == "mine":
-        assert build_loss_fn({"loss_fn": "mine"}) is registry.loss_entry("mine").loss_fn
 
 
 def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
@@ -84,36 +80,34 @@ def test_a_toml_file_is_read_by_its_train_section(tmp_path: Path) -> None:
     assert LossConfig.from_toml(path) == LossConfig()
 
 
-UNKNOWN_KEY = r"\[train\] of .*run.toml has the unknown key 'loss'; is 'loss_fn' meant\? known keys: loss_fn, ce"
-TOO_DEEP = r"run.toml holds values too deeply nested to be read; \[train\]"
+UNKNOWN_KEY = (
+    r"\[train\] of .*run.toml has the unknown key 'z_loss'; known keys: loss_fn, ce_chunk_size, z_loss_weight,"
+)
 # Contents of a file, in its section [train] or by themselves, and their error.
 IN_TRAIN: list[tuple[str, type[Exception], str]] = [
-    ("loss = 'x'", ValueError, UNKNOWN_KEY),
-    ("z_loss_weight = 'x'", TypeError, "sets z_loss_weight to 'x', which must be of type float"),
-    ("ce_chunk_size = 1.5", TypeError, "sets ce_chunk_size to 1.5, which must be of type int"),
-    ("ce_chunk_size = true", TypeError, "sets ce_chunk_size to True, which must be of type int"),
-    ("ce_chunk_size = -1", ValueError, "ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
+    ("z_loss = 0.1", ValueError, UNKNOWN_KEY),
+    ("steps = 3", ValueError, "has the unknown key 'steps'"),
+    ("z_loss_weight = 'x'", TypeError, r"run.toml: z_loss_weight='x' must be of type float"),
+    ("ce_chunk_size = 1.5", TypeError, "ce_chunk_size=1.5 must be of type int"),
+    ("ce_chunk_size = true", TypeError, "ce_chunk_size=True must be of type int"),
+    ("ce_chunk_size = -1", ValueError, "run.toml: ce_chunk_size=-1 must be a positive int, or 0 for 4096"),
     ("z_loss_weight = -1.0", ValueError, "z_loss_weight=-1.0 must be a finite number, at least 0"),
     ("z_loss_weight = nan", ValueError, "z_loss_weight=nan must be a finite number"),
-    ("z_loss = 0.1", ValueError, "has the unknown key 'z_loss'; is 'z_loss_weight' meant"),
-    ("label_smothing = 0.1", ValueError, "has the unknown key 'label_smothing'; is 'label_smoothing' meant"),
     ("logit_softcap = -1.0", ValueError, "logit_softcap=-1.0 must be a finite number, at least 0"),
     ("label_smoothing = 2.0", ValueError, "label_smoothing=2.0 must be between 0 and 1"),
     ("loss_fn = 'ce'", ValueError, "loss_fn='ce' is unknown; registered are cross_entropy, chunked_cross"),
     ("z_loss_weight = 1" + 400 * "0", ValueError, "z_loss_weight=1000.*… must be a finite number, at least 0"),
-    ("label_smoothing = 1" + 400 * "0", ValueError, "label_smoothing=1000.*… must be between 0 and 1"),
-    ("ce_chunk_size = -1" + 400 * "0", ValueError, "ce_chunk_size=-1000.* must be a positive int"),
 ]
 WHOLE: list[tuple[str, type[Exception], str]] = [
-    ("train = 3", ValueError, r"sets train to 3; it must be a section, \[train\]"),
-    ("[train", ValueError, "run.toml is not valid TOML: Expected"),
+    ("train = 3", ValueError, r"\[train\] of .*run.toml is 3; it must be a section"),
+    ("[train", ValueError, "run.toml cannot be read as TOML: Expected"),
     ("z_loss_weight = 0.1", ValueError, r"run.toml sets z_loss_weight outside its section \[train\]; move it there"),
-    ("a = " + 5000 * "[" + 5000 * "]", ValueError, TOO_DEEP),
+    ("a = " + 5000 * "[" + 5000 * "]", ValueError, "run.toml cannot be read as TOML: "),
 ]
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(19)
+    ("text", "kind", "message"), [*((f"[train]\n{text}", *row) for text, *row in IN_TRAIN), *WHOLE], ids=range(16)
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, kind: Any, message: str) -> None:
     path = tmp_path / "run.toml"
@@ -126,9 +120,8 @@ def test_values_that_cannot_be_printed_are_refused_all_the_same() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    for source in (lambda: build_loss_fn({"z_loss_weight": deep}), lambda: LossConfig(ce_chunk_size=deep)):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="to <list>, which must be of type"):
-            source()
+    with pytest.raises(TypeError, match="z_loss_weight=<list> must be of type float"):
+        build_loss_fn({"z_loss_weight": deep})
     with pytest.raises(ValueError, match="z_loss_weight=<int> must be a finite number"):
         build_loss_fn({"z_loss_weight": 10**5000})
 
@@ -137,18 +130,17 @@ def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
     assert loss_names()[:3] == BUILT_IN
     with pytest.raises(ValueError, match="name='cross_entropy' is taken; registered are cross_entropy, chunked"):
         register_loss("cross_entropy", jnp.mean)
-    with pytest.raises(TypeError, match=r"loss_fn=3 must be a function of \(logits, labels\)"):
+    with pytest.raises(TypeError, match="loss_fn=3 must be a function of logits, labels"):
         register_loss("three", 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes='both' must be 'logits'"):
+    with pytest.raises(ValueError, match="takes='both' is unknown; choose from 'logits', 'hidden'"):
         register_loss("three", jnp.mean, takes="both")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "takes", "message"),
     [
-        (lambda labels, logits: 0.0, "logits", r"would be given logits as its argument 'labels'.*\(logits, labels\)"),
-        (lambda target, x: 0.0, "logits", "would be given logits as its argument 'target'"),
-        (lambda weight, hidden, labels: 0.0, "hidden", "would be given hidden as its argument 'weight'"),
+        (lambda labels, logits: 0.0, "logits", r"takes labels, logits; with takes='logits' it is called \(logits, lab"),
+        (lambda weight, hidden, labels: 0.0, "hidden", r"takes weight, hidden, labels; with takes='hidden'"),
         (lambda hidden, weight, labels: 0.0, "logits", r"cannot be called \(logits, labels\).*missing .*'labels'"),
         (lambda logits, labels: 0.0, "hidden", r"cannot be called \(hidden, weight, labels\).*too many"),
     ],
@@ -156,14 +148,6 @@ def test_registering_needs_a_new_name_a_function_and_a_known_call() -> None:
 def test_a_loss_of_another_order_of_arguments_is_refused(loss_fn: Any, takes: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         register_loss("mine", loss_fn, takes=takes)
-
-
-def test_keys_of_the_training_programs_own_are_left_alone_with_a_warning() -> None:
-    with pytest.warns(
-        UserWarning, match=r"\[train\] of config has keys .* not heed: steps, learning_rate; it reads loss"
-    ):
-        config = LossConfig.from_mapping({"train": {"steps": 3, "learning_rate": 0.1, "z_loss_weight": 0.5}})
-    assert config == LossConfig(z_loss_weight=0.5)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -202,7 +186,7 @@ def test_what_the_z_loss_or_a_users_loss_would_not_honour_is_refused() -> None:
 def test_a_document_with_a_train_section_is_a_configuration_and_types_are_checked_wherever_they_come_from() -> None:
     document = {"steps": 3, "train": {"loss_fn": "chunked_cross_entropy", "z_loss_weight": np.float32(0.5)}}
     assert LossConfig.from_mapping(document) == LossConfig("chunked_cross_entropy", z_loss_weight=np.float32(0.5))
-    with pytest.raises(TypeError, match="LossConfig sets z_loss_weight to '1', which must be of type float"):
+    with pytest.raises(TypeError, match="z_loss_weight='1' must be of type float"):
         LossConfig(z_loss_weight="1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="config=None must be a LossConfig, a mapping or the path"):
         build_loss_fn(None)  # type: ignore[arg-type]

@@ -73,11 +73,8 @@ def top_k_distillation_loss(
     arguments.choice("divergence", divergence, get_args(Name))
     if divergence == "jsd":
         beta = arguments.beta(beta)
-    log_probs = sequences.floats("log_probs", log_probs)
-    if log_probs.ndim < 2:
-        raise ValueError(f"log_probs has shape {log_probs.shape}; it must be [..., T, K]")
+    log_probs, mask = sequences.tokens(log_probs, mask, "[..., T, K]")
     teacher = sequences.constants("teacher_log_probs", teacher_log_probs, log_probs.shape)
-    mask = sequences.token_mask(mask, log_probs.shape[:-1])
     # Places that take no part have probability 0 on both sides, which is selected and never computed.
     present = mask[..., None] & ~jnp.isneginf(teacher)
     student, there = _distribution(sequences.keep(present, log_probs), present, tail)

@@ -118,36 +118,29 @@ def policy_loss(
         DAPO: arXiv 2503.14476; GSPO and GSPO-token: arXiv 2507.18071. The aggregations are TRL's "bnpo"/"dapo", "grpo"
         and "dr_grpo".
     """
-    log_probs = sequences.floats("log_probs", log_probs)
+    log_probs, mask = sequences.tokens(log_probs, mask)
     shape = log_probs.shape
-    if not shape:
-        raise ValueError("log_probs is a scalar; it must be [..., T]")
-    mask = sequences.token_mask(mask, shape)
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
     advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
-    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
-    if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > 1 + clip_high:
-        raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={1 + clip_high}")
-    log_probs = sequences.keep(mask, log_probs)
-    if old_log_probs is None:
-        old_log_probs = jax.lax.stop_gradient(log_probs)
-    else:
-        old_log_probs = sequences.keep(mask, sequences.constants("old_log_probs", old_log_probs, shape))
-
-    ratio = jnp.exp(_log_ratio(log_probs, old_log_probs, mask, level))
+    least, most = 1 - clip_low, 1 + clip_high
+    if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > most:
+        raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={most}")
+    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
+    old = jax.lax.stop_gradient(log_probs)
+    if old_log_probs is not None:
+        old = sequences.constants("old_log_probs", old_log_probs, shape, mask=mask)
+    ratio = jnp.exp(_log_ratio(log_probs, old, mask, level))
     limited = ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = -jnp.minimum(limited * advantages, clipped * advantages)
+    loss = -jnp.minimum(limited * advantages, jnp.clip(ratio, least, most) * advantages)
     kl = None
     if ref_log_probs is not None:
-        kl = kl_estimate(
-            log_probs, sequences.keep(mask, sequences.constants("ref_log_probs", ref_log_probs, shape)), kl_estimator
-        )
+        reference = sequences.constants("ref_log_probs", ref_log_probs, shape, mask=mask)
+        kl = kl_estimate(log_probs, reference, kl_estimator)
     if entropy is not None:
-        entropy = sequences.keep(mask, sequences.floats("entropy", entropy, shape))
+        entropy = sequences.floats("entropy", entropy, shape, mask=mask)
     for name, coefficient, needed, sign, term in (
         ("kl_coefficient", kl_coefficient, "ref_log_probs", 1, kl),
         ("entropy_coefficient", entropy_coefficient, "entropy", -1, entropy),
@@ -160,14 +153,9 @@ def policy_loss(
     value = sequences.aggregate(loss, mask, aggregation, length, normalizer)
     if not return_metrics:
         return value
-    metrics = PolicyMetrics(
-        sequences.masked_mean(ratio, mask),
-        sequences.masked_mean(((ratio < 1 - clip_low) & (advantages < 0)).astype(ratio.dtype), mask),
-        sequences.masked_mean(((ratio > 1 + clip_high) & (advantages > 0)).astype(ratio.dtype), mask),
-        None if kl is None else sequences.masked_mean(kl, mask),
-        None if entropy is None else sequences.masked_mean(entropy, mask),
-    )
-    return value, jax.tree.map(jax.lax.stop_gradient, metrics)
+    low, high = (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0)
+    metrics = PolicyMetrics(ratio, low.astype(ratio.dtype), high.astype(ratio.dtype), kl, entropy)
+    return value, sequences.means(metrics, mask)
 
 
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.objectives.post_training import sequences
-from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
+from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows, safe_inverse
 
 
 class PreferenceMetrics(NamedTuple):
@@ -48,11 +48,8 @@ def sequence_log_probs(log_probs: ArrayLike, mask: ArrayLike | None = None, *, a
         >>> print(sequence_log_probs(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[True, True, False]])))
         [-3.]
     """
-    log_probs = sequences.floats("log_probs", log_probs)
-    if not log_probs.shape:
-        raise ValueError("log_probs is a scalar; it must be [..., T]")
-    mask = sequences.token_mask(mask, log_probs.shape)
-    total = jnp.sum(sequences.keep(mask, log_probs), axis=-1)
+    log_probs, mask = sequences.tokens(log_probs, mask)
+    total = jnp.sum(log_probs, axis=-1)
     return total * safe_inverse(jnp.sum(mask, axis=-1).astype(total.dtype)) if average else total
 
 
@@ -116,9 +113,9 @@ def dpo_loss(
     chosen = sequences.floats("chosen", chosen)
     shape = chosen.shape
     mask = sequences.token_mask(mask, shape)
-    chosen, rejected = sequences.keep(mask, chosen), sequences.keep(mask, sequences.floats("rejected", rejected, shape))
-    ref_chosen = sequences.keep(mask, sequences.constants("ref_chosen", ref_chosen, shape))
-    ref_rejected = sequences.keep(mask, sequences.constants("ref_rejected", ref_rejected, shape))
+    chosen, rejected = sequences.keep(mask, chosen), sequences.floats("rejected", rejected, shape, mask=mask)
+    ref_chosen = sequences.constants("ref_chosen", ref_chosen, shape, mask=mask)
+    ref_rejected = sequences.constants("ref_rejected", ref_rejected, shape, mask=mask)
     chosen_gain, rejected_gain = sequences.difference(chosen, ref_chosen), sequences.difference(rejected, ref_rejected)
     delta = sequences.difference(chosen_gain, rejected_gain)
     if kind == "sigmoid":
@@ -129,9 +126,8 @@ def dpo_loss(
         losses = jax.nn.relu(1 - beta * delta)
     else:
         losses = jnp.square(delta - 1 / (2 * beta))
-    losses = sequences.keep(mask, losses)
-    value = {"mean": sequences.masked_mean(losses, mask), "sum": jnp.sum(losses), "none": losses}[reduction]
+    value = reduce_rows(losses, mask, None, reduction, None)
     if not return_metrics:
         return value
-    rewards = (beta * chosen_gain, beta * rejected_gain, beta * delta, (delta > 0).astype(delta.dtype))
-    return value, PreferenceMetrics(*(jax.lax.stop_gradient(sequences.masked_mean(x, mask)) for x in rewards))
+    metrics = PreferenceMetrics(beta * chosen_gain, beta * rejected_gain, beta * delta, (delta > 0).astype(delta.dtype))
+    return value, sequences.means(metrics, mask)

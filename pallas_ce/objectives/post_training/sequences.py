@@ -7,29 +7,38 @@ import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.head import common_dtype
-from pallas_ce.statistics.cross_entropy import safe_inverse
+from pallas_ce.statistics.cross_entropy import reduce_rows, safe_inverse
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "none"]
 
 
-def floats(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
-    """`value` as floating numbers of at least float32, of one of `shapes` where any are given."""
+def tokens(log_probs: Any, mask: Any | None, entries: str = "[..., T]") -> tuple[jax.Array, jax.Array]:
+    """Checked log-probabilities, 0 where masked, and the mask of their tokens."""
+    x = floats("log_probs", log_probs)
+    axes = entries.count(",")
+    if x.ndim < axes:
+        raise ValueError(f"log_probs has shape {x.shape}; it must be {entries}")
+    counts = token_mask(mask, x.shape[: x.ndim - axes + 1])
+    return keep(counts, x), counts
+
+
+def floats(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | None = None) -> jax.Array:
+    """`value` as floating numbers of at least float32, of one of `shapes` where any are given; 0 where masked."""
     x = arguments.floating(name, arguments.array(name, value))
     if shapes and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}; it must be {' or '.join(map(str, shapes))}")
-    return x.astype(common_dtype(x.dtype, jnp.float32))
+    x = x.astype(common_dtype(x.dtype, jnp.float32))
+    return x if mask is None else keep(mask, x)
 
 
-def constants(name: str, value: Any, *shapes: tuple[int, ...]) -> jax.Array:
+def constants(name: str, value: Any, *shapes: tuple[int, ...], mask: jax.Array | None = None) -> jax.Array:
     """`floats` without gradient."""
-    return jax.lax.stop_gradient(floats(name, value, *shapes))
+    return jax.lax.stop_gradient(floats(name, value, *shapes, mask=mask))
 
 
 def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
     """A checked mask of that shape; all True where None."""
-    if mask is None:
-        return jnp.ones(shape, bool)
-    values = arguments.array("mask", mask)
+    values = jnp.ones(shape, bool) if mask is None else arguments.array("mask", mask)
     if values.dtype != jnp.bool:
         raise TypeError(f"mask has dtype {values.dtype}; it must be bool: pass mask != 0")
     if values.shape != shape:
@@ -38,8 +47,8 @@ def token_mask(mask: Any | None, shape: tuple[int, ...]) -> jax.Array:
 
 
 def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, and 0 where masked: before anything is computed, since a value that is not finite has a nan derivative."""
-    return jnp.where(mask, x, 0.0)
+    """`x [*mask.shape, ...]`, 0 where masked: first of all, since a value that is not finite has a nan derivative."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
 
 def difference(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -48,9 +57,9 @@ def difference(a: jax.Array, b: jax.Array) -> jax.Array:
     return keep(~same, a) - keep(~same, b)
 
 
-def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean where `mask` is on; 0 where it is nowhere."""
-    return jnp.sum(keep(mask, x)) * safe_inverse(jnp.sum(mask).astype(x.dtype))
+def means[Values](values: Values, mask: jax.Array) -> Values:
+    """Of each array of a tree the mean where `mask` is on, without gradient; 0 where it is nowhere."""
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(reduce_rows(x, mask, None, "mean", None)), values)
 
 
 def aggregate(
