@@ -150,7 +150,7 @@ def row_gradient(settings: Settings, operands: Operands, kept: Statistics, cotan
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
             part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
-            return block.put(buffer, _block_gradient(settings, *part.more, head, part))
+            return block.put(buffer, _block_gradient(settings, head, part, *part.more))
 
         return _blocks(settings, rows, head).for_each(body, rows.batch.hidden)
 
@@ -175,7 +175,7 @@ def _statistics_and_gradient(
         if "factor" in found:
             coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
             statistics["factor"] = jnp.broadcast_to(factor, part.batch.leading)
-        dlogits = _block_gradient(settings, coefficients, statistics, head, part)
+        dlogits = _block_gradient(settings, head, part, coefficients, statistics)
         return put_all(block, found, statistics), block.put(buffer, dlogits)
 
     found = empty_statistics(call.names, rows.batch, head)
@@ -246,7 +246,7 @@ def _block_statistics(settings: Settings, names: frozenset[str], head: Head, row
 
 
 def _block_gradient(
-    settings: Settings, coefficients: coef.Coefficients, statistics: Statistics, head: Head, rows: RowArrays
+    settings: Settings, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
 ) -> jax.Array:
     """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
     coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
