@@ -33,30 +33,8 @@ def tempered(logits: jax.Array, inverse_temperature: jax.Array | None) -> jax.Ar
     return logits if inverse_temperature is None else logits * inverse_temperature[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
-class LogitsSpec:
-    """Static facts of logits that the caller holds; hashable.
-
-    Attributes:
-        columns: entries of a row, padding included.
-        vocab_size: V, the entries that exist; those from V on are padding.
-        dtype: the logits' own, which their gradient has too.
-        softcap: the cap c of `c·tanh(x/c)`, or None.
-    """
-
-    columns: int
-    vocab_size: int
-    dtype: np.dtype
-    softcap: float | None
-
-    @property
-    def accumulator(self) -> np.dtype:
-        """The dtype of statistics and losses: float32, or float64 for float64."""
-        return accumulator_of(self.dtype)
-
-    def capped(self, logits: jax.Array) -> jax.Array:
-        """Materialized logits in the accumulator dtype, under the soft cap."""
-        return soft_cap(logits.astype(self.accumulator), self.softcap)
+# In place of a head's weight: the hidden states are the logits already, which the caller holds.
+NO_WEIGHT: Any = None
 
 
 # JAX's names for products of float32 operands that a GPU makes in TF32.
@@ -168,7 +146,7 @@ class Head:
     does to hidden states `up` does to that.
 
     Attributes:
-        weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype.
+        weight: `[V', H]` or `[H, V']` with `V' = spec.weight_rows`, any floating dtype; or `NO_WEIGHT`.
         bias: `[V']` or None.
         logit_scale: `[]` in the accumulator dtype, or None for 1.
         logit_weights: `[V]` in the accumulator dtype, the u of `mean_logit`; None for 1/V. A constant.

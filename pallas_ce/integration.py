@@ -4,13 +4,13 @@ A wrapper imports the public names of `pallas_ce` and, beyond those, only what s
 names changes the wrappers too; everything else inside `pallas_ce` may change without them. Nothing here is for users.
 
 - Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
-  `LogitsSpec`.
+  `HeadSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
   `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
   choose how to compute), `keep` (`Known`, the arrays that the backward of `NeedsGrad` needs) and `compute`, which takes
   that back.
-- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
-  carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
+- Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
+  `Batch` and a `Head` of `NO_WEIGHT`, carried out as `Settings` say; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `read_ids`, `label_array`,
   `canonical_labels`, `check_label_values`, `counted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
@@ -36,13 +36,13 @@ from pallas_ce.api.precision import name as precision_name
 from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.dispatch.settings import Settings
 from pallas_ce.gradient_products import NeedsGrad
-from pallas_ce.head import LogitsSpec
-from pallas_ce.modes.call import Known
-from pallas_ce.modes.materialized import MaterializedRows, MaterializedSettings
+from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
+from pallas_ce.modes.call import Known, Operands
+from pallas_ce.modes.materialized import refusal as materialized_refusal
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
-from pallas_ce.modes.materialized_blocks import refusal as materialized_refusal
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
@@ -53,15 +53,18 @@ from pallas_ce.versions import refuse_older
 
 __all__ = [
     "NO_TARGET",
+    "NO_WEIGHT",
     "Backward",
+    "Batch",
+    "Head",
+    "HeadSpec",
     "Implementation",
     "Known",
-    "LogitsSpec",
-    "MaterializedRows",
-    "MaterializedSettings",
     "NeedsGrad",
+    "Operands",
     "PrecisionLike",
     "Reduction",
+    "Settings",
     "canonical_labels",
     "check_label_values",
     "check_normalizer",

@@ -12,7 +12,7 @@ from pallas_ce.api import low_rank, specs
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.select import warn_once
 from pallas_ce.dispatch.settings import Settings, decide
-from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
+from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.rows import flat_rows
@@ -202,7 +202,7 @@ def batch_spec(leading: tuple[int, ...], labels: Any | None, temperature: Any | 
 def read_labels(
     labels: Any,
     leading: tuple[int, ...],
-    spec: HeadSpec | LogitsSpec,
+    spec: HeadSpec,
     ignore_index: int | None,
     validate: bool,
     of: str = "hidden's",

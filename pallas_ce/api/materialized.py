@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import specs
+from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.inputs import read_labels
-from pallas_ce.api.options import Options, call_metrics, read_options
-from pallas_ce.backends.protocol import Implementation
-from pallas_ce.head import LogitsSpec
-from pallas_ce.modes import evaluate
-from pallas_ce.modes import materialized as mode
-from pallas_ce.modes.call import Call
+from pallas_ce.api.inputs import CheckedCall, read_labels
+from pallas_ce.api.options import read_options
+from pallas_ce.backends.protocol import Implementation, Mode
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.head import NO_WEIGHT, HeadSpec
+from pallas_ce.modes import evaluate, materialized
+from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
-from pallas_ce.statistics.cross_entropy import Metrics, Reduction, safe_inverse
-from pallas_ce.streaming.rows import flat_rows
+from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse
+from pallas_ce.statistics.logits import present
 
 
 def cross_entropy(
@@ -172,21 +172,15 @@ def mean_squared_lse(
         >>> print(mean_squared_lse(jnp.ones((2, 1)), jnp.array([0, -100])))
         1.0
     """
-    logits = arguments.array("logits", logits)
-    spec = specs.logits_spec(logits, vocab_size, logit_softcap)
-    labels = read_labels(labels, logits.shape[:-1], spec, None, False, "logits'")
-    return _mean_squared_lse(mode.decide(spec, logits, None), arguments.ignored(ignore_index), logits, labels)
+    call = _read(logits, labels, ignore_index, logit_softcap, vocab_size)
+    return _mean_squared_lse(materialized.decide(call.spec, call.hidden, None, "recompute"), call)
 
 
-@program(static=2, by_row=lambda *_: False)
-def _mean_squared_lse(
-    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
-) -> jax.Array:
-    flat, _, mask = _rows(settings, ignore_index, logits, labels)
-    if flat.size == 0:
-        return jnp.zeros((), settings.spec.accumulator)
-    lse = mode.row_statistics(settings, frozenset({"lse"}), mode.MaterializedRows(flat, None, mask))["lse"]
-    return jnp.sum(jnp.where(mask, lse * lse, 0)) * safe_inverse(jnp.sum(mask, dtype=settings.spec.accumulator))
+@program(static=1, by_row=lambda *_: False)
+def _mean_squared_lse(settings: Settings, call: CheckedCall) -> jax.Array:
+    operands = Operands(*call.rows_that_count())
+    lse = evaluate.statistics(Call(settings, frozenset({"lse"})), operands)["lse"]
+    return jnp.sum(lse * lse) * safe_inverse(jnp.sum(present(operands.mask), dtype=lse.dtype))
 
 
 def selective_log_softmax(
@@ -237,19 +231,11 @@ def selective_log_softmax(
             f"index has shape {index.shape}; logits' leading shape {leading} is needed, or that and an axis of K "
             "entries"
         )
-    settings = mode.decide(spec, logits, implementation, several=index.ndim == logits.ndim)
-    return _selective_log_softmax(settings, logits, label_rule.as_array(index))
-
-
-@program(static=1)
-def _selective_log_softmax(settings: mode.MaterializedSettings, logits: jax.Array, index: jax.Array) -> jax.Array:
-    spec = settings.spec
-    if logits.size == 0 or index.size == 0:
+    settings = materialized.decide(spec, logits, implementation, "recompute", several=index.ndim == logits.ndim)
+    if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    logits, ids = flat_rows(logits.shape[:-1], (logits, label_rule.canonical(index, spec.vocab_size)))
-    by_row = (ids != label_rule.NO_TARGET).reshape(ids.shape[0], -1).any(axis=1)
-    found = mode.row_statistics(settings, frozenset({"log_prob"}), mode.MaterializedRows(logits, ids, by_row))
-    return found["log_prob"].reshape(index.shape)
+    call = _call(spec, logits, label_rule.as_array(index), None)
+    return log_probs.compute(settings, ("log_prob",), call).log_probs
 
 
 def _checked(
@@ -264,53 +250,46 @@ def _checked(
     chunk: int | None = None,
     **of_loss: Any,
 ) -> Any:
-    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
-    spec, leading = specs.logits_spec(logits, vocab_size, logit_softcap), logits.shape[:-1]
-    options = read_options(leading, spec.vocab_size, "logits'", **of_loss)
-    labels = read_labels(labels, leading, spec, ignore_index, validate_labels, "logits'")
-    settings = mode.decide(spec, logits, implementation, chunk=chunk)
-    loss, metrics = _cross_entropy(settings, ignore_index, logits, labels, options)
+    call = _read(logits, labels, ignore_index, logit_softcap, vocab_size, validate_labels)
+    options = read_options(call.leading, call.spec.vocab_size, "logits'", **of_loss)
+    mode: Mode = "recompute" if options.by_row else "in_forward"
+    settings = materialized.decide(call.spec, call.hidden, implementation, mode, chunk=chunk)
+    loss, metrics = linear_cross_entropy.compute(settings, call, options)
     return (loss, metrics) if options.return_metrics else loss
 
 
-@program(static=2, by_row=lambda settings, ignored, logits, labels, options: (options.by_row, False))
-def _cross_entropy(
-    settings: mode.MaterializedSettings,
+def _read(
+    logits: Any,
+    labels: Any,
     ignore_index: int | None,
-    logits: jax.Array,
-    labels: jax.Array,
-    options: Options,
-) -> tuple[jax.Array, Metrics | None]:
-    wide = settings.spec.accumulator
-    flat, ids, mask = _rows(settings, ignore_index, logits, labels)
-    loss, inputs = options.row_loss(wide, ids, mask)
-    rows = mode.MaterializedRows(flat, ids, mask, _logit_weights(settings.spec, options) if loss.smoothing else None)
-    names, handle = loss.names | options.extra_names, jnp.zeros((), wide)
-    if flat.size == 0:  # no tokens, or no vocabulary, in which no label can lie
-        found = {name: jnp.zeros(ids.shape, jnp.int32 if name == "argmax" else wide) for name in sorted(names)}
-    elif options.by_row:
-        found = mode.row_statistics(settings, names, rows)
-    else:
-        found, handle = mode.statistics_and_handle(Call(settings, names, loss), rows, inputs)
-        found = jax.tree.map(jax.lax.stop_gradient, found)
-    values = evaluate.row_values(loss, found, ids.shape, mask, inputs)
-    value = values.reshape(labels.shape) if options.by_row else jnp.sum(values) + handle
-    if not options.return_metrics:
-        return value, None
-    return value, call_metrics(loss, found, ids, mask, inputs)
+    logit_softcap: float | None,
+    vocab_size: int | None,
+    validate_labels: bool = False,
+) -> CheckedCall:
+    logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
+    spec = specs.logits_spec(logits, vocab_size, logit_softcap)
+    labels = read_labels(labels, logits.shape[:-1], spec, ignore_index, validate_labels, "logits'")
+    return _call(spec, logits, labels, ignore_index)
 
 
-def _rows(
-    settings: mode.MaterializedSettings, ignore_index: int | None, logits: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits `[N, columns]`, canonical labels `[N]` and whether each counts."""
-    ids = label_rule.canonical(labels.reshape(-1), settings.spec.vocab_size)
-    return logits.reshape(labels.size, settings.spec.columns), ids, label_rule.counted(ids, ignore_index)
-
-
-def _logit_weights(spec: LogitsSpec, options: Options) -> jax.Array:
-    """The u of `mean_logit`, 0 for padding."""
-    u = options.logit_weights(spec.vocab_size, spec.accumulator)
-    if u is None:
-        u = jnp.full(spec.vocab_size, 1.0 / max(spec.vocab_size, 1), spec.accumulator)
-    return jnp.pad(u, (0, spec.columns - spec.vocab_size))
+def _call(spec: HeadSpec, logits: jax.Array, labels: jax.Array, ignore_index: int | None) -> CheckedCall:
+    """The logits as hidden states of a head of `NO_WEIGHT`."""
+    return CheckedCall(
+        hidden=logits,
+        weight=NO_WEIGHT,
+        up=None,
+        down=None,
+        bias=None,
+        logit_scale=None,
+        logit_weights=None,
+        temperature=None,
+        labels=labels,
+        row_mask=None,
+        spec=spec,
+        ignore_index=ignore_index,
+        implementation=None,
+        scratch_bytes=None,
+        mesh_axes=None,
+        shift=0,
+        term_scale=1.0,
+    )

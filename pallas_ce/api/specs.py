@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_ce.api import checks
 from pallas_ce.api.precision import resolve
-from pallas_ce.head import HeadSpec, LogitsSpec, common_dtype
+from pallas_ce.head import HeadSpec, common_dtype
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _SUPPORTED = "supported are bfloat16, float16, float32 and float64"
@@ -86,8 +86,8 @@ def _rank(up: Any, down: Any, entries: int, width: int, vocab_axis: int) -> int:
     return rank
 
 
-def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> LogitsSpec:
-    """The static facts of materialized logits, from an array or anything with `shape` and `dtype`; V may be 0."""
+def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None) -> HeadSpec:
+    """The static facts of materialized logits, as hidden states; of anything with `shape` and `dtype`. V may be 0."""
     if logits.ndim < 1:
         raise ValueError(f"logits have shape {logits.shape}; they must be [..., V]")
     if logits.dtype not in _DTYPES:
@@ -95,7 +95,8 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
     columns = logits.shape[-1]
     if vocab_size is not None:
         checks.count("vocab_size", vocab_size, columns, f"the logits' {columns} columns")
-    return LogitsSpec(columns, int(vocab_size or columns), np.dtype(logits.dtype), _cap(logit_softcap))
+    cap = _cap(logit_softcap)
+    return HeadSpec(columns, columns, int(vocab_size or columns), 0, np.dtype(logits.dtype), cap)
 
 
 def _compute_dtype(hidden: Any, weight: Any, dtype: Any | None) -> np.dtype:

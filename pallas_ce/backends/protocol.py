@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 
 from pallas_ce.gradient_products import NeedsGrad, Products, TileStep
-from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec
+from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -134,25 +134,15 @@ class TopKFinder(Protocol):
 
 
 class Materialized(Protocol):
-    """Kernels for logits `[n, columns]` that the caller holds; all rows at once."""
+    """Kernels for logits `[n, V']` that the caller holds, hidden states of a head of `NO_WEIGHT`; all rows at once."""
 
-    def refusal(self, spec: LogitsSpec, rows: int | None = None) -> str | None:
+    def refusal(self, spec: HeadSpec, rows: int | None = None) -> str | None:
         """Why it cannot serve such logits, `rows` of them if known, as the end of a sentence; None where it can."""
 
-    def statistics(
-        self, spec: LogitsSpec, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]
-    ) -> Partial:
+    def statistics(self, head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
         """The `Partial` over the vocabulary, of statistics that need no target."""
 
-    def dlogits(
-        self,
-        spec: LogitsSpec,
-        gradient: Gradient,
-        logits: jax.Array,
-        logit_weights: jax.Array | None,
-        labels: jax.Array | None,
-        valid: jax.Array | None,
-    ) -> jax.Array:
+    def dlogits(self, head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
         """dlogits in the logits' dtype; exactly 0 in rows where `valid [n]` is False, whatever they hold.
 
         There is at least one coefficient, and labels `[n]` are -1 for no target.

@@ -15,7 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.gradient_products import NeedsGrad
-from pallas_ce.modes import in_forward, recompute
+from pallas_ce.head import NO_WEIGHT
+from pallas_ce.modes import in_forward, materialized, recompute
 from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
@@ -28,6 +29,7 @@ _REFUSAL = (
     "differentiated again (neither by grad of grad nor by jvp, jacfwd or hessian). "
 )
 _USE_REFERENCE = "implementation='reference' materialises the logits and supports any order."
+_USE_PLAIN_JAX = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
 
 
 class _Saved(NamedTuple):
@@ -80,12 +82,17 @@ def given(cotangents: Any) -> Any:
 def differentiable[Static, Out](
     forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
     backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
+    *,
+    instead: str = _USE_REFERENCE,
+    reads_operands: bool = True,
 ) -> Callable[[Static, Operands], Out]:
     """A function with gradients in hidden states and head, once; its other operands are constants to it.
 
     Args:
         forward: `(static, operands, needs_grad) -> (out, kept)`; `needs_grad` is None where nothing is differentiated.
         backward: `(static, operands, needs_grad, kept, cotangents) -> gradients`, the cotangents as `given`.
+        instead: what can be differentiated twice, for an error.
+        reads_operands: whether `backward` reads arrays of the operands; else their memory is free before.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,14 +103,15 @@ def differentiable[Static, Out](
         arrays = (primals.batch.hidden, *(getattr(primals.head, name) for name in Gradients._fields[1:]))
         flags = [x is not None and x.perturbed for x in arrays]
         operands: Operands = values_of(primals)
-        out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
-        return out, _Saved(operands._replace(known=None), kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
+        out, kept = forward(static, first_order_only(operands, instead), NeedsGrad(*flags))
+        read = operands._replace(known=None) if reads_operands else jax.tree.map(lambda _: None, operands)
+        return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
         needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
         gradients = Gradients()
         if needs_grad and jax.tree.leaves(cotangents):
-            used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents))
+            used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents), instead)
             gradients = backward(static, used, needs_grad, kept, cotangents)
         zero: Any = jax.tree.map(lambda _: None, saved.operands)
         hidden, *of_head = gradients
@@ -116,11 +124,18 @@ def differentiable[Static, Out](
 
 # Primitive statistics of the rows, differentiable in `hidden` and the head's arrays but u.
 _recomputed = differentiable(recompute.forward, recompute.backward)
+_of_logits = differentiable(materialized.forward, materialized.backward, instead=_USE_PLAIN_JAX)
 
 # Statistics, which carry no gradient, and a scalar 0 with the gradient of the summed row totals. Therefore
 # `Σ row_total(stop_gradient(statistics), inputs) + handle` has the value and every gradient of the loss: JAX's own
 # differentiation makes the gradient of `inputs`, and the handle the gradients of `hidden` and `head`.
 _with_handle = differentiable(in_forward.forward, in_forward.backward)
+_of_logits_with_handle = differentiable(
+    materialized.forward_and_gradient,
+    materialized.scaled_gradient,
+    instead=_USE_PLAIN_JAX,
+    reads_operands=False,
+)
 
 
 def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
@@ -132,14 +147,15 @@ def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]
         rows, counted = flat_rows(batch.leading, (batch, mask))
         found = reference.row_statistics(call.names, rows, head, counted)
         return {name: value.reshape(*batch.leading, *value.shape[1:]) for name, value in found.items()}
-    return _recomputed(call, operands)
+    return (_of_logits if head.weight is NO_WEIGHT else _recomputed)(call, operands)
 
 
 def loss(call: Call[Settings], operands: Operands, by_row: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`Σ row_total` over the rows that count or, `by_row`, each `[...]`, 0 where masked; and constant statistics."""
     handle = jnp.zeros((), operands.head.spec.accumulator)
     if call.settings.mode == "in_forward" and operands.batch.hidden.size > 0:
-        found, handle = _with_handle(call, operands)
+        way = _of_logits_with_handle if operands.head.weight is NO_WEIGHT else _with_handle
+        found, handle = way(call, operands)
         found = jax.tree.map(jax.lax.stop_gradient, found)
     else:
         found = statistics(call, operands)

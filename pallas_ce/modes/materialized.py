@@ -1,4 +1,4 @@
-"""Mode *materialized*: the caller holds the logits `[N, V]`. Statistics by row blocks, dlogits over their buffer.
+"""Mode *materialized*: the caller holds the logits `[N, V]`, and they are a head's hidden states, with `NO_WEIGHT`.
 
 Streaming over the vocabulary saves nothing here; what costs is a second array of the logits' size, and each further
 pass over them. So rows are taken in blocks that stay in a cache: of each block the statistics, the row loss's
@@ -9,219 +9,263 @@ float32 copy of narrower logits is ever larger than a block.
 On Hopper two kernels do so for all rows at once, without launches by the hundred: the second read misses the cache.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from pallas_ce.modes import evaluate
-from pallas_ce.modes.call import Call, absent
-from pallas_ce.modes.forward import Statistics, put_all
+from pallas_ce.backends.protocol import Gradient, Materialized, Mode
+from pallas_ce.dispatch import select
+from pallas_ce.dispatch.settings import Settings
+from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.head import Head, HeadSpec
+from pallas_ce.modes.call import Call, Gradients, Operands, absent
+from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
-from pallas_ce.modes.materialized_blocks import MaterializedRows as MaterializedRows
-from pallas_ce.modes.materialized_blocks import MaterializedSettings as MaterializedSettings
-from pallas_ce.modes.materialized_blocks import block_gradient, block_statistics
-from pallas_ce.modes.materialized_blocks import decide as decide
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
-from pallas_ce.parallel.reverse_mode import reverse_mode_only
+from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics import gradient as coef
-from pallas_ce.statistics.row import only
-from pallas_ce.streaming.rows import RowBlock, zeroed
+from pallas_ce.statistics.row import fields_of, finalise, only, partial_of_tile
+from pallas_ce.streaming.loops import varying
+from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 
-_INSTEAD = "A loss written in plain JAX, on jax.nn.log_softmax, supports any order."
-
-
-class Residual(NamedTuple):
-    """What the forward of `statistics_and_handle` leaves: dlogits and their rows' factors; `absent()` if not made."""
-
-    dlogits: jax.Array
-    factor: jax.Array
+# Of a block of rows in the accumulator dtype, where the caller sets no bound.
+_BLOCK_BYTES = 8 * 2**20
 
 
-def _zeros(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
-    shapes = jax.eval_shape(functools.partial(block_statistics, settings, names), rows)
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+def decide(
+    spec: HeadSpec,
+    logits: jax.Array,
+    implementation: str | None,
+    mode: Mode,
+    *,
+    chunk: int | None = None,
+    several: bool = False,
+) -> Settings:
+    """How a call is carried out.
 
+    Args:
+        spec: the logits' static facts.
+        logits: they may know their device.
+        implementation: the one asked for; None to choose.
+        mode: "in_forward" for a summed loss, whose dlogits are made with the statistics; else "recompute".
+        chunk: the most rows of a block; kernels take all rows at once, as they store nothing of a block's size.
+        several: whether each row has several targets.
 
-def _entered(
-    settings: MaterializedSettings,
-    operation: Callable[..., Any],
-    rows: MaterializedRows,
-    more: Any = (),
-    shared: Any = (),
-) -> Any:
-    """`operation(settings, rows, more, shared)`, split over the mesh, and of each part by what serves it.
-
-    `more` are `[N, ...]`, as the operation's results are; all rows share `shared`.
+    Raises:
+        ValueError: the implementation asked for cannot serve the call.
     """
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(
+            f"implementation={implementation!r} does not serve materialized logits: choose 'xla' or 'mosaic_gpu'"
+        )
+    # How many rows a device works on, under vmap and on a mesh, is known only there.
+    refused = functools.partial(refusal, spec=spec, several=several)
+    name, _, default = select.select(implementation, refused, logits, checked=bool(varying(logits)))
+    bound = None if chunk is None else chunk * spec.weight_rows * spec.accumulator.itemsize
+    return Settings(name, mode, bound, default=default)
 
-    def local(settings: MaterializedSettings, by_row: Any, shared: Any) -> Any:
-        return operation(settings, by_row[0]._replace(logit_weights=shared[0]), by_row[1], shared[1])
 
-    def chosen(by_row: Any, shared: Any) -> Any:
-        return at_lowering(settings.variants(by_row[0].logits.shape[0]), local, by_row, shared)
+def refusal(implementation: str, spec: HeadSpec, rows: int | None = None, several: bool = False) -> str | None:
+    """Why an implementation cannot serve such logits, `rows` of them if known, as the end of a sentence; else None."""
+    kernels = _kernels(implementation)
+    if kernels is not None:
+        one_each = "its kernels read one index for each row, and index holds several; use 'xla'"
+        return one_each if several else kernels.refusal(spec, rows)
+    on_gpus = select.load(implementation).capabilities.cuda_only
+    return "it has no kernels for materialized logits" if on_gpus else None
 
-    return over_rows_only(chosen)((rows._replace(logit_weights=None), more), (rows.logit_weights, shared))
+
+def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, Statistics]:
+    """The statistics; keeps the ones that their derivatives read."""
+    saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
+    found = row_statistics(call.settings, call.names | saved, operands)
+    return only(found, call.names), only(found, saved)
 
 
-def _forward_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
-    def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> Statistics:
-        del more, shared
+def backward(
+    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: Statistics, cotangents: Statistics
+) -> Gradients:
+    """dlogits from the statistics' cotangents."""
+    del needs_grad
+    cotangents = {name: g for name, g in cotangents.items() if g is not None}
+    return Gradients(hidden=row_gradient(call.settings, operands, kept, cotangents))
 
+
+def forward_and_gradient(
+    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None
+) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
+    dlogits = factor = absent()
+    if needs_grad and call.read - {"argmax"}:
+        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
+            operation = functools.partial(_statistics_and_gradient, call)
+            found, dlogits = _over_rows(call.settings, operation, operands, *operands.inputs)
+        factor = found.get("factor", factor)
+    else:
+        found = row_statistics(call.settings, call.names, operands)
+    return with_handle(only(found, call.names), operands.inputs, operands.head.spec.accumulator), (dlogits, factor)
+
+
+def scaled_gradient(
+    call: Call[Settings],
+    operands: Operands,
+    needs_grad: NeedsGrad,
+    kept: tuple[jax.Array, jax.Array],
+    cotangents: tuple[Any, jax.Array | None],
+) -> Gradients:
+    """dlogits times the handle's cotangent."""
+    (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
+    if upstream is None or not call.read - {"argmax"}:
+        return Gradients()
+    scale = upstream * factor[..., None] if _normalises(spec) else upstream
+    return Gradients(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
+
+
+def row_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:
+    """Primitive statistics of N rows, N and V at least 1; 0 in rows that do not count."""
+
+    def operation(settings: Settings, rows: RowArrays, head: Head) -> Statistics:
         def body(block: RowBlock, found: Statistics) -> Statistics:
-            part = rows.of(block)
-            return put_all(block, found, zeroed(part.mask, block_statistics(settings, names, part)))
+            return put_all(block, found, _block_statistics(settings, names, head, jax.tree.map(block.take, rows)))
 
-        return settings.blocks(rows.logits.shape[0]).for_each(body, _zeros(settings, names, rows))
+        return _blocks(settings, rows, head).for_each(body, empty_statistics(names, rows.batch, head))
 
     with jax.named_scope("pallas_ce.materialized.forward"):
-        found: Statistics = _entered(settings, operation, rows)
+        found: Statistics = _over_rows(settings, operation, operands)
     return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _row_statistics(settings: MaterializedSettings, names: frozenset[str], rows: MaterializedRows) -> Statistics:
-    """Primitive statistics of N rows, N and V at least 1; differentiable in the logits, any cotangents.
-
-    The statistics of rows that do not count are 0, and so is their gradient.
-    """
-    return _forward_statistics(settings, names, rows)
-
-
-def _forward(
-    settings: MaterializedSettings, names: frozenset[str], primals: Any
-) -> tuple[Statistics, tuple[MaterializedRows, Statistics]]:
-    rows = evaluate.values_of(primals)
-    saved = coef.saved_statistics(names)
-    found = _forward_statistics(settings, names | saved, evaluate.first_order_only(rows, _INSTEAD))
-    return only(found, names), (rows, only(found, saved))
-
-
-def _backward(
-    settings: MaterializedSettings, names: frozenset[str], saved: Any, cotangents: dict[str, Any]
-) -> tuple[Any, ...]:
-    del names
-    cotangents = {name: g for name, g in evaluate.given(cotangents).items() if g is not None}
-    gradient: Any = jax.tree.map(lambda _: None, saved[0])
-    if cotangents:
-        (rows, kept), cotangents = evaluate.first_order_only((saved, cotangents), _INSTEAD)
-        gradient = gradient._replace(logits=row_gradient(settings, rows, kept, cotangents))
-    return (gradient,)
-
-
-def row_gradient(
-    settings: MaterializedSettings, rows: MaterializedRows, kept: Statistics, cotangents: Statistics
-) -> jax.Array:
+def row_gradient(settings: Settings, operands: Operands, kept: Statistics, cotangents: Statistics) -> jax.Array:
     """dlogits in the logits' place, from the statistics that the cotangents' derivatives read, and the cotangents."""
 
-    def operation(settings: MaterializedSettings, rows: MaterializedRows, more: Any, shared: Any) -> jax.Array:
-        del shared
-        statistics, cotangents = more
-        if rows.labels is not None and rows.labels.ndim > 1:
-            of_targets = {name: g for name, g in cotangents.items() if name in ("target_logit", "log_prob")}
-            cotangents = cotangents | {n: coef.at_first_occurrence(g, rows.labels) for n, g in of_targets.items()}
-        given = statistics, cotangents
+    def operation(settings: Settings, rows: RowArrays, head: Head) -> jax.Array:
+        kept, cotangents = rows.more
+        coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
 
         def body(block: RowBlock, buffer: jax.Array) -> jax.Array:
-            part = rows._replace(logits=buffer).of(block)
-            statistics, cotangents = jax.tree.map(block.take, given)
-            coefficients = _coefficients(cotangents, statistics, part.labels)
-            return block.put(buffer, block_gradient(settings, coefficients, part, statistics))
+            part = _block(block, rows._replace(more=(coefficients, kept)), buffer)
+            return block.put(buffer, _block_gradient(settings, head, part, *part.more))
 
-        return settings.blocks(rows.logits.shape[0]).for_each(body, rows.logits)
+        return _blocks(settings, rows, head).for_each(body, rows.batch.hidden)
 
     with jax.named_scope("pallas_ce.materialized.backward"):
-        dlogits: jax.Array = _entered(settings, operation, rows, (kept, cotangents))
+        dlogits: jax.Array = _over_rows(settings, operation, operands, (kept, cotangents))
     return dlogits
 
 
-def _coefficients(cotangents: Statistics, statistics: Statistics, labels: jax.Array | None) -> coef.Coefficients:
-    """As `gradient.from_cotangents`, with targets of the labels' shape; nothing comes from where there is none."""
-    if "log_prob" in cotangents:
-        assert labels is not None
-        cotangents = cotangents | {"log_prob": jnp.where(labels >= 0, cotangents["log_prob"], 0.0)}
-    return coef.from_cotangents(cotangents, statistics)
-
-
-_row_statistics.defvjp(_forward, _backward, symbolic_zeros=True)
-row_statistics = reverse_mode_only(_row_statistics)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics_and_handle(
-    call: Call[MaterializedSettings], rows: MaterializedRows, inputs: tuple[Any, Any]
-) -> tuple[Statistics, jax.Array]:
-    """As `evaluate` has them of a head: dlogits are made in the forward, the backward scales them.
-
-    Args:
-        call: the static facts.
-        rows: N and V at least 1, with one label each.
-        inputs: `(by_row, shared)` for `row_total`.
-    """
-    found = _forward_statistics(call.settings, call.names, rows)
-    return with_handle(found, inputs, call.settings.spec.accumulator)
-
-
-def _fused_forward(
-    call: Call[MaterializedSettings], primals: Any, primal_inputs: Any
-) -> tuple[tuple[Statistics, jax.Array], Residual]:
-    needs_grad = primals.logits.perturbed and call.read - {"argmax"}
-    rows, inputs = evaluate.first_order_only(evaluate.values_of((primals, primal_inputs)), _INSTEAD)
-    residual = Residual(absent(), absent())
-    if needs_grad:
-        with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
-            operation = functools.partial(_statistics_and_gradient, call)
-            found, *made = _entered(call.settings, operation, rows, *inputs)
-        residual = Residual(*(absent() if x is None else x for x in made))
-    else:
-        found = _forward_statistics(call.settings, call.names, rows)
-    return with_handle(found, inputs, call.settings.spec.accumulator), residual
-
-
 def _statistics_and_gradient(
-    call: Call[Any], settings: MaterializedSettings, rows: MaterializedRows, row_inputs: Any, shared_inputs: Any
-) -> Any:
-    """Statistics, dlogits and, where they are normalised, the power of two of each row that they are divided by."""
-    tokens, u = rows.logits.shape[0], rows.logit_weights
+    call: Call[Settings], settings: Settings, rows: RowArrays, head: Head, shared_inputs: Any
+) -> tuple[Statistics, jax.Array]:
+    """Statistics and dlogits; where dlogits are divided by a power of two, that "factor" is among the statistics."""
     names = call.names | coef.saved_statistics(call.read)
-    largest = 0.0 if u is None else jnp.max(jnp.abs(u))
 
-    def body(block: RowBlock, carry: Any) -> Any:
-        found, buffer, factors = carry
-        part = rows._replace(logits=buffer).of(block)
-        statistics = block_statistics(settings, names, part)
+    def body(block: RowBlock, carry: tuple[Statistics, jax.Array]) -> tuple[Statistics, jax.Array]:
+        found, buffer = carry
+        part = _block(block, rows, buffer)
         # All reads of the block's logits come before dlogits replace them; else XLA would copy the whole buffer.
-        statistics = jax.lax.optimization_barrier(zeroed(part.mask, statistics))
-        cotangents = row_cotangents(call, statistics, block, (jax.tree.map(block.take, row_inputs), shared_inputs))
-        coefficients = coef.from_cotangents(cotangents, statistics)
-        if part.mask is not None:
-            coefficients = coef.select(coefficients, part.mask)
-        if factors is not None:
-            coefficients, factor = coef.normalise(coefficients, largest)
-            factors = block.put(factors, jnp.broadcast_to(factor, part.logits.shape[:1]))
-        values = block_gradient(settings, coefficients, part, statistics)
-        return put_all(block, found, statistics), block.put(buffer, values), factors
+        statistics = lax.optimization_barrier(_block_statistics(settings, names, head, part))
+        cotangents = row_cotangents(call, statistics, block, (part.more, shared_inputs))
+        coefficients = coef.select(coef.from_cotangents(cotangents, statistics), part.mask)
+        if "factor" in found:
+            coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
+            statistics["factor"] = jnp.broadcast_to(factor, part.batch.leading)
+        dlogits = _block_gradient(settings, head, part, coefficients, statistics)
+        return put_all(block, found, statistics), block.put(buffer, dlogits)
 
-    factors = jnp.zeros(tokens, settings.spec.accumulator) if settings.normalises else None
-    carry = (_zeros(settings, names, rows), rows.logits, factors)
-    found, gradient, factors = settings.blocks(tokens).for_each(body, carry)
-    return only(found, call.names), gradient, factors
+    found = empty_statistics(call.names, rows.batch, head)
+    if _normalises(head.spec):
+        found["factor"] = jnp.zeros(rows.batch.leading, head.spec.accumulator)
+    return _blocks(settings, rows, head).for_each(body, (found, rows.batch.hidden))
 
 
-def _fused_backward(
-    call: Call[MaterializedSettings], residual: Residual, cotangents: tuple[Any, Any]
-) -> tuple[Any, ...]:
-    upstream = evaluate.given(cotangents[1])
-    made = jnp.issubdtype(residual.dlogits.dtype, jnp.floating)
-    if not made or upstream is None:
-        return None, None
-    (dlogits, factor), upstream = evaluate.first_order_only((residual, upstream), _INSTEAD)
-    spec = call.settings.spec
-    scale = upstream * factor[:, None] if call.settings.normalises else upstream
-    return MaterializedRows((scale * dlogits.astype(spec.accumulator)).astype(spec.dtype)), None
+def _over_rows(
+    settings: Settings, operation: Callable[..., Any], operands: Operands, more: Any = (), *shared: Any
+) -> Any:
+    """`operation(settings, rows, head, *shared)`, split over the mesh, and of each part by what serves it.
+
+    `more` are `[..., *K]`, as the operation's results are; all rows share `shared`.
+    """
+
+    def local(rows: RowArrays, head: Head, *shared: Any) -> Any:
+        variants: tuple[Settings, ...] = (settings,)
+        if settings.default is not None:
+            names = settings.implementation, settings.default.instead
+            chosen, instead = (dataclasses.replace(settings, implementation=name, default=None) for name in names)
+            served = refusal(chosen.implementation, head.spec, rows.batch.hidden.shape[0]) is None
+            variants = settings.default.variants(chosen, instead, served)
+        return at_lowering(variants, operation, rows, head, *shared)
+
+    return over_rows_only(local)(RowArrays(operands.batch, operands.mask, more), operands.head, *shared)
 
 
-_statistics_and_handle.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
-statistics_and_handle = reverse_mode_only(_statistics_and_handle)
+def _blocks(settings: Settings, rows: RowArrays, head: Head) -> RowBlocks:
+    """All rows, at least one: those that do not count need their zeros written too."""
+    tokens, spec = rows.batch.hidden.shape[0], head.spec
+    size = tokens
+    if _kernels(settings.implementation) is None:
+        bound = _BLOCK_BYTES if settings.scratch_bytes is None else min(_BLOCK_BYTES, settings.scratch_bytes)
+        size = min(tokens, max(1, bound // (spec.weight_rows * spec.accumulator.itemsize)))
+    return Rows.counted(None).blocks(tokens, size)
+
+
+def _kernels(implementation: str) -> Materialized | None:
+    """The kernels that do the work; None where XLA does it."""
+    return select.load(implementation).materialized
+
+
+def _normalises(spec: HeadSpec) -> bool:
+    """Whether dlogits, whose entries are p/N, could underflow in the logits' dtype before the upstream scalar."""
+    return spec.dtype == np.float16
+
+
+def _block(block: RowBlock, rows: RowArrays, logits: jax.Array) -> RowArrays:
+    """A block's rows, with what `logits` hold of it."""
+    return jax.tree.map(block.take, rows._replace(batch=rows.batch._replace(hidden=logits)))
+
+
+def _block_statistics(settings: Settings, names: frozenset[str], head: Head, rows: RowArrays) -> Statistics:
+    """Primitive statistics of a block of rows; 0 in rows that do not count."""
+    logits, labels = rows.batch.hidden, rows.batch.labels
+    if (kernels := _kernels(settings.implementation)) is not None:
+        partial = kernels.statistics(head, logits, names)
+    else:
+        columns, valid, u = _columns(head)
+        partial = partial_of_tile(_capped(head, logits), columns, valid, None, u, names)
+    if "target_logit" in fields_of(names):
+        assert labels is not None
+        ids = jnp.maximum(labels, 0).reshape(labels.shape[0], -1)
+        picked = jnp.take_along_axis(logits, ids, axis=1, mode="promise_in_bounds").reshape(labels.shape)
+        partial = partial._replace(target_logit=jnp.where(labels < 0, 0.0, _capped(head, picked)))
+    return zeroed(rows.mask, finalise(partial, names))
+
+
+def _block_gradient(
+    settings: Settings, head: Head, rows: RowArrays, coefficients: coef.Coefficients, statistics: Statistics
+) -> jax.Array:
+    """dlogits `[n, V']` of a block of rows, before or after rounding; exactly 0 in rows that do not count."""
+    coefficients = coef.measured_from_largest(coefficients, statistics.get("log_sum"))
+    reference = statistics["max_logit"] if coefficients.need_probabilities else None
+    gradient = Gradient(coefficients, reference, statistics.get("argmax"))
+    if (kernels := _kernels(settings.implementation)) is not None:
+        return kernels.dlogits(head, gradient, rows.batch, rows.mask)
+    columns, valid, u = _columns(head)
+    logits, labels, softcap = _capped(head, rows.batch.hidden), rows.batch.labels, head.spec.softcap
+    dlogits = coef.dlogits(coefficients, logits, reference, columns, valid, labels, gradient.argmax, u, softcap)
+    return zeroed(rows.mask, dlogits)
+
+
+def _capped(head: Head, logits: jax.Array) -> jax.Array:
+    return head.cap(logits.astype(head.spec.accumulator), None)
+
+
+def _columns(head: Head) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """A row's columns, which of them are not padding (None: all), and their u."""
+    count = head.spec.weight_rows
+    columns, u = jnp.arange(count, dtype=jnp.int32), head.with_padding().tile_logit_weights(0, count)
+    return columns, None if count == head.spec.vocab_size else columns < head.spec.vocab_size, u

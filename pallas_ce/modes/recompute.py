@@ -78,9 +78,7 @@ def _gradients(
     needs_grad: NeedsGrad, weight_dtype: np.dtype, settings: Settings, shards: Shards, rows: RowArrays, head: Head
 ) -> tuple[jax.Array | None, Gradients]:
     kept, cotangents = rows.more
-    coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
-    if rows.mask is not None:
-        coefficients = coef.select(coefficients, rows.mask)
+    coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
     coefficients = coef.measured_from_largest(coefficients, kept.get("log_sum"))
     reference = kept["max_logit"] if coefficients.need_probabilities else None
@@ -89,9 +87,7 @@ def _gradients(
     plan = settings.block_sizes(head.spec, tokens, "recompute")
 
     def products(block: RowBlock) -> TileStep:
-        block_coefficients = jax.tree.map(block.take, coefficients)
-        if block.valid is not None:
-            block_coefficients = coef.select(block_coefficients, block.valid)
+        block_coefficients = coef.select(jax.tree.map(block.take, coefficients), block.valid)
         block_batch, block_reference, block_argmax = jax.tree.map(block.take, (rows.batch, reference, argmax))
         gradient = Gradient(block_coefficients, block_reference, block_argmax, needs_grad, factor)
         return backend.recompute(head, block_batch, gradient, plan, block)

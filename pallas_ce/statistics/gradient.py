@@ -93,8 +93,10 @@ def at_first_occurrence(values: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(repeated, 0, total)
 
 
-def select(coefficients: Coefficients, valid: jax.Array) -> Coefficients:
-    """Exactly 0 in the rows where `valid [n]` is False: selected, because 0·nan is not 0."""
+def select(coefficients: Coefficients, valid: jax.Array | None) -> Coefficients:
+    """Exactly 0 in the rows where `valid [n]` is False (None: all are): selected, because 0·nan is not 0."""
+    if valid is None:
+        return coefficients
     return jax.tree.map(lambda c: jnp.where(spread(valid, c), c, 0.0), coefficients)
 
 

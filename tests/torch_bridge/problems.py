@@ -64,7 +64,7 @@ def as_on_a_gpu(chosen=True):
     """Stored logits are served as a GPU's kernels do, by XLA, where that is chosen."""
 
     def serving(logits, spec):
-        by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+        by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.weight_rows
         return kernels.Kernels(spec, "xla") if by_row and logits.dtype != torch.float64 else None
 
     return mock.patch.object(kernels, "serving", serving) if chosen else contextlib.nullcontext()

@@ -10,9 +10,12 @@ from torch import Tensor
 
 import pallas_ce
 from pallas_ce.integration import (
-    LogitsSpec,
-    MaterializedRows,
-    MaterializedSettings,
+    NO_WEIGHT,
+    Batch,
+    Head,
+    HeadSpec,
+    Operands,
+    Settings,
     local_cuda,
     materialized_refusal,
     materialized_row_gradient,
@@ -49,7 +52,7 @@ class Kernels(NamedTuple):
         implementation: of `pallas_ce`.
     """
 
-    spec: LogitsSpec
+    spec: HeadSpec
     implementation: str
 
     def serve(self, rows: Tensor) -> bool:
@@ -112,11 +115,11 @@ class Kernels(NamedTuple):
         return found
 
 
-def serving(logits: Tensor, spec: LogitsSpec) -> Kernels | None:
+def serving(logits: Tensor, spec: HeadSpec) -> Kernels | None:
     """The kernels for rows of these logits, on a GPU that JAX has too; None where there are none."""
     if not logits.is_cuda or local_cuda() is None or materialized_refusal("mosaic_gpu", spec):
         return None
-    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.columns
+    by_row = logits.stride(-1) == 1 and logits.ndim > 1 and logits.stride(-2) == spec.weight_rows
     return Kernels(spec, "mosaic_gpu") if by_row and logits.data_ptr() % exchange.CUDA_ALIGNMENT == 0 else None
 
 
@@ -126,28 +129,35 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
     replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        chosen = MaterializedSettings(kernels.spec, implementation=kernels.implementation)
-        return function(chosen, what, dict(zip(inputs, arrays, strict=True)))
+        return function(kernels, what, dict(zip(inputs, arrays, strict=True)))
 
     return jax.jit(named, donate_argnums=0 if replaces else (), keep_unused=True)
 
 
-def _statistics(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
-    rows = MaterializedRows(arrays["rows"], arrays["ids"], None, arrays.get("u"))
-    found = materialized_row_statistics(chosen, frozenset(names), rows)
+def _statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+    found = materialized_row_statistics(_settings(kernels), frozenset(names), _operands(kernels, arrays))
     return tuple(found[name] for name in names)
 
 
-def _gradient(chosen: MaterializedSettings, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+def _gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
     kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
     if "u" in arrays:
         kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
-    rows = MaterializedRows(arrays["rows"], arrays.get("ids"), arrays.get("valid"), arrays.get("u"))
-    return (materialized_row_gradient(chosen, rows, kept, cotangents),)
+    return (materialized_row_gradient(_settings(kernels), _operands(kernels, arrays), kept, cotangents),)
 
 
-def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
-    spec, target = chosen.spec, arrays["target"]
+def _settings(kernels: Kernels) -> Settings:
+    return Settings(kernels.implementation, "recompute", None)
+
+
+def _operands(kernels: Kernels, arrays: Arrays) -> Operands:
+    u = arrays["u"][: kernels.spec.vocab_size] if "u" in arrays else None
+    head = Head(NO_WEIGHT, None, None, u, kernels.spec)
+    return Operands(Batch(arrays["rows"], arrays["ids"]), head, arrays.get("valid"))
+
+
+def _loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+    spec, target = kernels.spec, arrays["target"]
     if target.size != arrays["rows"].shape[0]:
         target = exchange.words_to_int32(target)
     options: dict[str, Any] = {name: x for name, x in arrays.items() if name not in ("rows", "target")}
@@ -161,7 +171,7 @@ def _loss(chosen: MaterializedSettings, what: Loss, arrays: Arrays) -> tuple[jax
             ignore_index=what.ignore_index,
             vocab_size=spec.vocab_size,
             logit_softcap=spec.softcap,
-            implementation=chosen.implementation,  # type: ignore[arg-type]
+            implementation=kernels.implementation,  # type: ignore[arg-type]
             **{name: varied.get(name, x) for name, x in options.items()},
         )
 

@@ -17,7 +17,7 @@ import jax
 import torch
 from torch import Tensor
 
-from pallas_ce.integration import LogitsSpec, read_logits_spec
+from pallas_ce.integration import HeadSpec, read_logits_spec
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack.exchange import TO_JAX
@@ -193,7 +193,7 @@ def _kernels(logits: Tensor, index: Tensor, options: Options) -> Kernels | None:
     return kernels.serving(logits, served) if index.shape[1] == 1 and options.temperature == 1.0 else None
 
 
-def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> LogitsSpec:
+def spec(logits: Tensor, vocab_size: int, softcap: float | None) -> HeadSpec:
     """Static facts of the logits, checked."""
     return read_logits_spec(jax.ShapeDtypeStruct(logits.shape, TO_JAX[logits.dtype]), vocab_size or None, softcap)
 

@@ -27,7 +27,7 @@ from pallas_ce.backends.mosaic_gpu.schedule import (
     device_refusal,
 )
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import LogitsSpec
+from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial, fields_for, reads_logit_weights
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
@@ -51,22 +51,17 @@ def tiles(itemsize: int, piece: int | None = None) -> Config:
     return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
 
 
-def statistics(
-    spec: LogitsSpec,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    names: frozenset[str],
-    config: Config | None = None,
-) -> Partial:
-    """See `protocol.Materialized`; `logit_weights [columns]`, and `config` for tests.
+def statistics(head: Head, logits: jax.Array, names: frozenset[str], config: Config | None = None) -> Partial:
+    """See `protocol.Materialized`; `config` is for tests.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    fields = fields_for(names)
-    config = config or tiles(spec.dtype.itemsize)
-    u = logit_weights if reads_logit_weights(names) else None
-    product, of_logits, inputs = _prepare(spec, logits, config, u, max(1, _PARTIAL_COLUMNS // config.columns))
+    if not (fields := fields_for(names)):
+        return Partial()
+    config = config or tiles(head.spec.dtype.itemsize)
+    side_by_side = max(1, _PARTIAL_COLUMNS // config.columns)
+    product, of_logits, inputs = _prepare(head, logits, config, reads_logit_weights(names), side_by_side)
     epilogue = StatisticsEpilogue(of_logits, fields, config.width, config.rows)
     rows, aligned = logits.shape[0], _aligned(logits)
 
@@ -81,19 +76,14 @@ def statistics(
 
 
 def dlogits(
-    spec: LogitsSpec,
-    gradient: Gradient,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    labels: jax.Array | None,
-    valid: jax.Array | None,
-    config: Config | None = None,
+    head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None, config: Config | None = None
 ) -> jax.Array:
     """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them. `config` is for tests.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
+    spec, logits, labels = head.spec, batch.hidden, batch.labels
     config = config or tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
     present = frozenset(by_row) - {"reference"}
@@ -104,10 +94,9 @@ def dlogits(
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    u = logit_weights if "logit_weights" in present else None
-    product, of_logits, inputs = _prepare(spec, logits, config, u)
+    product, of_logits, inputs = _prepare(head, logits, config, "logit_weights" in present)
     inputs = {name: operands.pad(x, (product.row_blocks * config.tile_rows,)) for name, x in by_row.items()} | inputs
-    epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
+    epilogue = DlogitsEpilogue(of_logits, present, spec.weight_rows, spec.dtype, config.rows, config.width)
 
     def write(stored: Any) -> None:
         launching.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
@@ -121,13 +110,14 @@ def _aligned(logits: jax.Array) -> jax.Array:
 
 
 def _prepare(
-    spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, side_by_side: int = 1
+    head: Head, logits: jax.Array, config: Config, weighted: bool, side_by_side: int = 1
 ) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
-    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it, if it is given."""
+    spec, u = head.spec, head.logit_weights
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # Padding's columns are included: their gradient is written as well.
-    columns = operands.round_up(spec.columns, config.columns * side_by_side)
+    columns = operands.round_up(spec.weight_rows, config.columns * side_by_side)
     blocks = config.row_blocks(logits.shape[0]), columns // (config.columns * side_by_side)
     product = Product(config, *blocks, stored=True, side_by_side=side_by_side)
     of_logits = LogitSpec(
@@ -137,22 +127,22 @@ def _prepare(
         bias=False,
         scale=False,
         softcap=spec.softcap,
-        uniform_weight=1.0 / spec.vocab_size,
+        uniform_weight=spec.uniform_weight,
     )
-    inputs = {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (columns,))}
-    return product, of_logits, inputs
+    given = {"u": operands.pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
+    return product, of_logits, given
 
 
-def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
+def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
     """Why the kernels cannot read such logits, `rows` of them if known, where they are; None where they can."""
     if spec.dtype not in _DTYPES:
         return f"its kernels read bfloat16, float16 and float32 logits, not {spec.dtype.name}; use 'xla'"
-    if (rows or 0) % operands.ROW_MULTIPLE or spec.columns % operands.LENGTH_MULTIPLE:
-        shape = f"[{'N' if rows is None else rows}, {spec.columns}]"
+    if (rows or 0) % operands.ROW_MULTIPLE or spec.weight_rows % operands.LENGTH_MULTIPLE:
+        shape = f"[{'N' if rows is None else rows}, {spec.weight_rows}]"
         return (
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    if spec.columns * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
+    if spec.weight_rows * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
         return f"its kernels cannot write rows of exactly {BLOCK_BYTES} bytes; use 'xla'"
     return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known
