@@ -3,7 +3,6 @@
 Gradients are streamed, so they can be had once, in reverse mode.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.modes import in_forward, recompute
-from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
+from pallas_ce.modes.call import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
@@ -78,8 +77,8 @@ def given(cotangents: Any) -> Any:
 
 
 def differentiable[Static, Out](
-    forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
-    backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
+    forward: Callable[[Static, Operands, PerInput[bool] | None], tuple[Out, Any]],
+    backward: Callable[[Static, Operands, PerInput[bool], Any, Any], Arrays],
 ) -> Callable[[Static, Operands], Out]:
     """A function with gradients in hidden states and head, once; its other operands are constants to it.
 
@@ -93,22 +92,19 @@ def differentiable[Static, Out](
         return forward(static, operands, None)[0]
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
-        arrays = (primals.batch.hidden, *(getattr(primals.head, name) for name in Gradients._fields[1:]))
-        flags = [x is not None and x.perturbed for x in arrays]
+        flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
         operands: Operands = values_of(primals)
-        out, kept = forward(static, first_order_only(operands), NeedsGrad(*flags))
+        out, kept = forward(static, first_order_only(operands), flags)
         return out, _Saved(operands._replace(known=None), kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
-        gradients = Gradients()
-        if needs_grad and jax.tree.leaves(cotangents):
+        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        gradients = NO_ARRAYS
+        if any(needs_grad) and jax.tree.leaves(cotangents):
             used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents))
             gradients = backward(static, used, needs_grad, kept, cotangents)
         zero: Any = jax.tree.map(lambda _: None, saved.operands)
-        hidden, *of_head = gradients
-        head = dataclasses.replace(zero.head, **dict(zip(Gradients._fields[1:], of_head, strict=True)))
-        return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
+        return (zero.replaced(gradients),)
 
     function.defvjp(saving, cotangents_of, symbolic_zeros=True)
     return reverse_mode_only(function)
@@ -125,7 +121,7 @@ _with_handle = differentiable(in_forward.forward, in_forward.backward)
 
 def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
     """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
-    batch, head, mask, *_ = operands
+    batch, head, mask = operands[:3]
     if batch.hidden.size == 0:
         return empty_statistics(call.names, batch, head)
     if call.settings.mode is None:
@@ -158,7 +154,7 @@ def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array
     return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:
+def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
     """What `Operands.known` may be, for gradients of `needs_grad` or fewer.
 
     None for the reference, which differentiates its logits anew.

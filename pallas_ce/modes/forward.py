@@ -45,11 +45,17 @@ def forward_statistics(
     """
     with jax.named_scope("pallas_ce.forward"):
         operation = streamed(settings, functools.partial(_local_statistics, names, before_gradient))
-        return operation(RowArrays(operands.batch, operands.mask), operands.head)[0]
+        return operation(RowArrays(operands.batch, operands.mask), operands.head, None)[0]
 
 
 def _local_statistics(
-    names: frozenset[str], before_gradient: bool, settings: Settings, shards: Shards, rows: RowArrays, head: Head
+    names: frozenset[str],
+    before_gradient: bool,
+    settings: Settings,
+    shards: Shards,
+    rows: RowArrays,
+    head: Head,
+    sums: None,
 ) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
     hidden, backend = rows.batch.hidden, settings.backend

@@ -114,7 +114,7 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
         if use == "for hidden":
             return part_products.add_for_hidden(head, dlogits, total, start, None)
-        return part_products.put_for_weight(head, dlogits, hidden, WeightSum(total, tile, scale), start, None)
+        return part_products.put_for_weight(head, dlogits, hidden, WeightSum(total, False, scale, tile), start, None)
 
     total = (
         jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
+from pallas_ce.gradient_products import WeightSum
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -81,11 +82,9 @@ class Multiply(_Exponentials, Multiplying):
         weight, config = operands.weight_of(head), self.configs.hidden
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
-    def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
-    ) -> WeightTotal:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
         """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
-        spec, (whole, bits) = self.head.spec, total
+        spec, (whole, adds, late, _, bits) = self.head.spec, total
         shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
         if bits is not None:
             assert self.last is not None

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
+from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
+from pallas_ce.gradient_products import WeightSum
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
@@ -41,10 +42,9 @@ class Products(_Exponentials, Multiplying):
         weight = jax.lax.slice_in_dim(head.weight, 0, head.spec.vocab_size, axis=axis)
         return head.matmul(operand, weight, (1, axis))
 
-    def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
-    ) -> WeightTotal:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
+        whole, adds, late, *_ = total
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
             found = part_products.for_weight_by_xla(self.head, operand, rows, None if late is not None else dtype)
@@ -53,7 +53,6 @@ class Products(_Exponentials, Multiplying):
         def added() -> jax.Array:
             return (whole + product()).astype(whole.dtype)
 
-        whole, _ = total
         if isinstance(adds, bool):
             return added() if adds else product(whole.dtype).astype(whole.dtype), None
         # XLA lets both branches write where the total lies.

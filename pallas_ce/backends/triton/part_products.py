@@ -98,10 +98,10 @@ def add_for_weight(
     Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
     are hidden states that are `carrying` its scale.
     """
-    if carrying is None or total.scale is None or total.adds:
-        return total.add(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
+    if carrying is None or total.adds:
+        return total.with_share(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
     product = for_weight_by_xla(head, dlogits, carrying, total.array.dtype)
-    return total.tile.put(total.array, product, head.spec.vocab_axis)
+    return total._replace(scale=None).with_share(product, head.spec.vocab_axis)
 
 
 def for_weight_by_xla(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
