@@ -116,7 +116,7 @@ class Stash:
 
 @dataclasses.dataclass(frozen=True)
 class Block(abc.ABC):
-    """One block.
+    """One block's work; a backend brings two kernels, for exponentials and for dlogits, and two products.
 
     Attributes:
         head: the head.
@@ -142,17 +142,24 @@ class Block(abc.ABC):
         result is the earlier E, and the `Partial` is undefined.
         """
 
+    @abc.abstractmethod
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        """dlogits without single entries in place of `operand`."""
+
+    @abc.abstractmethod
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        """`operand·weight [n, H]`."""
+
+    @abc.abstractmethod
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
+        """The array and bits of `total` with `operandᵀ·rows`, in the weight's layout."""
+
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
         rows, bad = fits.shape[0], self.valid_rows
         if bad is None:
             return jnp.max(jnp.where(fits, 0, rows))
         return jnp.max(jnp.where(fits | (spread(jnp.arange(rows), fits) >= bad), 0, bad))
-
-
-@dataclasses.dataclass(frozen=True)
-class Stashing(Block):
-    """The first half of a block's work."""
 
     def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
         """Statistics, and the stash; statistics of rows that are not valid mean nothing, but are finite."""
@@ -181,29 +188,10 @@ class Stashing(Block):
         largest = partial.max if "max_logit" in names else None
         return partial, Stash(exponentials, reference, partial.target_logit, largest, names)
 
-
-@dataclasses.dataclass(frozen=True)
-class Multiplying(Block):
-    """The second half; a backend brings a kernel for dlogits, and products."""
-
-    @abc.abstractmethod
-    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
-        """dlogits without single entries in place of `operand`."""
-
-    @abc.abstractmethod
-    def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """`operand·weight [n, H]`."""
-
-    @abc.abstractmethod
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
-        """The array and bits of `total` with `operandᵀ·rows`, in the weight's layout."""
-
-    def products(
-        self, gradient: Gradient, stash: Stash, sums: Arrays, total: WeightSum | None
-    ) -> tuple[Arrays, jax.Array | None]:
+    def products(self, gradient: Gradient, stash: Stash, sums: Arrays) -> tuple[Arrays, jax.Array | None]:
         """See `Backend.stash_products`."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, _, argmax, needs, factor) = head.spec, gradient
+        spec, (coefficients, _, argmax, needs, factor, total) = head.spec, gradient
         replaced = [
             (columns, entries.gradients(head, batch, columns, logits, gradient))
             for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit))

@@ -57,6 +57,7 @@ class Gradient(NamedTuple):
         argmax: `[n]`; None where no term needs it.
         needs: which products, see `needed_products`.
         factor: `[]`, what undoes the normalisation.
+        weight_sum: in_forward's, where the weight's share goes; None if it is not needed.
     """
 
     coefficients: Coefficients
@@ -64,6 +65,7 @@ class Gradient(NamedTuple):
     argmax: jax.Array | None = None
     needs: PerInput[bool] = NO_GRADIENT
     factor: jax.Array | float = 1.0
+    weight_sum: WeightSum | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,20 +233,12 @@ class Backend(Protocol):
         """
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        gradient: Gradient,
-        stash: Any,
-        sums: Arrays,
-        weight_sum: WeightSum | None,
-        plan: Plan,
-        block: RowBlock,
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, jax.Array | None]:
-        """Products of one block from its stash, before the scale; and `weight_sum.bits`.
+        """Products of one block from its stash, before the scale; and the bits of the weight's sum.
 
         `factor` times the block's share is added to the `sums` for bias and up, `[V', ...]`, and goes where
-        `weight_sum` says, whose array is in the accumulator dtype or, if it is rounded at once or has bits, the
-        weight's. An array that is replaced keeps the weight's padding; see also `Capabilities.adds_in_place`. The
-        products by row, for hidden and down, are undefined in rows that are not valid.
+        `gradient.weight_sum` says. Its array is in the accumulator dtype or, if it is rounded at once or has bits, the
+        weight's; if it is replaced, the weight's padding stays. See also `Capabilities.adds_in_place`. The products by
+        row, for hidden and down, are undefined in rows that are not valid.
         """

@@ -132,10 +132,10 @@ def _statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs,
             factor,
+            None if sums.weight is None else WeightSum(sums.weight, in_place or block.number != 0, bits=bits),
         )
-        total = None if sums.weight is None else WeightSum(sums.weight, in_place or block.number != 0, bits=bits)
         of_head = NO_ARRAYS._replace(bias=sums.bias, up=sums.up)
-        shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, total, plan, block)
+        shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
         for_down = None if shares.down is None else block.select(shares.down, 0.0)
         for_hidden = through_down(head, shares.hidden, for_down)
 

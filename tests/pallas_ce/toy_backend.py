@@ -54,15 +54,7 @@ class ToyBackend(Backend):
         return partial(head, batch, z), z
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        gradient: Gradient,
-        stash: Any,
-        sums: Arrays,
-        weight_sum: WeightSum | None,
-        plan: Plan,
-        block: RowBlock,
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, None]:
         dz = dlogits(head, batch, stash, gradient)
         existing = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, head.spec.vocab_size, axis=axis))
@@ -74,7 +66,8 @@ class ToyBackend(Backend):
             padding = [(0, n - own) for n, own in zip(before.shape, share.shape, strict=True)]
             return (jnp.where(adds, before, 0) + jnp.pad(gradient.factor * share, padding)).astype(before.dtype)
 
-        weight = None if weight_sum is None else total(weight_sum.array, found.weight, weight_sum.adds)
+        to = gradient.weight_sum
+        weight = None if to is None else total(to.array, found.weight, to.adds)
         return found._replace(weight=weight, bias=total(sums.bias, found.bias), up=total(sums.up, found.up)), None
 
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
+from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.gradient_products import WeightSum
 from pallas_ce.head import HeadSpec
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 
@@ -26,14 +27,20 @@ def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exponentials(Block):
-    """The exponentials' kernel.
+class Kernels(Block):
+    """See `Block`.
 
     Attributes:
-        config: its tiles.
+        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
+        configs: tiles of the products; None for the first half of the work.
+        splits: whether there is memory for hidden's product in parts.
+        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
     """
 
     config: Config
+    configs: GradientConfigs | None = None
+    splits: bool = True
+    last: jax.Array | None = None
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
@@ -42,26 +49,6 @@ class _Exponentials(Block):
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
         return stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
-
-
-class Kernels(_Exponentials, Stashing):
-    """See `Stashing`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Multiply(_Exponentials, Multiplying):
-    """See `Multiplying`.
-
-    Attributes:
-        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
-        configs: tiles of the products.
-        splits: whether there is memory for hidden's product in parts.
-        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
-    """
-
-    configs: GradientConfigs
-    splits: bool
-    last: jax.Array | None
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """Recomputes dlogits by a kernel that overwrites the stash."""
@@ -79,7 +66,7 @@ class Multiply(_Exponentials, Multiplying):
         if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
             return head.matmul(operand, weight, (1, spec.vocab_axis))
-        weight, config = operands.weight_of(head), self.configs.hidden
+        weight, config = operands.weight_of(head), present(self.configs).hidden
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
@@ -97,6 +84,6 @@ class Multiply(_Exponentials, Multiplying):
             return (product if adds is False else jnp.where(adds, whole, 0) + product).astype(whole.dtype), None
         into = jax.ShapeDtypeStruct(whole.shape, whole.dtype) if adds is False else whole
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-        config = self.configs.weight
+        config = present(self.configs).weight
         found = product_kernel.for_weight(operand, rows, spec.vocab_axis, config, into, replaced=replaced, **shared)
         return found, None

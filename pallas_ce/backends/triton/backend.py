@@ -12,7 +12,7 @@ from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
-from pallas_ce.gradient_products import Arrays, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
@@ -119,18 +119,10 @@ class TritonBackend(Backend):
         return in_forward.Kernels(head, batch, None).make(names)
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        gradient: Gradient,
-        stash: Stash,
-        sums: Arrays,
-        weight_sum: WeightSum | None,
-        plan: Plan,
-        block: RowBlock,
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, jax.Array | None]:
         """See `exponentials`."""
-        return in_forward.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, weight_sum)
+        return in_forward.Kernels(head.on_gpu(), batch, None).products(gradient, stash, sums)
 
 
 def _device_refusal() -> str | None:

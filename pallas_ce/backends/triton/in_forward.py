@@ -1,11 +1,11 @@
-"""The in-forward mode's two halves: what `exponentials` leaves to a backend, with products by XLA."""
+"""What `exponentials` leaves to a backend: kernels for in-forward mode, with products by XLA."""
 
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing
+from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.gradient_products import WeightSum
@@ -14,8 +14,8 @@ from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
-class _Exponentials(Block):
-    """Their kernel."""
+class Kernels(Block):
+    """See `Block`."""
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
@@ -23,14 +23,6 @@ class _Exponentials(Block):
         """One launch, which may have nothing to do."""
         rows, into = (None, None) if again is None else again
         return launch.exponentials(self.head, self.batch, reference, names, rows, into)
-
-
-class Kernels(_Exponentials, Stashing):
-    """See `Stashing`."""
-
-
-class Products(_Exponentials, Multiplying):
-    """See `Multiplying`."""
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """One launch."""

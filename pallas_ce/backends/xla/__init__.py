@@ -132,15 +132,7 @@ class XlaBackend(Backend):
         return tiles.fold(read, merge, without_columns), kept
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        gradient: Gradient,
-        stash: jax.Array,
-        sums: Arrays,
-        weight_sum: WeightSum | None,
-        plan: Plan,
-        block: RowBlock,
+        self, head: Head, batch: Batch, gradient: Gradient, stash: jax.Array, sums: Arrays, plan: Plan, block: RowBlock
     ) -> tuple[Arrays, None]:
         """A second pass over the tiles, on the stashed logits."""
         head = self._head(head)
@@ -149,8 +141,8 @@ class XlaBackend(Backend):
         # Else it stands between the product and the sum that it is added to in place.
         narrow = head.spec.dtype == np.float16
         gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
-        alone = isinstance(block.number, int)
-        weight_replaced = weight_sum is not None and weight_sum.adds is False
+        alone, total = isinstance(block.number, int), gradient.weight_sum
+        weight_replaced = total is not None and total.adds is False
 
         def with_share(
             total: jax.Array | None, tile: Tile, share: jax.Array | None, replaced: bool = alone, axis: int = 0
@@ -172,7 +164,7 @@ class XlaBackend(Backend):
             )
 
         zeros = head.row_sums(batch, gradient.needs)
-        weight = None if weight_sum is None else weight_sum.array
+        weight = None if total is None else total.array
         found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
         if narrow:
             return found, None
@@ -194,7 +186,7 @@ def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None
 
 def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Arrays:
     """The products of one tile."""
-    c, reference, argmax, needs, _ = gradient
+    c, reference, argmax, needs, *_ = gradient
     weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)
     bound = head.bound(batch.inverse_temperature)
     dz = dlogits(c, logits, reference, tile.columns, tile.valid, batch.labels, argmax, weights, bound)
