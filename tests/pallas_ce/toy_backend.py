@@ -41,7 +41,7 @@ class ToyBackend(Backend):
 
         def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
             tile = tiles.tile(index)
-            part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
+            part = tile.take(whole, 1) if tile.valid is None else tile.take(whole, 1) * tile.valid
             found = products(head.columns(tile.take), batch, part, gradient.needs)
             return added(found, block, hidden_sum, weight_sum, axis)
 

@@ -193,9 +193,9 @@ def test_clamps_and_maxima_of_logits_are_instructions_that_keep_nan(use: str, mo
 
 @pytest.mark.parametrize("capability", list(configs.PRODUCTS))
 def test_products_read_only_rows_of_dlogits_that_are_written(capability: int) -> None:
-    tiles = [config for config in configs.NARROW[capability] if isinstance(config, configs.Config)]
-    assert len(tiles) == 6
-    assert all(config.rows % configs.PRODUCTS[capability].window == 0 for config in tiles)
+    rows = [choice.config.rows for choice in configs.NARROW[capability]]
+    assert len(rows) == 5
+    assert all(count % configs.PRODUCTS[capability].window == 0 for count in rows)
 
 
 @pytest.mark.parametrize(("assembler", "written"), [("12.4", (84, 84)), ("12.8", (87, 87)), ("13.4", (87, 88))])
@@ -220,8 +220,8 @@ def test_another_default_of_triton_for_fused_products_and_sums_changes_nothing(m
 
 def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "capability", lambda: 86)
-    deep = configs.NARROW[86].forward._replace(stages=5)
-    monkeypatch.setitem(configs.NARROW, 86, configs.NARROW[86]._replace(forward=deep))
+    deep = configs.NARROW[86][0].config._replace(stages=5)
+    monkeypatch.setitem(configs.NARROW, 86, (configs.Choice(deep),))
     with pytest.raises(NotImplementedError, match=r"needs \d+ KiB of shared memory .* capability 86 has 99: use 'xla'"):
         binding.compiled(kernel_of("forward", "plain", 0, jnp.bfloat16, 8192, None))
 

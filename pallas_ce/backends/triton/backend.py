@@ -17,7 +17,7 @@ from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import shrink
+from pallas_ce.streaming.tiles import equal_parts, shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -182,11 +182,9 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
 
 def _equal(tokens: int, most: int) -> int:
     """Rows of the fewest blocks of at most `most` rows: about equal ones, in whole steps."""
-    rows = -(-tokens // -(-tokens // most))
-    if rows == tokens:
-        return rows
-    up = -(-rows // _STEP) * _STEP
-    return up if up <= most else _down(rows)
+    blocks = -(-tokens // most)
+    rows = equal_parts(tokens, blocks, _STEP)
+    return rows if rows <= most else _down(-(-tokens // blocks))
 
 
 def _down(count: int) -> int:

@@ -14,11 +14,10 @@ from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.backends.triton.launch import Part
 from pallas_ce.gradient_products import Arrays, TileStep, WeightSum
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles
+from pallas_ce.streaming.tiles import Columns, Tile, Tiles
 
 
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
@@ -60,7 +59,7 @@ class _Work:
         """The last part runs over the vocabulary's end."""
         head, batch, filled = self.head, self.batch, self.block.filled
         count = jnp.minimum(self.columns, head.spec.vocab_size - first)
-        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), rows=filled)
+        dz = launch.dlogits(head, batch, self.gradient, Columns(first, self.columns), rows=filled)
         if head.up is not None:
             dz = low_rank.zeroed(dz, filled)
         dz = entries.put_among(dz, self.exact, first, first, count)
@@ -82,8 +81,7 @@ class _Work:
     ) -> Arrays:
         """The last part begins early, and what an earlier one has counts there."""
         head, batch, axis = self.head, self.batch, self.head.spec.vocab_axis
-        part = Part(tile.start, self.columns, None if tile.own is None else first)
-        dz = launch.dlogits(head, batch, self.gradient, part)
+        dz = launch.dlogits(head, batch, self.gradient, tile)
         dz = entries.put_among(dz, self.exact, tile.start, first, self.columns)
         for_weight = None
         if hidden_sum is not None:
