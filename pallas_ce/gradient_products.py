@@ -66,7 +66,7 @@ def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
     return None if total is None or share is None else total + share
 
 
-class WeightSum(NamedTuple):
+class WeightGradient(NamedTuple):
     """Where a share of the weight's gradient goes; a mode makes it for each share.
 
     Attributes:
@@ -94,7 +94,7 @@ class WeightSum(NamedTuple):
 
 
 def added(
-    found: Arrays, block: RowBlock, hidden_sum: jax.Array | None, weight_sum: WeightSum | None, vocab_axis: int
+    found: Arrays, block: RowBlock, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None, vocab_axis: int
 ) -> Arrays:
     """What a `TileStep` returns of a block's products of a tile."""
     found = found._replace(hidden=block.add(hidden_sum, found.hidden))
@@ -105,7 +105,7 @@ def added(
 
 # `(tile index, hidden's sum, the weight's sum)` -> products; in place of hidden's and the weight's there are these sums
 # with the tile's shares. See `Backend`.
-TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Arrays]
+TileStep = Callable[[jax.Array, jax.Array | None, WeightGradient | None], Arrays]
 
 
 def scale_gradient(

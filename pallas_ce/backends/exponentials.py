@@ -38,7 +38,7 @@ from jax import lax
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, WeightSum
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
@@ -151,8 +151,8 @@ class Block(abc.ABC):
         """`operand·weight [n, H]`."""
 
     @abc.abstractmethod
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
-        """The array and bits of `total` with `operandᵀ·rows`, in the weight's layout."""
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
+        """`total` with `operandᵀ·rows`, in the weight's layout, in its array and bits."""
 
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
@@ -218,7 +218,7 @@ class Block(abc.ABC):
             for_down = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
         if total is not None:
             scaled, late = self._scaled(batch.hidden, scale, factor)
-            weight, bits = self.for_weight(operand, scaled, total._replace(scale=late))
+            weight, *_, bits = self.for_weight(operand, scaled, total._replace(scale=late))
         if up_sum is not None:
             assert batch.low is not None
             scaled, late = self._scaled(batch.low, scale, factor)

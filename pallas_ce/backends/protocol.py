@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightSum
+from pallas_ce.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec, LogitsSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
@@ -65,7 +65,7 @@ class Gradient(NamedTuple):
     argmax: jax.Array | None = None
     needs: PerInput[bool] = NO_GRADIENT
     factor: jax.Array | float = 1.0
-    weight_sum: WeightSum | None = None
+    weight_sum: WeightGradient | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Backend(Protocol):
 
         The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
         array with `dlogitsᵀ·hidden`; and the tile's other products, all before the scale and the normalisation. Tiles
-        come from the last to the first. The caller applies `gradient.factor`, which a `WeightSum.scale` contains.
+        come from the last to the first. The caller applies `gradient.factor`, which a `WeightGradient.scale` contains.
         """
 
     def stash(

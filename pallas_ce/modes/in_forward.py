@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS, NO_GRADIENT, Arrays, PerInput, WeightSum, needed_products
+from pallas_ce.gradient_products import NO_ARRAYS, NO_GRADIENT, Arrays, PerInput, WeightGradient, needed_products
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
@@ -132,7 +132,7 @@ def _statistics_and_sums(
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
             needs,
             factor,
-            None if sums.weight is None else WeightSum(sums.weight, in_place or block.number != 0, bits=bits),
+            None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits),
         )
         of_head = NO_ARRAYS._replace(bias=sums.bias, up=sums.up)
         shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)

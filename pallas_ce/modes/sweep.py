@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightSum, needed_products, plus
+from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, needed_products, plus
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Operands
 from pallas_ce.modes.sums import adds_in_place, finish, sum_over_devices, through_down, without_padding
@@ -65,7 +65,7 @@ def gradient_sums(
         i = jnp.asarray(tile.number)
 
         def block_body(block: RowBlock, sums: Arrays) -> Arrays:
-            total = None if sums.weight is None else WeightSum(sums.weight)
+            total = None if sums.weight is None else WeightGradient(sums.weight)
             share = (only or products(block))(i, sums.hidden, total)
             bias, up, down = plus(sums.bias, share.bias), plus(sums.up, share.up), block.add(sums.down, share.down)
             return share._replace(bias=bias, up=up, down=down)
@@ -81,7 +81,7 @@ def gradient_sums(
         d_weight = carry.weight
         if directly:
             assert only is not None
-            total = None if d_weight is None else WeightSum(d_weight, in_place, scale, tile)
+            total = None if d_weight is None else WeightGradient(d_weight, in_place, scale, tile)
             found = only(jnp.asarray(tile.number), carry.hidden, total)
             d_weight = found.weight
             found = found._replace(down=blocks.block(0).add(carry.down, found.down))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, WeightSum, added, needed_products
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, WeightGradient, added, needed_products
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Operands
@@ -152,7 +152,7 @@ def _gradients(
         both = _both(block_batch, block.take(teacher_hidden), head, teacher)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
-        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = tiles.tile(tile_index)
             logits = _tile_logits(both, tile)
             log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)

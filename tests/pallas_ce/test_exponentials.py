@@ -11,7 +11,7 @@ import pytest
 
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 
@@ -44,7 +44,7 @@ class PlainBlock(Block):
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         raise NotImplementedError
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightSum, added
+from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, added
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -39,7 +39,7 @@ class ToyBackend(Backend):
         whole = dlogits(head, batch, logits(head, batch), gradient)
         axis, tiles = head.spec.vocab_axis, Tiles(plan.vocab_size, plan.columns)
 
-        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
+        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = tiles.tile(index)
             part = tile.take(whole, 1) if tile.valid is None else tile.take(whole, 1) * tile.valid
             found = products(head.columns(tile.take), batch, part, gradient.needs)

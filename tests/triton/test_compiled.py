@@ -17,7 +17,7 @@ from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch, part_products
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
@@ -114,7 +114,9 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
         if use == "for hidden":
             return part_products.add_for_hidden(head, dlogits, total, start, None)
-        return part_products.put_for_weight(head, dlogits, hidden, WeightSum(total, False, scale, tile), start, None)
+        return part_products.put_for_weight(
+            head, dlogits, hidden, WeightGradient(total, False, scale, tile), start, None
+        )
 
     total = (
         jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)

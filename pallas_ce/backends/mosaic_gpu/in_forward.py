@@ -14,7 +14,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, op
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial
@@ -69,21 +69,23 @@ class Kernels(Block):
         weight, config = operands.weight_of(head), present(self.configs).hidden
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
         spec, (whole, adds, late, _, bits) = self.head.spec, total
         shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
         if bits is not None:
             assert self.last is not None
             given, first = (operand, rows, spec.vocab_axis, (whole, bits)), jnp.logical_not(adds)
-            return narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            whole, bits = narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            return total._replace(array=whole, bits=bits)
         if not product_kernel.serves(spec, rows.shape[0]):
             a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
             product = self.head.matmul(a, b, (0, 0), whole.dtype if adds is False and late is None else None)
             product = operands.pad(product if late is None else late * product, whole.shape)
-            return (product if adds is False else jnp.where(adds, whole, 0) + product).astype(whole.dtype), None
+            product = product if adds is False else jnp.where(adds, whole, 0) + product
+            return total._replace(array=product.astype(whole.dtype))
         into = jax.ShapeDtypeStruct(whole.shape, whole.dtype) if adds is False else whole
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
         config = present(self.configs).weight
         found = product_kernel.for_weight(operand, rows, spec.vocab_axis, config, into, replaced=replaced, **shared)
-        return found, None
+        return total._replace(array=found)

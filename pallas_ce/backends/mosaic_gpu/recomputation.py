@@ -19,7 +19,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, prod
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.gradient_products import Arrays, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -82,7 +82,7 @@ class _Work:
 
 
 class _InPlace(_Work):
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
         head, spec, configs = self.head, self.head.spec, self.configs
         width, axis, valid_rows = self.plan.columns, spec.vocab_axis, self.block.filled
         first = jnp.int32(index) * width
@@ -125,7 +125,7 @@ class _InPlace(_Work):
 
 
 class _BySlices(_Work):
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
         head, spec, columns = self.head, self.head.spec, self.plan.columns
         tile = Tiles(spec.vocab_size, columns).tile(index)
         weight = tile.take(operands.apart(head.weight), spec.vocab_axis)

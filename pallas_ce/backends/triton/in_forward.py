@@ -8,7 +8,7 @@ import numpy as np
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
@@ -34,7 +34,7 @@ class Kernels(Block):
         weight = jax.lax.slice_in_dim(head.weight, 0, head.spec.vocab_size, axis=axis)
         return head.matmul(operand, weight, (1, axis))
 
-    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightSum) -> tuple[jax.Array, jax.Array | None]:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
         whole, adds, late, *_ = total
 
@@ -46,6 +46,6 @@ class Kernels(Block):
             return (whole + product()).astype(whole.dtype)
 
         if isinstance(adds, bool):
-            return added() if adds else product(whole.dtype).astype(whole.dtype), None
+            return total._replace(array=added() if adds else product(whole.dtype).astype(whole.dtype))
         # XLA lets both branches write where the total lies.
-        return device_cond(adds, added, lambda: product().astype(whole.dtype)), None
+        return total._replace(array=device_cond(adds, added, lambda: product().astype(whole.dtype)))

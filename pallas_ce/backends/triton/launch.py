@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
@@ -226,17 +225,6 @@ def _run(
         "STORES": stores and configs.described(columns, spec.dtype),
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
-        "WINDOW": config.window,
-        "GROUP": config.group,
     }
     tiles = -(-rows // config.rows) * -(-columns // config.columns)
-    return binding.call(
-        "head_kernel",
-        arrays,
-        outputs,
-        constants,
-        programs=min(tiles, targets.multiprocessors()) if config.descriptors else tiles,
-        warps=config.warps,
-        stages=config.stages,
-        scratch=config.descriptors,
-    )
+    return binding.call("head_kernel", arrays, outputs, constants, config, tiles)

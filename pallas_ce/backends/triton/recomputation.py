@@ -14,7 +14,7 @@ from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.gradient_products import Arrays, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns, Tile, Tiles
@@ -45,7 +45,7 @@ class _Work:
     block: RowBlock
     carrying: jax.Array | None
 
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Arrays:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
         tile = Tiles(self.head.spec.vocab_size, self.columns, self.head.valid_columns).tile(index)
         first = jnp.int32(index) * self.columns
         alone = hidden_sum is None or isinstance(self.block.number, int)
@@ -54,7 +54,7 @@ class _Work:
         return (self._in_place if in_place else self._by_slices)(tile, first, hidden_sum, weight_sum)
 
     def _in_place(
-        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None
+        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None
     ) -> Arrays:
         """The last part runs over the vocabulary's end."""
         head, batch, filled = self.head, self.batch, self.block.filled
@@ -77,7 +77,7 @@ class _Work:
         return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)
 
     def _by_slices(
-        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None
+        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None
     ) -> Arrays:
         """The last part begins early, and what an earlier one has counts there."""
         head, batch, axis = self.head, self.batch, self.head.spec.vocab_axis
