@@ -291,6 +291,14 @@ class Head:
             hidden=hidden, down=jnp.zeros((*batch.leading, self.spec.rank), wide) if needs.down else None
         )
 
+    def with_column_sums(self, sums: Arrays, needs: PerInput[bool], columns: int) -> Arrays:
+        """`sums` with zeros for the products by column that are needed."""
+        wide = self.spec.accumulator
+        return sums._replace(
+            bias=jnp.zeros(columns, wide) if needs.bias else None,
+            up=jnp.zeros((columns, self.spec.rank), wide) if needs.up else None,
+        )
+
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:
         """u of `size` columns from `start` on, `[size]`."""
         if self.logit_weights is None:

@@ -20,12 +20,11 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.gradient_products import NO_ARRAYS, NO_GRADIENT, Arrays, PerInput, WeightGradient, needed_products
-from pallas_ce.head import Head
 from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
-from pallas_ce.modes.sums import adds_in_place, finish, sum_over_devices, through_down, without_padding
+from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import NO_AXES, RowArrays, Shards, psum
+from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.loops import vary_like
@@ -98,16 +97,14 @@ def _statistics_and_sums(
     needs_grad: PerInput[bool],
     weight_dtype: np.dtype,
     settings: Settings,
-    shards: Shards,
-    rows: RowArrays,
-    head: Head,
-    given: Arrays,
+    local: Local,
     shared_inputs: Any,
     cotangent: jax.Array | None,
 ) -> tuple[tuple[Statistics, jax.Array | None], Arrays]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
+    shards, rows, head, given = local
     spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
-    wide, in_place, needs = spec.accumulator, adds_in_place(head, shards, given), needed_products(needs_grad, spec.rank)
+    wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
     weight_sum = settings.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
     plan = settings.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
@@ -159,21 +156,17 @@ def _statistics_and_sums(
     replaced = alone or bits_shape is not None or not backend.capabilities.adds_in_place
     covered = blocks.all_visited and plan.vocab_size == spec.weight_rows
     of_weight = lax.empty if replaced and covered else jnp.zeros
-    init: Any = (
-        empty_statistics(call.names, rows.batch, head),
-        NO_ARRAYS._replace(
-            hidden=by_row(rows.batch.hidden.shape, hidden_dtype) if needs.hidden else None,
-            weight=(given.weight if in_place else of_weight(head.weight.shape, sum_dtype)) if needs.weight else None,
-            bias=jnp.zeros(spec.weight_rows, wide) if needs.bias else None,
-            up=jnp.zeros((spec.weight_rows, spec.rank), wide) if needs.up else None,
-            down=by_row((tokens, spec.rank), wide) if needs_grad.down else None,
-        ),
-        None if bits_shape is None else lax.empty(bits_shape, sum_dtype),
+    empty = empty_statistics(call.names, rows.batch, head)
+    init = NO_ARRAYS._replace(
+        hidden=by_row(rows.batch.hidden.shape, hidden_dtype) if needs.hidden else None,
+        weight=(given.weight if in_place else of_weight(head.weight.shape, sum_dtype)) if needs.weight else None,
+        down=by_row((tokens, spec.rank), wide) if needs_grad.down else None,
     )
-    found, sums, _ = blocks.for_each(body, init)
+    init = head.with_column_sums(init, needs, spec.weight_rows)
+    bits = None if bits_shape is None else lax.empty(bits_shape, sum_dtype)
+    found, sums, _ = blocks.for_each(body, (empty, init, bits))
     sums = without_padding(head, plan.vocab_size, sums, weight=not in_place)
-    dtypes = kept_hidden, kept
-    hidden_sum, of_head = sum_over_devices(shards, rows, head, needs_grad, sums, given, dtypes=dtypes)
+    hidden_sum, of_head = sum_over_devices(local, needs_grad, sums, (kept_hidden, kept))
     return (shards.own_rows(found), hidden_sum), of_head
 
 

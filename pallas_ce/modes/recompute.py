@@ -18,7 +18,7 @@ from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards, psum
+from pallas_ce.parallel.shards import Local, RowArrays, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import RowBlock
@@ -78,14 +78,9 @@ def _handed_whole(settings: Settings) -> Settings:
 
 
 def _gradients(
-    needs_grad: PerInput[bool],
-    weight_dtype: np.dtype,
-    settings: Settings,
-    shards: Shards,
-    rows: RowArrays,
-    head: Head,
-    given: Arrays,
+    needs_grad: PerInput[bool], weight_dtype: np.dtype, settings: Settings, local: Local
 ) -> tuple[jax.Array | None, Arrays]:
+    shards, rows, head, _ = local
     kept, cotangents = rows.more
     coefficients = coef.from_cotangents(cotangents, kept, rows.batch)
     if rows.mask is not None:
@@ -105,4 +100,4 @@ def _gradients(
         gradient = Gradient(block_coefficients, block_reference, block_argmax, needs, factor)
         return backend.recompute(head, block_batch, gradient, plan, block)
 
-    return sweep.gradient_sums(shards, rows, head, given, weight_dtype, plan, needs_grad, factor, products)
+    return sweep.gradient_sums(local, weight_dtype, plan, needs_grad, factor, products)

@@ -8,7 +8,7 @@ from jax import lax
 from pallas_ce.gradient_products import Arrays, PerInput, scale_gradient
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Operands
-from pallas_ce.parallel.shards import NO_AXES, Axes, RowArrays, Shards, psum
+from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, psum
 from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 
@@ -39,14 +39,11 @@ def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
 
 
 def sum_over_devices(
-    shards: Shards,
-    rows: RowArrays,
-    head: Head,
+    local: Local,
     needs_grad: PerInput[bool],
     sums: Arrays,
-    given: Arrays,
-    *,
     dtypes: tuple[np.dtype, np.dtype],
+    *,
     scattered: bool = False,
     hidden_scale: jax.Array | None = None,
 ) -> tuple[jax.Array | None, Arrays]:
@@ -55,17 +52,14 @@ def sum_over_devices(
     The scale's is made here, from hidden's and the bias's (see `scale_gradient`), and `down`'s from its product by row.
 
     Args:
-        shards: what other devices do.
-        rows: what this device works on.
-        head: the head that it works on.
+        local: what this device works on. The weight's sum is added to the given one, unless it `adds_in_place`.
         needs_grad: which gradients.
         sums: of the products.
-        given: what they are added to, unless that `adds_in_place`.
         dtypes: what hidden's and the weight's are rounded to.
         scattered: whether the weight's is this device's part of it already.
         hidden_scale: `[]`, which hidden's is multiplied by in the end.
     """
-    hidden, weight, scale, down = None, sums.weight, None, None
+    (shards, rows, head, given), hidden, weight, scale, down = local, None, sums.weight, None, None
     if needs_grad.logit_scale:
         assert sums.hidden is not None
         scale = scale_gradient(rows.batch.hidden, sums.hidden, head.bias, sums.bias)
@@ -79,7 +73,7 @@ def sum_over_devices(
         assert sums.hidden is not None
         scaled = sums.hidden if hidden_scale is None else product(sums.hidden, hidden_scale)
         hidden = shards.sum_hidden(scaled, dtypes[0])
-    if weight is not None and not adds_in_place(head, shards, given):
+    if weight is not None and not local.adds_in_place:
         own = weight if scattered else shards.scatter_weight(weight, head.spec.vocab_axis)
         own = psum(own.astype(dtypes[1]), shards.sums.weight)
         weight = own if given.weight is None else added(given.weight, own)
@@ -103,12 +97,6 @@ def without_padding(head: Head, columns: int, sums: Arrays, *, weight: bool = Tr
 
     own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
     return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))
-
-
-def adds_in_place(head: Head, shards: Shards, given: Arrays) -> bool:
-    """Whether a device adds to its part of the weight's given sum what it makes, where it lies; else what all made."""
-    weight = given.weight
-    return weight is not None and weight.dtype == head.spec.accumulator and not (shards.sums.weight or shards.gathered)
 
 
 def added(total: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -13,19 +13,15 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, needed_products, plus
-from pallas_ce.head import Head
 from pallas_ce.modes.call import Operands
-from pallas_ce.modes.sums import adds_in_place, finish, sum_over_devices, through_down, without_padding
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
+from pallas_ce.parallel.shards import Local
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
 
 
 def gradient_sums(
-    shards: Shards,
-    rows: RowArrays,
-    head: Head,
-    given: Arrays,
+    local: Local,
     weight_dtype: np.dtype,
     plan: Plan,
     needs_grad: PerInput[bool],
@@ -35,16 +31,14 @@ def gradient_sums(
     """The gradients of hidden `[N, H]` and weight in their dtypes, and the head's other sums, before the scale.
 
     Args:
-        shards: what other devices do.
-        rows: what this device works on, flat.
-        head: the head that it works on.
-        given: sums that the gradients are added to.
+        local: what this device works on.
         weight_dtype: the dtype of the weight's gradient.
         plan: block sizes.
         needs_grad: which gradients.
         factor: `[]`: what undoes the normalisation of dlogits.
         products: the step over tiles for a block of rows; rows of the block that are not valid contribute nothing.
     """
+    shards, rows, head, given = local
     hidden, spec, wide = rows.batch.hidden, head.spec, head.spec.accumulator
     tiles, counted = Tiles(plan.vocab_size, plan.columns, last_apart=plan.last_apart), Rows.counted(rows.mask)
     alone = plan.rows >= hidden.shape[0]
@@ -58,7 +52,7 @@ def gradient_sums(
     by_tile = not shards.gathered_vocabulary
     scattered = by_tile and bool(shards.gathered_width)
     directly = only is not None and not scattered
-    in_place, needs = adds_in_place(head, shards, given), needed_products(needs_grad, spec.rank)
+    in_place, needs = local.adds_in_place, needed_products(needs_grad, spec.rank)
 
     def sums_of(tile: Tile, carry: Arrays) -> Arrays:
         """Of a tile over all blocks; those by row by place: consecutive writes, put in place once at the end."""
@@ -70,46 +64,35 @@ def gradient_sums(
             bias, up, down = plus(sums.bias, share.bias), plus(sums.up, share.up), block.add(sums.down, share.down)
             return share._replace(bias=bias, up=up, down=down)
 
-        zeros = carry._replace(
-            weight=jnp.zeros(tile_shape, wide) if needs.weight else None,
-            bias=jnp.zeros(plan.columns, wide) if needs.bias else None,
-            up=jnp.zeros((plan.columns, spec.rank), wide) if needs.up else None,
-        )
-        return blocks.for_each(block_body, zeros)
+        of_tile = carry._replace(weight=jnp.zeros(tile_shape, wide) if needs.weight else None)
+        return blocks.for_each(block_body, head.with_column_sums(of_tile, needs, plan.columns))
 
     def tile_body(tile: Tile, carry: Arrays) -> Arrays:
-        d_weight = carry.weight
+        total = None if carry.weight is None else WeightGradient(carry.weight, in_place, scale, tile)
         if directly:
             assert only is not None
-            total = None if d_weight is None else WeightGradient(d_weight, in_place, scale, tile)
             found = only(jnp.asarray(tile.number), carry.hidden, total)
-            d_weight = found.weight
             found = found._replace(down=blocks.block(0).add(carry.down, found.down))
         else:
             found = sums_of(tile, carry)
-            if found.weight is not None:
-                assert d_weight is not None
-                tile_weight = scale * found.weight
+            if (share := found.weight) is not None and total is not None:
                 if scattered:
+                    share, total = shards.scatter_weight(scale * share, spec.vocab_axis), total._replace(scale=None)
                     # Behind a barrier: XLA would move the sum out of the loop, and keep all of the gradient in float32.
-                    tile_weight = lax.optimization_barrier(shards.scatter_weight(tile_weight, spec.vocab_axis))
-                put_or_add = tile.add if in_place else tile.put
-                d_weight = put_or_add(d_weight, tile_weight.astype(d_weight.dtype), spec.vocab_axis)
+                    share = lax.optimization_barrier(share)
+                found = found._replace(weight=total.with_share(share, spec.vocab_axis))
 
         def put(total: jax.Array | None, of_tile: jax.Array | None) -> jax.Array | None:
             return None if total is None or of_tile is None else tile.put(total, of_tile)
 
-        return found._replace(weight=d_weight, bias=put(carry.bias, found.bias), up=put(carry.up, found.up))
+        return found._replace(bias=put(carry.bias, found.bias), up=put(carry.up, found.up))
 
     weight_shape = shards.own_shape(head.weight.shape, spec.vocab_axis) if by_tile else head.weight.shape
     # Every tile replaces its part; what no tile covers is padding.
     blank = lax.empty if plan.vocab_size == spec.weight_rows else jnp.zeros
     of_weight = given.weight if in_place else blank(weight_shape, weight_dtype if by_tile else wide)
-    init = head.row_sums(rows.batch, needs)._replace(
-        weight=of_weight if needs.weight else None,
-        bias=jnp.zeros(spec.weight_rows, wide) if needs.bias else None,
-        up=jnp.zeros((spec.weight_rows, spec.rank), wide) if needs.up else None,
-    )
+    init = head.row_sums(rows.batch, needs)._replace(weight=of_weight if needs.weight else None)
+    init = head.with_column_sums(init, needs, spec.weight_rows)
     sums = tiles.for_each(tile_body, init._replace(hidden=_aligned(init.hidden)))
     if sums.hidden is not None:
         sums = sums._replace(hidden=sums.hidden[: hidden.shape[0]])
@@ -119,17 +102,8 @@ def gradient_sums(
     hidden_sum, for_down = jax.tree.map(lambda x: factor * counted.in_row_order(x), for_rows)
     bias, up = jax.tree.map(lambda x: factor * x, (sums.bias, sums.up))
     sums = sums._replace(hidden=hidden_sum, bias=bias, up=up, down=for_down)
-    return sum_over_devices(
-        shards,
-        rows,
-        head,
-        needs_grad,
-        sums,
-        given,
-        dtypes=(hidden.dtype, weight_dtype),
-        scattered=by_tile,
-        hidden_scale=head.logit_scale,
-    )
+    dtypes = hidden.dtype, weight_dtype
+    return sum_over_devices(local, needs_grad, sums, dtypes, scattered=by_tile, hidden_scale=head.logit_scale)
 
 
 def _aligned(hidden_sum: jax.Array | None) -> jax.Array | None:

@@ -19,7 +19,7 @@ from pallas_ce.modes.call import Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
@@ -66,7 +66,7 @@ def _backward(
         operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
         more = (teacher.hidden, found, cotangent)
         rows = RowArrays(operands.batch, operands.mask, more=more)
-        return sweep.finished(operands, *operation(rows, operands.head, None, teacher.head))
+        return sweep.finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
@@ -132,9 +132,8 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
         return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, heads, operands.mask)
 
 
-def _gradients(
-    needs_grad: PerInput[bool], pair: Pair, shards: Shards, rows: RowArrays, head: Head, sums: None, teacher: Head
-) -> tuple[jax.Array | None, Arrays]:
+def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: Head) -> tuple[jax.Array | None, Arrays]:
+    _, rows, head, _ = local
     inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more
     plan = pair.streams.block_sizes(rows.batch.hidden.shape[0], "recompute")
@@ -165,4 +164,4 @@ def _gradients(
 
         return step
 
-    return sweep.gradient_sums(shards, rows, head, NO_ARRAYS, head.weight.dtype, plan, needs_grad, factor, products)
+    return sweep.gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)

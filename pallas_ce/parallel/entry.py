@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.reverse_mode import in_reverse_mode
-from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
+from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
@@ -86,16 +86,20 @@ class How(Protocol):
 
 
 def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
-    """`operation(how, shards, rows, head, sums, *shared)` as an `Operation` on rows of any leading shape.
+    """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape.
 
     It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
     that is the `whole_head` for operations that know no part of one.
     """
 
-    def on_device(shards: Shards, rows: RowArrays, head: Head, *more: Any) -> tuple[Any, Any]:
+    def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         rows, head = shards.enter(rows, head)
         rows = rows._replace(batch=head.with_low(rows.batch))
-        return at_lowering(how.variants(head), lambda how, *arrays: operation(how, shards, *arrays), rows, head, *more)
+
+        def local(how: H, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
+            return operation(how, Local(shards, rows, head, sums), *shared)
+
+        return at_lowering(how.variants(head), local, rows, head, sums, *shared)
 
     return _flat_and_split(how.shards, on_device, whole_head)
 

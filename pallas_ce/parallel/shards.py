@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.gradient_products import PerInput
+from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
@@ -203,6 +203,29 @@ class Shards:
         if not self.common:
             return rows
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
+
+
+class Local(NamedTuple):
+    """What one device works on.
+
+    Attributes:
+        shards: what it has to do with the others.
+        rows: flat.
+        head: its columns.
+        given: sums that the head's gradients are added to.
+    """
+
+    shards: Shards
+    rows: RowArrays
+    head: Head
+    given: Arrays
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether the device adds to its part of the weight's given sum what it makes; else what all made is added."""
+        weight, shards = self.given.weight, self.shards
+        wide = weight is not None and weight.dtype == self.head.spec.accumulator
+        return wide and not (shards.sums.weight or shards.gathered)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
