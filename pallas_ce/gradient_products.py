@@ -84,7 +84,7 @@ class WeightGradient(NamedTuple):
     bits: jax.Array | None = None
 
     def with_share(self, product: jax.Array, vocab_axis: int) -> jax.Array:
-        """`array` with a share in the weight tile's layout."""
+        """`array` with a share in the weight tile's layout; what has no `tile` is added to."""
         share = product if self.scale is None else self.scale * product
         if self.tile is None:
             return self.array + share

@@ -94,9 +94,9 @@ class Operands(NamedTuple):
         return PerInput(self.batch.hidden, head.weight, head.bias, head.logit_scale, head.up, head.down)
 
     def replaced(self, inputs: PerInput[Any]) -> Self:
-        """With these in place of them, arrays or not."""
-        hidden, *of_head = inputs
-        head = dataclasses.replace(self.head, **dict(zip(PerInput._fields[1:], of_head, strict=True)))
+        """These operands with `inputs`, arrays or not, in place of the differentiable ones."""
+        hidden, weight, bias, logit_scale, up, down = inputs
+        head = dataclasses.replace(self.head, weight=weight, bias=bias, logit_scale=logit_scale, up=up, down=down)
         return self._replace(batch=self.batch._replace(hidden=hidden), head=head)
 
 
