@@ -12,7 +12,8 @@ Under `jit` on a mesh, XLA cannot see through a kernel: left to itself it gather
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -144,7 +145,55 @@ def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, A
         by_row, of_head = operation(shards, flat_rows(leading, rows), *more)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
 
+    if automatic := automatic_axes():
+        return over_rows(_made_manual(flat, shards or Shards(), automatic, whole_head))
     return over_rows(_partitioned(flat, whole_head) if shards is None else functools.partial(flat, shards))
+
+
+def _made_manual(
+    operation: Callable[..., tuple[Any, Any]], shards: Shards, automatic: dict[str, int], whole_head: bool
+) -> Operation:
+    """`operation(shards, rows, head, sums, *shared)` inside a `shard_map` that leaves axes automatic, made manual here.
+
+    XLA's partitioner, which knows how arrays lie over them, cannot hand a part of a `shard_map` over. So the vocabulary
+    is split over those that divide it, since partial statistics are little to merge, and the rest is whole. So is a
+    weight that is gathered over the vocabulary: parts of its parts would not be one run of columns.
+    """
+
+    def entered(rows: RowArrays, head: Head | None, sums: Any, *shared: Any) -> tuple[Any, Any]:
+        parted = None if whole_head else head
+        axes: Axes = ()
+        entries = 1 if parted is None or shards.gathered_vocabulary else parted.spec.weight_rows
+        for axis in automatic:
+            if entries % math.prod(automatic[a] for a in (*axes, axis)) == 0:
+                axes = (*axes, axis)
+        over = shards.sums
+        over = over._replace(hidden=over.hidden + axes, logit_scale=over.logit_scale + axes, down=over.down + axes)
+        inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
+
+        def places(head_arrays: Any) -> Any:
+            names = iter(_names_of_head(head_arrays, parted))
+            return jax.tree.map(
+                lambda _: PartitionSpec(*(axes if name == "vocabulary" else None for name in next(names))), head_arrays
+            )
+
+        whole = PartitionSpec()
+        _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
+        return jax.shard_map(
+            functools.partial(operation, inner),
+            in_specs=(whole, places(head), places(sums), *[whole] * len(shared)),
+            out_specs=(whole, places(gradients)),
+            axis_names=set(automatic),
+            check_vma=shards.typed,
+        )(rows, head, sums, *shared)
+
+    return entered
+
+
+def automatic_axes() -> dict[str, int]:
+    """The axes of several devices that the surrounding `shard_map`, if there is one, leaves automatic."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.manual_axes and mesh.shape[axis] > 1}
 
 
 def over_rows(operation: Operation) -> Operation:
@@ -205,7 +254,8 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         with known_device(leaves):  # where nothing is split, this trace runs
             whole, results = jax.make_jaxpr(functools.partial(flat, Shards()), return_shape=True)(leaves)
         out_structure, count = jax.tree.structure(results), len(leaves)
-        if whole.effects:  # printing, say, which custom_partitioning cannot lower
+        # Printing, say, custom_partitioning cannot lower, nor anything for a mesh without devices, which none will run.
+        if whole.effects or _without_devices(leaves):
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too. The partitioner keeps what it is given, so it gets shapes, no tracers.
         jaxpr, consts = whole.jaxpr, whole.consts
@@ -260,6 +310,12 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
         return jax.tree.unflatten(out_structure, call(*leaves, *consts))
 
     return entered
+
+
+def _without_devices(arrays: Iterable[jax.Array]) -> bool:
+    """Whether the arrays lie on a mesh that the caller made without devices, to look at a program for it."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes)
 
 
 def _names(rows: RowArrays, head: Head | None, sums: Any, shared: Any) -> list[Names]:

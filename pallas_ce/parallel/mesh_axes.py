@@ -43,7 +43,6 @@ class MeshAxes:
     Raises:
         ValueError: axes that the surrounding `shard_map` lacks, that do not go together, or over which JAX knows that
             the arrays do not vary.
-        NotImplementedError: a `shard_map` that leaves some axes of the mesh automatic.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -95,12 +94,6 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
         arrays: has the fields of `PerInput`.
         others: a pytree of the call's further arrays.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes and (left := [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]):
-        raise NotImplementedError(
-            f"the surrounding shard_map leaves the mesh axes {left} automatic, where XLA would gather the weight: make "
-            "all axes manual (leave axis_names out of shard_map), or call under jit alone"
-        )
     axes, said = varying((arrays, others)), mesh_axes or MeshAxes()
     vocabulary, rows, width = tuple(said.vocabulary), tuple(said.rows), tuple(said.width)
     if not (axes or vocabulary or rows or width):

@@ -150,12 +150,6 @@ def others() -> Iterator[str]:
         mapped(True, P(), MeshAxes("model"))
     with pytest.raises(ValueError, match=r"width names \['data'\]"):
         mapped(False, P(), MeshAxes("tensor", width="data", grad="inside"), P("tensor", "data"))
-    some = jax.shard_map(
-        lambda h: jax.lax.psum(linear_cross_entropy(h, weight_alone, ids[:1]), "data"),
-        mesh=on, in_specs=P("data"), out_specs=P(), axis_names={"data"},
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"leaves the mesh axes \['tensor'\] automatic"):
-        jax.jit(some)(rows[:2])
     with pytest.raises(
         ValueError, match=r"vocab_size=24 must be .* mesh_axes must tell"
     ):  # known without check_vma, too

@@ -45,6 +45,7 @@ def assert_passed(processes: list[subprocess.Popen[Any]], checks: int, timeout: 
         pytest.param("mesh_calls_program", "running", 20, marks=pytest.mark.slow),
         ("mesh_calls_program", "unsaid", 4),
         ("mesh_calls_program", "shifted", 2),
+        pytest.param("partly_manual_program", "", 22, marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
 )
 def test_eight_devices_give_the_result_of_one(program: str, section: str, checks: int) -> None:

@@ -48,11 +48,13 @@ def rows_of_logits(draw: Any) -> dict[str, Any]:
     return {"logits": logits.astype(np.float32), "labels": rng.integers(-1, V, N).astype(np.int32), "u": u}
 
 
-def assert_same(got: Partial, want: Partial) -> None:
+def assert_same(got: Partial, want: Partial, logits: np.ndarray) -> None:
+    """Up to the rounding of sums whose terms are of the logits' size and may cancel."""
+    size = np.max(np.abs(logits), where=np.isfinite(logits), initial=1.0)
     ours, theirs = finalise(got, NAMES), finalise(want, NAMES)
     assert set(ours) == set(theirs) == NAMES
     for name in NAMES:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-6, atol=3e-6, err_msg=name)
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-6, atol=3e-6 * size, err_msg=name)
 
 
 @hypothesis.given(rows=rows_of_logits(), cuts=st.tuples(st.integers(0, V), st.integers(0, V)))
@@ -60,8 +62,8 @@ def test_merge_is_associative_and_gives_the_whole(rows: dict[str, Any], cuts: tu
     first, second = sorted(cuts)
     a, b, c = part(rows, 0, first), part(rows, first, second), part(rows, second, V)
     left, right = join(join(a, b), c), join(a, join(b, c))
-    assert_same(left, right)
-    assert_same(left, part(rows, 0, V))
+    assert_same(left, right, rows["logits"])
+    assert_same(left, part(rows, 0, V), rows["logits"])
     np.testing.assert_array_equal(left.argmax, np.argmax(rows["logits"], axis=1))
 
 
