@@ -94,7 +94,7 @@ class Operands(NamedTuple):
         return PerInput(self.batch.hidden, head.weight, head.bias, head.logit_scale, head.up, head.down)
 
     def replaced(self, inputs: PerInput[Any]) -> Self:
-        """These operands with `inputs`, arrays or not, in place of the differentiable ones."""
+        """Puts `inputs`, arrays or not, in place of the differentiable ones."""
         hidden, weight, bias, logit_scale, up, down = inputs
         head = dataclasses.replace(self.head, weight=weight, bias=bias, logit_scale=logit_scale, up=up, down=down)
         return self._replace(batch=self.batch._replace(hidden=hidden), head=head)

@@ -102,29 +102,24 @@ class XlaBackend(Backend):
         tiles = _tiles(head, plan)
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
 
-        def logits(tile: Tile) -> jax.Array:
-            return head.tile_logits(batch, tile)
-
-        def put(tile: Tile, kept: jax.Array, made: jax.Array) -> jax.Array:
-            return lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
+        def put(tile: Tile, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+            made = head.tile_logits(batch, tile)
+            return made, lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
 
         def partial(tile: Tile, made: jax.Array) -> Partial:
             return _partial(head, tile, made, batch.labels, names)
 
         if self._tiling.cached:
 
-            def both(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
-                done, kept = carry
-                tile = tiles.tile(i)
-                made = logits(tile)
-                return merge(done, partial(tile, made)), put(tile, kept, made)
+            def both(i: jax.Array | int, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
+                made, kept = put(tile := tiles.tile(i), carry[1])
+                return merge(carry[0], partial(tile, made)), kept
 
-            first = tiles.tile(0)
-            made = logits(first)
-            return fori_loop(1, tiles.count, both, (partial(first, made), put(first, kept, made)))
+            made, kept = put(first := tiles.tile(0), kept)
+            return fori_loop(1, tiles.count, both, (partial(first, made), kept))
 
         # A product that nothing else reads is written in place; one that is, XLA makes twice on a GPU.
-        kept = tiles.for_each(lambda tile, kept: put(tile, kept, logits(tile)), kept)
+        kept = tiles.for_each(lambda tile, kept: put(tile, kept)[1], kept)
 
         def read(tile: Tile) -> Partial:
             return partial(tile, lax.dynamic_index_in_dim(kept, tile.number, 0, keepdims=False))
