@@ -21,8 +21,7 @@ class Kernels(Block):
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
     ) -> tuple[Callable[[], Partial], jax.Array]:
         """One launch, which may have nothing to do."""
-        rows, into = (None, None) if again is None else again
-        return launch.exponentials(self.head, self.batch, reference, names, rows, into)
+        return launch.exponentials(self.head, self.batch, reference, names, again)
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """One launch."""

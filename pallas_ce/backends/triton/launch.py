@@ -42,13 +42,13 @@ def exponentials(
     batch: Batch,
     reference: jax.Array,
     names: frozenset[str],
-    rows: jax.Array | None = None,
-    into: jax.Array | None = None,
+    again: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
-    """See `Block.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
+    """See `Block.exponentials`; about the number of rows that is given is made `again`.
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
+    rows, into = again or (None, None)
     fields = _fields(names | {"lse"})
     config = _config(head, batch, "stash", fields)
     outputs = _partials(head, batch, config, fields)
