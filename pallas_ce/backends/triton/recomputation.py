@@ -77,8 +77,7 @@ class _Work:
             found = head.term_products(batch, dz, up, needs)
             return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias)
         shift = first - tile.start
-        if for_bias is not None:
-            for_bias = jnp.roll(jnp.where(jnp.arange(size) < count, for_bias, 0), shift)
+        for_bias = low_rank.own_columns(for_bias, count, shift)
         found = head.term_products(batch, dz, low_rank.up_from(head, first, size), needs)
         for_up = low_rank.own_columns(found.up, count, shift)
         return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)
