@@ -136,12 +136,10 @@ class XlaBackend(Backend):
         # Else it stands between the product and the sum that it is added to in place.
         narrow = head.spec.dtype == np.float16
         gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
-        alone, total = isinstance(block.number, int), gradient.weight_sum
-        weight_replaced = total is not None and total.adds is False
+        to = gradient.weight_sum
+        replaced = isinstance(block.number, int) and (to is None or to.adds is False)
 
-        def with_share(
-            total: jax.Array | None, tile: Tile, share: jax.Array | None, replaced: bool = alone, axis: int = 0
-        ) -> jax.Array | None:
+        def with_share(total: jax.Array | None, tile: Tile, share: jax.Array | None, axis: int = 0) -> jax.Array | None:
             if total is None or share is None:
                 return None
             share = factor * share if narrow else share
@@ -152,14 +150,14 @@ class XlaBackend(Backend):
             share = _products(head, batch, gradient, tile, logits)
             return carry._replace(
                 hidden=plus(carry.hidden, share.hidden),
-                weight=with_share(carry.weight, tile, share.weight, weight_replaced, head.spec.vocab_axis),
+                weight=with_share(carry.weight, tile, share.weight, head.spec.vocab_axis),
                 bias=with_share(carry.bias, tile, share.bias),
                 up=with_share(carry.up, tile, share.up),
                 down=plus(carry.down, share.down),
             )
 
         zeros = head.row_sums(batch, gradient.needs)
-        weight = None if total is None else total.array
+        weight = None if to is None else to.array
         found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
         if narrow:
             return found, None
