@@ -1,41 +1,64 @@
-"""What tiles of dlogits are multiplied for: which gradients are asked, their shares, and the sums they go into."""
+"""What tiles of dlogits are multiplied for: which gradients are asked, and where the products go."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile
 
 
-class Products(NamedTuple):
-    """What a tile of dlogits `[n, c]` is multiplied for, or sums of that; in the accumulator dtype, None if not needed.
+class PerInput[T](NamedTuple):
+    """Something for each input that a head is differentiated in.
 
-    Attributes:
-        hidden: `dlogits·weight_tile [n, H]`.
-        weight: `dlogitsᵀ·hidden` in the weight tile's layout.
-        bias: `Σ_i dlogits [c]`.
-        low: `dlogits·up_tile [n, r]`.
-        up: `dlogitsᵀ·low [c, r]`.
-        weight_bits: where `weight` is a bfloat16 sum, until all blocks are added: the bits that it lacks; see
-            `Backend.weight_bits`.
+    The products of a tile of dlogits `[n, c]`, or sums of them, are in the accumulator dtype, None if not needed:
+    `hidden` is `dlogits·weight_tile [n, H]`, `weight` is `dlogitsᵀ·hidden` in the weight tile's layout, `bias` is
+    `Σ_i dlogits [c]`, and `up` is `dlogitsᵀ·low [c, r]`. `down` is `dlogits·up_tile [n, r]`: `down`'s gradient and a
+    low-rank term's share of hidden's are made of it. The scale's gradient has no product: see `scale_gradient`.
     """
 
-    hidden: jax.Array | None = None
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    low: jax.Array | None = None
-    up: jax.Array | None = None
-    weight_bits: jax.Array | None = None
+    hidden: T
+    weight: T
+    bias: T
+    logit_scale: T
+    up: T
+    down: T
 
-    def added(self, hidden_sum: jax.Array | None, weight_sum: "WeightSum | None", vocab_axis: int) -> "Products":
-        """What a `TileStep` returns of a tile's products, from hidden's sum with the tile's share."""
-        weight = self.weight
-        if weight_sum is not None and weight is not None:
-            weight = weight_sum.add(weight, vocab_axis)
-        return self._replace(hidden=hidden_sum, weight=weight)
+    @staticmethod
+    def same[U](value: U) -> "PerInput[U]":
+        """The same for every input."""
+        return PerInput(value, value, value, value, value, value)
+
+    def map[U](self, f: Callable[[T], U]) -> "PerInput[U]":
+        """`f` of each."""
+        return PerInput(*map(f, self))
+
+    def where(self, flags: "PerInput[bool]") -> "PerInput[T | None]":
+        """None in place of those that are not flagged."""
+        return PerInput(*(x if flag else None for x, flag in zip(self, flags, strict=True)))
+
+
+# Gradients, or products of dlogits.
+Arrays = PerInput[jax.Array | None]
+
+NO_ARRAYS: Arrays = PerInput.same(None)
+NO_GRADIENT = PerInput.same(False)
+
+
+def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
+    """The products that gradients are made of; other inputs have none, and neither buffers nor collectives.
+
+    The scale's gradient comes from hidden's and the bias's products, see `scale_gradient`.
+    """
+    hidden = needs_grad.hidden or needs_grad.logit_scale
+    return needs_grad._replace(
+        hidden=hidden,
+        bias=needs_grad.bias or needs_grad.logit_scale,
+        logit_scale=False,
+        down=bool(rank) and (hidden or needs_grad.down),
+    )
 
 
 def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
@@ -43,74 +66,46 @@ def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
     return None if total is None or share is None else total + share
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightSum:
-    """What a tile's share of the weight's gradient goes into.
+class WeightGradient(NamedTuple):
+    """Where a share of the weight's gradient goes; a mode makes it for each share.
 
     Attributes:
-        array: the whole gradient, whose part of the tile is replaced; or a sum in the accumulator dtype, of the tile's
-            shape.
-        tile: the tile.
-        scale: `[]`, which shares are multiplied by for the whole gradient; None for a tile's sum.
-        adds: whether the whole gradient is a sum itself, in the accumulator dtype, whose part is added to.
+        array: the whole gradient or a sum for it; or a sum in the accumulator dtype for one tile.
+        adds: whether the share is added to the contents, else it replaces them; may be an array `[]`.
+        scale: `[]`, which the share is multiplied by; None: 1.
+        tile: the columns of the share, where `array` has others too; else None.
+        bits: where `array` is a bfloat16 sum until all blocks are added, what it lacks; see `Backend.weight_bits`.
     """
 
     array: jax.Array
-    tile: Tile
-    scale: jax.Array | None
-    adds: bool = False
+    adds: jax.Array | bool = True
+    scale: jax.Array | None = None
+    tile: Tile | None = None
+    bits: jax.Array | None = None
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole gradient."""
-        return self.scale is not None
-
-    def add(self, product: jax.Array, vocab_axis: int) -> jax.Array:
-        """`array` with a share in the weight tile's layout."""
-        if self.scale is None:
-            return self.array + product
+    def with_share(self, product: jax.Array, vocab_axis: int) -> jax.Array:
+        """`array` with a share in the weight tile's layout; what has no `tile` is added to."""
+        share = product if self.scale is None else self.scale * product
+        if self.tile is None:
+            return self.array + share
         if self.adds:
-            return self.tile.add(self.array, self.scale * product, vocab_axis)
-        return self.tile.put(self.array, (self.scale * product).astype(self.array.dtype), vocab_axis)
+            return self.tile.add(self.array, share, vocab_axis)
+        return self.tile.put(self.array, share.astype(self.array.dtype), vocab_axis)
 
 
-# `(tile index, hidden's sum, the weight's sum)` -> both with the tile's shares, and the others' shares; see `Backend`.
-TileStep = Callable[[jax.Array, jax.Array | None, WeightSum | None], Products]
+def added(
+    found: Arrays, block: RowBlock, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None, vocab_axis: int
+) -> Arrays:
+    """What a `TileStep` returns of a block's products of a tile."""
+    found = found._replace(hidden=block.add(hidden_sum, found.hidden))
+    if weight_sum is None or found.weight is None:
+        return found
+    return found._replace(weight=weight_sum.with_share(found.weight, vocab_axis))
 
 
-@dataclasses.dataclass(frozen=True)
-class NeedsGrad:
-    """Which inputs are differentiated; the others' products, buffers and collectives are skipped. Static."""
-
-    hidden: bool = False
-    weight: bool = False
-    bias: bool = False
-    logit_scale: bool = False
-    up: bool = False
-    down: bool = False
-
-    def __bool__(self) -> bool:
-        return any(dataclasses.astuple(self))
-
-    @property
-    def hidden_product(self) -> bool:
-        """The scale's gradient comes from the hidden one's (see `scale_gradient`), so either needs that product."""
-        return self.hidden or self.logit_scale
-
-    @property
-    def low_product(self) -> bool:
-        """A low-rank term makes a share of hidden's gradient, and all of `down`'s."""
-        return self.hidden_product or self.down
-
-    @property
-    def bias_sum(self) -> bool:
-        """The scale's gradient also comes from the bias's, the sum of dlogits over the rows."""
-        return self.bias or self.logit_scale
-
-    @property
-    def products(self) -> int:
-        """Matrix products with the width of hidden states beside the logits' own."""
-        return int(self.hidden_product) + int(self.weight)
+# `(tile index, hidden's sum, the weight's sum)` -> products; in place of hidden's and the weight's there are these sums
+# with the tile's shares. See `Backend`.
+TileStep = Callable[[jax.Array, jax.Array | None, WeightGradient | None], Arrays]
 
 
 def scale_gradient(

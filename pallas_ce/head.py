@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.gradient_products import NeedsGrad, Products
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.tiles import Tile
 
 
@@ -155,7 +155,6 @@ class Head:
             padded vocabulary may hold padding. None: all.
         up: `[V', r]`, whichever way the weight lies, any floating dtype; or None.
         down: `[r, H]` in the accumulator dtype; or None.
-        running: like the weight, float32 or of the weight's dtype: what the weight's gradient is added to; or None.
     """
 
     weight: jax.Array
@@ -166,7 +165,6 @@ class Head:
     valid_columns: jax.Array | None = None
     up: jax.Array | None = None
     down: jax.Array | None = None
-    running: jax.Array | None = None
 
     def matmul(self, a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: np.dtype | None = None) -> jax.Array:
         """Contracts axis `contract[0]` of `a [n, m]` with `contract[1]` of `b`: compute-dtype operands.
@@ -230,22 +228,23 @@ class Head:
         """Logits `[n, c]` for one tile, columns that are not valid included."""
         return self.columns(tile.take).logits(batch)
 
-    def tile_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs_grad: NeedsGrad) -> Products:
-        """A tile's share of the gradients from its dlogits `[n, c]`, which are rounded to the compute dtype first.
+    def tile_products(self, batch: Batch, dlogits: jax.Array, tile: Tile, needs: PerInput[bool]) -> Arrays:
+        """The products of a tile's dlogits `[n, c]`, which are rounded to the compute dtype first.
 
         Left in float32 they would pull both products into float32: the commonest performance bug of this field.
         """
         axis, hidden = self.spec.vocab_axis, batch.hidden
         rounded = dlogits.astype(self.spec.dtype)
         for_hidden = for_weight = for_bias = None
-        if needs_grad.hidden_product:
+        if needs.hidden:
             for_hidden = self.matmul(rounded, self._existing(tile, self.weight, axis), (1, axis))
-        if needs_grad.weight:
+        if needs.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
-        if needs_grad.bias_sum:
+        if needs.bias:
             for_bias = dlogits.sum(axis=0)
         up = None if self.up is None else self._existing(tile, self.up, 0)
-        return Products(for_hidden, for_weight, for_bias, *self.term_products(batch, rounded, up, needs_grad))
+        found = self.term_products(batch, rounded, up, needs)
+        return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
 
     def _existing(self, tile: Tile, x: jax.Array, axis: int) -> jax.Array:
         """The tile's part of `x`, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""
@@ -254,22 +253,28 @@ class Head:
             return part
         return jnp.where(tile.valid[:, None] if axis == 0 else tile.valid, part, jnp.zeros((), part.dtype))
 
-    def term_products(
-        self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs_grad: NeedsGrad
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """A low-rank term's: `dlogits [n, c]·up [c, r]`, and `dlogitsᵀ·low`; short, and XLA's whatever made dlogits."""
+    def term_products(self, batch: Batch, dlogits: jax.Array, up: jax.Array | None, needs: PerInput[bool]) -> Arrays:
+        """The low-rank term's products of `dlogits [n, c]` and `up [c, r]`: short, and XLA's whatever made dlogits."""
         if up is None:
-            return None, None
+            return NO_ARRAYS
         assert batch.low is not None
-        for_low = self.matmul(dlogits, up, (1, 0)) if needs_grad.low_product else None
-        return for_low, self.matmul(dlogits, batch.low, (0, 0)) if needs_grad.up else None
+        for_down = self.matmul(dlogits, up, (1, 0)) if needs.down else None
+        return NO_ARRAYS._replace(down=for_down, up=self.matmul(dlogits, batch.low, (0, 0)) if needs.up else None)
 
-    def row_sums(self, batch: Batch, needs_grad: NeedsGrad) -> Products:
+    def row_sums(self, batch: Batch, needs: PerInput[bool]) -> Arrays:
         """Zeros for the products by row that are needed."""
-        wide, rank = self.spec.accumulator, self.spec.rank
-        hidden = jnp.zeros(batch.hidden.shape, wide) if needs_grad.hidden_product else None
-        return Products(
-            hidden, low=jnp.zeros((*batch.leading, rank), wide) if rank and needs_grad.low_product else None
+        wide = self.spec.accumulator
+        hidden = jnp.zeros(batch.hidden.shape, wide) if needs.hidden else None
+        return NO_ARRAYS._replace(
+            hidden=hidden, down=jnp.zeros((*batch.leading, self.spec.rank), wide) if needs.down else None
+        )
+
+    def with_column_sums(self, sums: Arrays, needs: PerInput[bool], columns: int) -> Arrays:
+        """`sums` with zeros for the products by column that are needed."""
+        wide = self.spec.accumulator
+        return sums._replace(
+            bias=jnp.zeros(columns, wide) if needs.bias else None,
+            up=jnp.zeros((columns, self.spec.rank), wide) if needs.up else None,
         )
 
     def tile_logit_weights(self, start: jax.Array | int, size: int) -> jax.Array:

@@ -7,8 +7,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   `HeadSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
   `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
-  choose how to compute), `keep` (`Known`, the arrays that the backward of `NeedsGrad` needs) and `compute`, which takes
-  that back.
+  choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that a `PerInput` flags) and
+  `compute`, which takes that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
   `Batch` and a `Head` of `NO_WEIGHT`, carried out as `Settings` say; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `read_ids`, `label_array`,
@@ -37,7 +37,7 @@ from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import PerInput
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.materialized import refusal as materialized_refusal
@@ -60,8 +60,8 @@ __all__ = [
     "HeadSpec",
     "Implementation",
     "Known",
-    "NeedsGrad",
     "Operands",
+    "PerInput",
     "PrecisionLike",
     "Reduction",
     "Settings",

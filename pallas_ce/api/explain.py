@@ -16,7 +16,7 @@ from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
 from pallas_ce.dispatch.settings import WeightSum, decide
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import PerInput, needed_products
 from pallas_ce.head import HeadSpec
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
@@ -214,7 +214,8 @@ def _explain(
     scaled = not arguments.is_known(logit_scale, 1.0)
     exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
     exists |= {"up": up is not None, "down": down is not None}
-    needs_grad = NeedsGrad(**{name: there and name in differentiate for name, there in exists.items()})
+    needs_grad = PerInput(**{name: there and name in differentiate for name, there in exists.items()})
+    differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
     part = share(*arrays, of_labels, spec)
     how = decide(
         spec,
@@ -240,22 +241,22 @@ def _explain(
     told = Explanation(
         how.implementation,
         how.implementation_reason,
-        how.mode if needs_grad else None,
-        how.mode_reason if needs_grad else "nothing is differentiated",
-        gemms=1 + needs_grad.products,
+        how.mode if differentiated else None,
+        how.mode_reason if differentiated else "nothing is differentiated",
+        gemms=1 + needed.hidden + needed.weight,
         rows=None,
         columns=None,
         # Logits, probabilities and their gradient, as plain differentiation keeps them.
-        scratch_bytes=(3 if needs_grad else 2) * logits,
+        scratch_bytes=(3 if differentiated else 2) * logits,
         accumulator_bytes=0,
         gradient_bytes=gradients,
-        peak_bytes=(3 if needs_grad else 2) * logits + gradients,
+        peak_bytes=(3 if differentiated else 2) * logits + gradients,
         logits_bytes=logits,
-        stored_bytes=(2 if needs_grad else 1) * logits + gradients,
+        stored_bytes=(2 if differentiated else 1) * logits + gradients,
     )
     if how.mode is None:
         return dataclasses.replace(told, backward_reason=how.mode_reason)
-    mode = how.mode if needs_grad else None
+    mode = how.mode if differentiated else None
     passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
     weight_sum = WeightSum()
     if mode == "in_forward" and alone:
@@ -273,7 +274,7 @@ def _explain(
     of_weight_sum = spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
     if weight_sum.bytes:
         of_weight_sum = 0 if plan.rows >= tokens else weight_sum.bytes
-    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad, of_hidden, of_weight_sum)
+    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad.down, needed, of_hidden, of_weight_sum)
     # A padded copy is part of the plan, and rounded as it is made; one that is gathered is rounded before.
     copied, padded = 0, described[-1].weight_copy_bytes
     if how.backend.capabilities.casts_whole and weight.dtype != spec.dtype and not part.gathered_bytes:
@@ -303,16 +304,15 @@ def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
 
 
 def _accumulator_bytes(
-    spec: HeadSpec, tokens: int, mode: str | None, needs_grad: NeedsGrad, of_hidden: np.dtype, of_weight: int
+    spec: HeadSpec, tokens: int, mode: str | None, down: bool, needed: PerInput[bool], of_hidden: Any, of_weight: int
 ) -> int:
     """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
     if mode is None:
         return 0
-    elements = spec.weight_rows * (needs_grad.bias_sum + spec.rank * needs_grad.up)
-    elements += spec.rank * (tokens * needs_grad.low_product + spec.hidden_size * needs_grad.down)
-    hidden = tokens * spec.hidden_size * needs_grad.hidden_product
-    weight = of_weight * (mode == "in_forward" and needs_grad.weight)
-    return elements * spec.accumulator.itemsize + hidden * of_hidden.itemsize + weight
+    elements = spec.weight_rows * (needed.bias + spec.rank * needed.up)
+    elements += spec.rank * (tokens * needed.down + spec.hidden_size * down)
+    hidden = tokens * spec.hidden_size * needed.hidden * of_hidden.itemsize
+    return elements * spec.accumulator.itemsize + hidden + of_weight * (mode == "in_forward" and needed.weight)
 
 
 def _launch(launch: Launch) -> str:

@@ -12,9 +12,9 @@ from pallas_ce.api.options import Options, call_metrics, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.modes import evaluate, running
-from pallas_ce.modes.call import Call, Gradients, Known, Operands
+from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics, Reduction
@@ -160,7 +160,7 @@ def compute(
     return value, call_metrics(static.row_total, found, ids, mask, operands.inputs, settings.total)
 
 
-def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: NeedsGrad) -> Known | None:
+def keep(settings: Settings, call: CheckedCall, options: Options, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`, for gradients of `needs_grad` or fewer."""
     return evaluate.keep(*operands_of(settings, call, options), needs_grad)
 
@@ -170,17 +170,16 @@ def add_gradients(
     call: CheckedCall,
     options: Options,
     known: Known,
-    needs_grad: NeedsGrad,
+    needs_grad: PerInput[bool],
     cotangent: jax.Array,
     weight_sum: jax.Array,
-) -> Gradients:
+) -> Arrays:
     """The gradients of `compute`'s loss, a scalar; in place of the weight's there is `weight_sum` with it added.
 
     For mode recompute, from what `keep` has found. `cotangent []` and `weight_sum` are in the accumulator dtype.
     """
     static, operands = operands_of(settings, call, options)
-    head = dataclasses.replace(operands.head, running=weight_sum)
-    operands = operands._replace(head=head, known=known, cotangent=cotangent)
+    operands = operands._replace(known=known, cotangent=cotangent, weight_sum=weight_sum)
     return running.loss_and_gradients(static, operands, needs_grad)[1]
 
 

@@ -9,7 +9,7 @@ from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
@@ -120,6 +120,6 @@ def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known
     return from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
 
 
-def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: NeedsGrad) -> Known | None:
+def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`."""
     return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows(), call.row_mask), needs_grad)

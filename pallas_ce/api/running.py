@@ -15,9 +15,9 @@ from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import NO_GRADIENT
 from pallas_ce.modes import evaluate, running
-from pallas_ce.modes.call import added
+from pallas_ce.modes.sums import added
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.cross_entropy import Reduction
@@ -187,9 +187,9 @@ def _compute(
     if bias_sum is not None:  # so that its gradient is not rounded before it is added
         call = dataclasses.replace(call, bias=present(call.bias).astype(call.spec.accumulator))
     static, operands = operands_of(settings, call, options)
-    head = dataclasses.replace(operands.head, running=weight_sum)
-    needs_grad = NeedsGrad(hidden=True, weight=True, bias=bias_sum is not None)
-    loss, found = running.loss_and_gradients(static, operands._replace(head=head, cotangent=loss_scale), needs_grad)
+    operands = operands._replace(cotangent=loss_scale, weight_sum=weight_sum)
+    needs_grad = NO_GRADIENT._replace(hidden=True, weight=True, bias=bias_sum is not None)
+    loss, found = running.loss_and_gradients(static, operands, needs_grad)
     with_bias = None if bias_sum is None else added(bias_sum, present(found.bias))
     return LossAndGradients(loss, present(found.hidden), present(found.weight), with_bias)
 

@@ -111,7 +111,7 @@ def put(stored: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
     return stored.at[rows, inside].set(values.astype(stored.dtype), mode="drop", unique_indices=columns.ndim == 1)
 
 
-def put_among(stored: jax.Array, entries: Entries, start: jax.Array, first: jax.Array, count: Any) -> jax.Array:
+def put_among(stored: jax.Array, entries: Entries, start: jax.Array | int, first: jax.Array, count: Any) -> jax.Array:
     """`stored`, whose columns begin at `start`, with those entries that are among `count` columns from `first` on."""
     for columns, values in entries:
         inside = (columns >= first) & (columns < first + count)

@@ -38,7 +38,7 @@ from jax import lax
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import Products
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
@@ -53,10 +53,6 @@ _FARTHEST_ABOVE = 80.0
 
 # A reference from which all exponentials are 0.
 _HIGHEST = 1e30
-
-
-# The weight's sum over blocks, and the bits that it lacks if it is narrow (`Backend.weight_bits`).
-WeightTotal = tuple[jax.Array, jax.Array | None]
 
 
 class Range(NamedTuple):
@@ -120,7 +116,7 @@ class Stash:
 
 @dataclasses.dataclass(frozen=True)
 class Block(abc.ABC):
-    """One block.
+    """One block's work; a backend brings two kernels, for exponentials and for dlogits, and two products.
 
     Attributes:
         head: the head.
@@ -146,17 +142,24 @@ class Block(abc.ABC):
         result is the earlier E, and the `Partial` is undefined.
         """
 
+    @abc.abstractmethod
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        """dlogits without single entries in place of `operand`."""
+
+    @abc.abstractmethod
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        """`operand·weight [n, H]`."""
+
+    @abc.abstractmethod
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
+        """`total` with `operandᵀ·rows`, in the weight's layout, in its array and bits."""
+
     def _all_rows_unless(self, fits: jax.Array) -> jax.Array:
         """`[]` int32: 0 where all of every valid row of `fits`, `[n]` or `[n, K]`, does, else how many are valid."""
         rows, bad = fits.shape[0], self.valid_rows
         if bad is None:
             return jnp.max(jnp.where(fits, 0, rows))
         return jnp.max(jnp.where(fits | (spread(jnp.arange(rows), fits) >= bad), 0, bad))
-
-
-@dataclasses.dataclass(frozen=True)
-class Stashing(Block):
-    """The first half of a block's work."""
 
     def make(self, names: frozenset[str]) -> tuple[Partial, Stash]:
         """Statistics, and the stash; statistics of rows that are not valid mean nothing, but are finite."""
@@ -185,29 +188,10 @@ class Stashing(Block):
         largest = partial.max if "max_logit" in names else None
         return partial, Stash(exponentials, reference, partial.target_logit, largest, names)
 
-
-@dataclasses.dataclass(frozen=True)
-class Multiplying(Block):
-    """The second half; a backend brings a kernel for dlogits, and products."""
-
-    @abc.abstractmethod
-    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
-        """dlogits without single entries in place of `operand`."""
-
-    @abc.abstractmethod
-    def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """`operand·weight [n, H]`."""
-
-    @abc.abstractmethod
-    def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
-    ) -> WeightTotal:
-        """`operandᵀ·rows` in the weight's layout, times `late []`: in place of `total`, or added to it."""
-
-    def products(self, gradient: Gradient, stash: Stash, sums: Products, adds: jax.Array | bool) -> Products:
-        """See `Backend.stash_products`; without `adds` the sums are replaced."""
+    def products(self, gradient: Gradient, stash: Stash, sums: Arrays) -> tuple[Arrays, jax.Array | None]:
+        """See `Backend.stash_products`."""
         head, batch, rows = self.head, self.batch, self.batch.hidden.shape[0]
-        spec, (coefficients, _, argmax, needs, factor, _) = head.spec, gradient
+        spec, (coefficients, _, argmax, needs, factor, total) = head.spec, gradient
         replaced = [
             (columns, entries.gradients(head, batch, columns, logits, gradient))
             for columns, logits in ((batch.labels, stash.target_logit), (argmax, stash.max_logit))
@@ -227,28 +211,26 @@ class Multiplying(Block):
         operand = operand[:rows, : spec.vocab_size]
         if head.up is not None:
             operand = low_rank.zeroed(operand, self.valid_rows)
-        for_hidden, for_low, weight_sum, bias_sum, up_sum = None, None, sums.weight, sums.bias, sums.up
-        bits = sums.weight_bits
-        if needs.hidden_product:
+        for_hidden, for_down, weight, bits, bias_sum, up_sum = None, None, None, None, sums.bias, sums.up
+        if needs.hidden:
             for_hidden = scale[:, None] * self.for_hidden(operand)
-        if head.up is not None and needs.low_product:
-            for_low = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
-        if weight_sum is not None:
+        if head.up is not None and needs.down:
+            for_down = scale[:, None] * head.matmul(operand, head.up[: spec.vocab_size], (1, 0))
+        if total is not None:
             scaled, late = self._scaled(batch.hidden, scale, factor)
-            weight_sum, bits = self.for_weight(operand, scaled, late, (weight_sum, bits), adds)
+            weight, *_, bits = self.for_weight(operand, scaled, total._replace(scale=late))
         if up_sum is not None:
             assert batch.low is not None
             scaled, late = self._scaled(batch.low, scale, factor)
             product = head.matmul(operand, scaled, (0, 0))
-            product = pad(product if late is None else late * product, up_sum.shape)
-            up_sum = product + jnp.where(jnp.asarray(adds), up_sum, 0)
+            up_sum += pad(product if late is None else late * product, up_sum.shape)
         if bias_sum is not None:
             counted = operand
             if self.valid_rows is not None:
                 counted = jnp.where(jnp.arange(rows)[:, None] < self.valid_rows, operand, 0)
             summed = (counted.astype(spec.accumulator) * scale[:, None]).sum(axis=0)
-            bias_sum = pad(factor * summed, bias_sum.shape) + jnp.where(jnp.asarray(adds), bias_sum, 0)
-        return Products(for_hidden, weight_sum, bias_sum, for_low, up_sum, bits)
+            bias_sum += pad(factor * summed, bias_sum.shape)
+        return NO_ARRAYS._replace(hidden=for_hidden, weight=weight, bias=bias_sum, up=up_sum, down=for_down), bits
 
     def _with_scale(self, gradient: Gradient, stash: Stash, replaced: entries.Entries) -> tuple[jax.Array, jax.Array]:
         """E and s, `[n]`, from references by which the entries that are to be replaced fit."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.head import Head
+from pallas_ce.statistics.row import spread
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
@@ -39,8 +40,8 @@ def zeroed(dlogits: jax.Array, rows: jax.Array | None, columns: jax.Array | None
     return device_cond(whole, lambda: dlogits, blanked)
 
 
-def own_columns(for_up: jax.Array | None, count: jax.Array, shift: jax.Array) -> jax.Array | None:
-    """A part's share of `up [c, r]`, whose first `count []` count, as a tile's that begins `shift` earlier."""
-    if for_up is None:
+def own_columns(share: jax.Array | None, count: jax.Array | int, shift: jax.Array) -> jax.Array | None:
+    """A part's share `[c, ...]`, whose first `count []` columns count, as a tile's that begins `shift` earlier."""
+    if share is None:
         return None
-    return jnp.roll(jnp.where(jnp.arange(len(for_up))[:, None] < count, for_up, 0), shift, axis=0)
+    return jnp.roll(jnp.where(spread(jnp.arange(len(share)) < count, share), share, 0), shift, axis=0)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce.gradient_products import NeedsGrad, Products, TileStep
+from pallas_ce.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
@@ -55,17 +55,17 @@ class Gradient(NamedTuple):
         coefficients: `[n]` each, normalised and `measured_from_largest`; 0 in rows that are not valid.
         reference: `[n]`, what logits are measured from: each row's largest one; None where no term needs it.
         argmax: `[n]`; None where no term needs it.
-        needs: which gradients.
+        needs: which products, see `needed_products`.
         factor: `[]`, what undoes the normalisation.
-        adds: whether in_forward's sums hold something that even the first block's shares are added to.
+        weight_sum: in_forward's, where the weight's share goes; None if it is not needed.
     """
 
     coefficients: Coefficients
     reference: jax.Array | None = None
     argmax: jax.Array | None = None
-    needs: NeedsGrad = NeedsGrad()
+    needs: PerInput[bool] = NO_GRADIENT
     factor: jax.Array | float = 1.0
-    adds: bool = False
+    weight_sum: WeightGradient | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +210,8 @@ class Backend(Protocol):
         """For the recompute mode: prepares a block for the step that recomputes one tile of its logits.
 
         The step returns hidden's sum `[N, H]`, by place, with the block's `dlogits·weight_tile` added; the weight's
-        with `dlogitsᵀ·hidden`; and shares of the other `Products`, all before the scale and the normalisation, None
-        where not needed. Tiles come from the last to the first, and each replaces its part of a whole gradient, which
-        begins undefined. `gradient.factor` is the caller's affair: it is in that gradient's scale.
+        array with `dlogitsᵀ·hidden`; and the tile's other products, all before the scale and the normalisation. Tiles
+        come from the last to the first. The caller applies `gradient.factor`, which a `WeightGradient.scale` contains.
         """
 
     def stash(
@@ -224,14 +223,12 @@ class Backend(Protocol):
         """
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Products, plan: Plan, block: RowBlock
-    ) -> Products:
-        """Gradients of one block from its stash.
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Arrays, plan: Plan, block: RowBlock
+    ) -> tuple[Arrays, jax.Array | None]:
+        """Products of one block from its stash, before the scale; and the bits of the weight's sum.
 
-        Of the `sums` weight, bias and up are arrays of the whole head: the weight in the accumulator dtype or, where it
-        is rounded at once or has `weight_bits`, its own. Returned are these with `factor` times the block's shares
-        added; and hidden and low, products by row, undefined in rows that are not valid. All is before the scale, None
-        where not needed.
-        Where `block.number` is 0 the sums hold nothing yet and are replaced, but for the weight's padding, which stays;
-        see also `Capabilities.adds_in_place`.
+        `factor` times the block's share is added to the `sums` for bias and up, `[V', ...]`, and goes where
+        `gradient.weight_sum` says. Its array is in the accumulator dtype or, if it is rounded at once or has bits, the
+        weight's; if it is replaced, the weight's padding stays. See also `Capabilities.adds_in_place`. The products by
+        row, for hidden and down, are undefined in rows that are not valid.
         """

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.select import Default
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import PerInput
 from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
@@ -162,7 +162,7 @@ class Settings:
         return np.dtype(jnp.bfloat16) if rounded else spec.accumulator
 
     def weight_sum(
-        self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: NeedsGrad, shards: Shards, *, given: bool = False
+        self, spec: HeadSpec, weight_dtype: np.dtype, needs_grad: PerInput[bool], shards: Shards, *, given: bool = False
     ) -> WeightSum:
         """What in_forward adds up the weight's gradient in; see `block_sizes`."""
         rounded = self.kept_dtype(spec, weight_dtype) != spec.accumulator

@@ -1,17 +1,13 @@
-"""What the modes share: a call as data, and how its gradients are finished."""
+"""What the modes share: a call as data."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_ce.gradient_products import NeedsGrad, Products, scale_gradient
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import Batch, Head
-from pallas_ce.parallel.shards import Axes, RowArrays, Shards, Sums, psum
-from pallas_ce.statistics.logits import product
-from pallas_ce.statistics.powers import exponent_above, power_of_two
 
 
 class RowTotal(Protocol):
@@ -54,17 +50,6 @@ class Call[How]:
         return frozenset() if self.row_total is None else self.row_total.names
 
 
-class Gradients(NamedTuple):
-    """Gradients of the inputs, or what they are made of before upstream scalar and scale; None where not needed."""
-
-    hidden: jax.Array | None = None
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    logit_scale: jax.Array | None = None
-    up: jax.Array | None = None
-    down: jax.Array | None = None
-
-
 class Known(NamedTuple):
     """A forward's results, given to a later evaluation of the same problem so that they are not made again.
 
@@ -73,11 +58,11 @@ class Known(NamedTuple):
 
     Attributes:
         statistics: `[N]` each, those that the loss reads and those that its derivatives do.
-        sums: in_forward's, that the gradients come from.
+        sums: in_forward's, that the gradients come from, before upstream scalar and scale.
     """
 
     statistics: dict[str, jax.Array]
-    sums: Gradients = Gradients()
+    sums: Arrays = NO_ARRAYS
 
 
 class Operands(NamedTuple):
@@ -91,6 +76,7 @@ class Operands(NamedTuple):
             all rows share.
         known: what `evaluate.keep` has found for the same call, or None.
         cotangent: `[]`, of the sum of the row totals, where gradients are made at once; None: it is not known yet.
+        weight_sum: like the weight, float32 or of its dtype: what its gradient is then added to; else None.
     """
 
     batch: Batch
@@ -99,115 +85,21 @@ class Operands(NamedTuple):
     inputs: Any = ((), ())
     known: Known | None = None
     cotangent: jax.Array | None = None
+    weight_sum: jax.Array | None = None
+
+    @property
+    def differentiable(self) -> Arrays:
+        """The inputs that can be differentiated."""
+        head = self.head
+        return PerInput(self.batch.hidden, head.weight, head.bias, head.logit_scale, head.up, head.down)
+
+    def replaced(self, inputs: PerInput[Any]) -> Self:
+        """Puts `inputs`, arrays or not, in place of the differentiable ones."""
+        hidden, weight, bias, logit_scale, up, down = inputs
+        head = dataclasses.replace(self.head, weight=weight, bias=bias, logit_scale=logit_scale, up=up, down=down)
+        return self._replace(batch=self.batch._replace(hidden=hidden), head=head)
 
 
 def absent() -> jax.Array:
     """Stands for None among residuals."""
     return jnp.zeros(1, jnp.int8)
-
-
-def through_down(head: Head, for_hidden: jax.Array | None, for_low: jax.Array | None) -> jax.Array | None:
-    """`for_hidden [n, H]` with what a low-rank term adds to it: `for_low·down`."""
-    if for_hidden is None or for_low is None:
-        return for_hidden
-    assert head.down is not None
-    operand, factor = _fitted(for_low, head)
-    return for_hidden + factor * head.matmul(operand, head.down, (1, 0))
-
-
-def _for_down(head: Head, rows: RowArrays, for_low: jax.Array) -> jax.Array:
-    """`for_lowᵀ·hidden [r, H]`, where `for_low [N, r]` is 0 in rows that do not count."""
-    operand, factor = _fitted(for_low, head)
-    # Behind a barrier: XLA would keep until now what it zeroed to find `low`, or as many zeros.
-    hidden = rows.batch.hidden
-    operand, hidden, zero = jax.lax.optimization_barrier((operand, hidden, jnp.zeros((), hidden.dtype)))
-    counted = hidden if rows.mask is None else jnp.where(rows.mask[..., None], hidden, zero)
-    return factor * head.matmul(operand, counted, (0, 0))
-
-
-def _fitted(x: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
-    """`x` as an operand, divided by the power of two that comes with it, so that it fits every dtype's range."""
-    shift = exponent_above(x)
-    return (x * power_of_two(-shift, x.dtype)).astype(head.spec.dtype), power_of_two(shift, x.dtype)
-
-
-def sum_over_devices(shards: Shards, rows: RowArrays, head: Head, needs_grad: NeedsGrad, sums: Products) -> Gradients:
-    """The head's small sums from this device's share of them, beside the weight's as it came.
-
-    A mode decides when hidden's and weight's are rounded and summed. The scale's gradient is made here, from hidden's
-    and the bias's (see `scale_gradient`), and `down`'s from the rows' `low`.
-    """
-    scale = down = None
-    if needs_grad.logit_scale:
-        assert sums.hidden is not None
-        scale = scale_gradient(rows.batch.hidden, sums.hidden, head.bias, sums.bias)
-        scale = psum(scale, shards.sums.logit_scale)
-    if needs_grad.down:
-        assert sums.low is not None
-        down = psum(_for_down(head, rows, sums.low), shards.sums.down)
-    bias = None if sums.bias is None or not needs_grad.bias else shards.sum_entries(sums.bias, shards.sums.bias)
-    up = None if sums.up is None else shards.sum_entries(sums.up, shards.sums.up)
-    return Gradients(None, sums.weight, bias, scale, up, down)
-
-
-def without_padding(head: Head, columns: int, sums: Products, *, weight: bool = True) -> Products:
-    """The head's sums, the `weight`'s too, with 0 in the padding among the first `columns` entries that tiles cover.
-
-    Its dlogits are 0, but a NaN in hidden states makes a NaN of 0·NaN.
-    """
-    spec = head.spec
-
-    def cleared(x: jax.Array | None, axis: int = 0) -> jax.Array | None:
-        if x is None or columns == spec.vocab_size:
-            return x
-        zeros = jnp.zeros([columns - spec.vocab_size if i == axis else n for i, n in enumerate(x.shape)], x.dtype)
-        # From an index that XLA does not know: else it would make one operation of this and a kernel's, and fail.
-        start = lax.optimization_barrier(jnp.int32(spec.vocab_size))
-        return lax.dynamic_update_slice_in_dim(x, zeros, start, axis)
-
-    own = cleared(sums.weight, spec.vocab_axis) if weight else sums.weight
-    return sums._replace(weight=own, bias=cleared(sums.bias), up=cleared(sums.up))
-
-
-def adds_in_place(head: Head, shards: Shards) -> bool:
-    """Whether a device adds to its part of `head.running` what it makes, where it lies; else what all devices made."""
-    running = head.running
-    return (
-        running is not None and running.dtype == head.spec.accumulator and not (shards.sums.weight or shards.gathered)
-    )
-
-
-def added(running: jax.Array, gradient: jax.Array) -> jax.Array:
-    """`running` with a gradient in the accumulator dtype, rounded once."""
-    return (running.astype(gradient.dtype) + gradient).astype(running.dtype)
-
-
-def finish(
-    operands: Operands, sums: Gradients, upstream: jax.Array | None = None, axes: Sums | None = None
-) -> Gradients:
-    """Gradients from their sums, times the upstream scalar (None: 1) and the logit scale, each rounded once.
-
-    Where each device has a share of a gradient, the shares are added up over `axes`; the weight's, see `Shards`, when
-    they have been rounded.
-    """
-    head, axes = operands.head, axes or Sums()
-    upstream = jnp.ones((), head.spec.accumulator) if upstream is None else upstream
-    scale = upstream if head.logit_scale is None else upstream * head.logit_scale
-
-    def rounded(total: jax.Array | None, like: jax.Array | None, axes: Axes) -> jax.Array | None:
-        if total is None or like is None:
-            return None
-        total = total.astype(scale.dtype)
-        # Rows and columns that do not count have 0, whatever the logit scale is. Upstream scalars alone are often a
-        # constant 1, with which there is nothing to be done.
-        scaled = scale * total if head.logit_scale is None else product(total, scale)
-        return psum(scaled, axes).astype(like.dtype)
-
-    return Gradients(
-        rounded(sums.hidden, operands.batch.hidden, axes.hidden),
-        None if (weight := rounded(sums.weight, head.weight, ())) is None else psum(weight, axes.weight),
-        rounded(sums.bias, head.bias, axes.bias),
-        None if sums.logit_scale is None else psum(upstream * sums.logit_scale, axes.logit_scale),
-        rounded(sums.up, head.up, axes.up),
-        rounded(sums.down, head.down, axes.down),
-    )

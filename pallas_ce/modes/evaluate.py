@@ -3,7 +3,6 @@
 Gradients are streamed, so they can be had once, in reverse mode.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
-from pallas_ce.modes.call import Call, Gradients, Known, Operands, RowTotal
+from pallas_ce.modes.call import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
@@ -80,8 +79,8 @@ def given(cotangents: Any) -> Any:
 
 
 def differentiable[Static, Out](
-    forward: Callable[[Static, Operands, NeedsGrad | None], tuple[Out, Any]],
-    backward: Callable[[Static, Operands, NeedsGrad, Any, Any], Gradients],
+    forward: Callable[[Static, Operands, PerInput[bool] | None], tuple[Out, Any]],
+    backward: Callable[[Static, Operands, PerInput[bool], Any, Any], Arrays],
     *,
     instead: str = _USE_REFERENCE,
     reads_operands: bool = True,
@@ -100,23 +99,20 @@ def differentiable[Static, Out](
         return forward(static, operands, None)[0]
 
     def saving(static: Static, primals: Any) -> tuple[Out, _Saved]:
-        arrays = (primals.batch.hidden, *(getattr(primals.head, name) for name in Gradients._fields[1:]))
-        flags = [x is not None and x.perturbed for x in arrays]
+        flags = primals.differentiable.map(lambda x: x is not None and x.perturbed)
         operands: Operands = values_of(primals)
-        out, kept = forward(static, first_order_only(operands, instead), NeedsGrad(*flags))
+        out, kept = forward(static, first_order_only(operands, instead), flags)
         read = operands._replace(known=None) if reads_operands else jax.tree.map(lambda _: None, operands)
         return out, _Saved(read, kept, jnp.zeros([1 + flag for flag in flags], jnp.int8))
 
     def cotangents_of(static: Static, saved: _Saved, cotangents: Any) -> tuple[Any]:
-        needs_grad, cotangents = NeedsGrad(*(size > 1 for size in saved.flags.shape)), given(cotangents)
-        gradients = Gradients()
-        if needs_grad and jax.tree.leaves(cotangents):
+        needs_grad, cotangents = PerInput(*(size > 1 for size in saved.flags.shape)), given(cotangents)
+        gradients = NO_ARRAYS
+        if any(needs_grad) and jax.tree.leaves(cotangents):
             used, kept, cotangents = first_order_only((saved.operands, saved.kept, cotangents), instead)
             gradients = backward(static, used, needs_grad, kept, cotangents)
         zero: Any = jax.tree.map(lambda _: None, saved.operands)
-        hidden, *of_head = gradients
-        head = dataclasses.replace(zero.head, **dict(zip(Gradients._fields[1:], of_head, strict=True)))
-        return (zero._replace(batch=zero.batch._replace(hidden=hidden), head=head),)
+        return (zero.replaced(gradients),)
 
     function.defvjp(saving, cotangents_of, symbolic_zeros=True)
     return reverse_mode_only(function)
@@ -140,7 +136,7 @@ _of_logits_with_handle = differentiable(
 
 def statistics(call: Call[Settings], operands: Operands) -> dict[str, jax.Array]:
     """Primitive statistics `[...]` of the rows, differentiable; 0 where the mask is False."""
-    batch, head, mask, *_ = operands
+    batch, head, mask = operands[:3]
     if batch.hidden.size == 0:
         return empty_statistics(call.names, batch, head)
     if call.settings.mode is None:
@@ -174,7 +170,7 @@ def _values(call: Call[Settings], operands: Operands, found: dict[str, jax.Array
     return row_values(call.row_total, found, leading, operands.mask, operands.inputs).reshape(leading)
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known | None:
+def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known | None:
     """What `Operands.known` may be, for gradients of `needs_grad` or fewer.
 
     None for the reference, which differentiates its logits anew.

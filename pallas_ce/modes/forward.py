@@ -8,10 +8,11 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.dispatch.settings import Settings
+from pallas_ce.gradient_products import NO_ARRAYS
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.call import Operands
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics.row import finalise, struct
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
@@ -45,13 +46,14 @@ def forward_statistics(
     """
     with jax.named_scope("pallas_ce.forward"):
         operation = streamed(settings, functools.partial(_local_statistics, names, before_gradient))
-        return operation(RowArrays(operands.batch, operands.mask), operands.head)[0]
+        return operation(RowArrays(operands.batch, operands.mask), operands.head, NO_ARRAYS)[0]
 
 
 def _local_statistics(
-    names: frozenset[str], before_gradient: bool, settings: Settings, shards: Shards, rows: RowArrays, head: Head
+    names: frozenset[str], before_gradient: bool, settings: Settings, local: Local
 ) -> tuple[Statistics, None]:
     """The statistics of the rows that came in on one device."""
+    shards, rows, head, _ = local
     hidden, backend = rows.batch.hidden, settings.backend
     tokens, whole = hidden.shape[0], settings.block_sizes(head.spec, hidden.shape[0], None)
 

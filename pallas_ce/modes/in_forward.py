@@ -19,24 +19,12 @@ from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad, Products
-from pallas_ce.head import Head
-from pallas_ce.modes.call import (
-    Call,
-    Gradients,
-    Known,
-    Operands,
-    absent,
-    added,
-    adds_in_place,
-    finish,
-    sum_over_devices,
-    through_down,
-    without_padding,
-)
+from pallas_ce.gradient_products import NO_ARRAYS, NO_GRADIENT, Arrays, PerInput, WeightGradient, needed_products
+from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
+from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards, Sums, psum
+from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
 from pallas_ce.streaming.loops import vary_like
@@ -57,29 +45,28 @@ def with_handle(
 
 
 def forward(
-    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None
-) -> tuple[tuple[Statistics, jax.Array], Gradients]:
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+) -> tuple[tuple[Statistics, jax.Array], PerInput[jax.Array]]:
     """Statistics and handle; kept are the sums that the gradients come from."""
     if (known := operands.known) is None:
-        known = keep(call, operands, needs_grad or NeedsGrad())
+        known = keep(call, operands, needs_grad or NO_GRADIENT)
     found = only(known.statistics, call.names)
-    kept = Gradients(*(absent() if x is None else x for x in known.sums))
+    kept = known.sums.map(lambda x: absent() if x is None else x)
     return with_handle(found, operands.inputs, operands.head.spec.accumulator, call.settings.total), kept
 
 
 def backward(
     call: Call[Settings],
     operands: Operands,
-    needs_grad: NeedsGrad,
-    kept: Gradients,
+    needs_grad: PerInput[bool],
+    kept: PerInput[jax.Array],
     cotangents: tuple[Any, jax.Array | None],
-) -> Gradients:
+) -> Arrays:
     """The sums times the handle's cotangent."""
     upstream, shards = cotangents[1], call.settings.shards or Shards()
     if upstream is None or not _varies(call):
-        return Gradients()
-    sums = Gradients(*(x if flag else None for x, flag in zip(kept, dataclasses.astuple(needs_grad), strict=True)))
-    return finish(operands, sums, psum(upstream, shards.cotangents_of_total), shards.sums)
+        return NO_ARRAYS
+    return finish(operands, kept.where(needs_grad), psum(upstream, shards.cotangents_of_total), shards.sums)
 
 
 def _varies(call: Call[Settings]) -> bool:
@@ -87,45 +74,45 @@ def _varies(call: Call[Settings]) -> bool:
     return bool(call.read - {"argmax"})
 
 
-def keep(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> Known:
+def keep(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> Known:
     """Statistics and the sums that the gradients in `needs_grad` come from."""
-    if not (needs_grad and _varies(call)):
+    if not (any(needs_grad) and _varies(call)):
         return Known(forward_statistics(call.settings, call.names, operands))
     settings, (by_row, shared) = call.settings, operands.inputs
     if settings.shards is not None and operands.cotangent is None:
         # Left to the backward: upstream scalars may differ, and the forward moves only O(tokens) numbers.
-        settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=Sums()))
+        settings = dataclasses.replace(settings, shards=dataclasses.replace(settings.shards, sums=NO_AXES))
     with jax.named_scope("pallas_ce.in_forward"):
         # Not the weight's dtype as the operation sees it: a gathered weight may be narrower.
-        dtype = operands.head.weight.dtype if operands.head.running is None else operands.head.spec.accumulator
-        operation = functools.partial(_statistics_and_sums, call, needs_grad, dtype)
+        head, given = operands.head, NO_ARRAYS._replace(weight=operands.weight_sum)
+        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
+        operation = streamed(settings, functools.partial(_statistics_and_sums, call, needs_grad, dtype))
         rows = RowArrays(operands.batch, operands.mask, more=by_row)
-        (found, hidden_sum), of_head = streamed(settings, operation)(rows, operands.head, shared, operands.cotangent)
+        (found, hidden_sum), of_head = operation(rows, head, given, shared, operands.cotangent)
     return Known(found, of_head._replace(hidden=hidden_sum))
 
 
 def _statistics_and_sums(
     call: Call[Any],
-    needs_grad: NeedsGrad,
+    needs_grad: PerInput[bool],
     weight_dtype: np.dtype,
     settings: Settings,
-    shards: Shards,
-    rows: RowArrays,
-    head: Head,
+    local: Local,
     shared_inputs: Any,
     cotangent: jax.Array | None,
-) -> tuple[tuple[Statistics, jax.Array | None], Gradients]:
+) -> tuple[tuple[Statistics, jax.Array | None], Arrays]:
     """Statistics and `dlogits·weight` by row, and the head's sums, all before upstream scalar and scale."""
+    shards, rows, head, given = local
     spec, backend, tokens = head.spec, settings.backend, rows.batch.hidden.shape[0]
-    wide, in_place = spec.accumulator, adds_in_place(head, shards)
+    wide, in_place, needs = spec.accumulator, local.adds_in_place, needed_products(needs_grad, spec.rank)
     weight_sum = settings.weight_sum(spec, weight_dtype, needs_grad, shards, given=in_place)
     plan = settings.block_sizes(spec, tokens, "in_forward", weight_sum)
     alone = plan.rows >= tokens
-    bits = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
+    bits_shape = backend.weight_bits(spec, plan.rows) if weight_sum.narrow and not alone else None
     names = call.names | coef.saved_statistics(call.read)
 
     def body(block: RowBlock, carry: Any) -> Any:
-        found, sums = carry
+        found, sums, bits = carry
         block_batch = jax.tree.map(block.take, rows.batch)
         partial, stash = backend.stash(head, block_batch, names, plan, block)
         statistics = finalise(shards.merge(partial, head), names)
@@ -140,24 +127,24 @@ def _statistics_and_sums(
             coefficients,
             statistics["max_logit"] if coefficients.need_probabilities else None,
             shards.columns(statistics["argmax"], head) if coefficients.argmax is not None else None,
-            needs_grad,
+            needs,
             factor,
-            in_place,
+            None if sums.weight is None else WeightGradient(sums.weight, in_place or block.number != 0, bits=bits),
         )
-        of_head = sums._replace(hidden=None, low=None)
-        shares = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
-        for_low = None if shares.low is None else block.select(shares.low, 0.0)
-        for_hidden = through_down(head, shares.hidden, for_low)
+        of_head = NO_ARRAYS._replace(bias=sums.bias, up=sums.up)
+        shares, bits = backend.stash_products(head, block_batch, gradient, stash, of_head, plan, block)
+        for_down = None if shares.down is None else block.select(shares.down, 0.0)
+        for_hidden = through_down(head, shares.hidden, for_down)
 
         def put(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
             return None if total is None or share is None else block.put(total, factor * share)
 
-        shares = shares._replace(hidden=put(sums.hidden, for_hidden), low=put(sums.low, for_low))
-        return put_all(block, found, statistics), shares
+        shares = shares._replace(hidden=put(sums.hidden, for_hidden), down=put(sums.down, for_down))
+        return put_all(block, found, statistics), shares, bits
 
     # A block that is the only one rounds its sum at once.
     kept = settings.kept_dtype(spec, weight_dtype)
-    sum_dtype = kept if bits or (alone and weight_sum.bytes) else wide
+    sum_dtype = kept if bits_shape or (alone and weight_sum.bytes) else wide
     # Hidden's does, too, each row being written once, unless more is to be made of it first.
     kept_hidden = settings.kept_dtype(spec, rows.batch.hidden.dtype)
     hidden_dtype = wide if needs_grad.logit_scale or shards != Shards() else kept_hidden
@@ -166,31 +153,20 @@ def _statistics_and_sums(
     # Where every row counts each is written once, and nothing need be there before; nor where a first block, which is
     # visited, replaces all of the weight's sum.
     by_row = lax.empty if rows.mask is None else jnp.zeros
-    replaced = alone or bits is not None or not backend.capabilities.adds_in_place
+    replaced = alone or bits_shape is not None or not backend.capabilities.adds_in_place
     covered = blocks.all_visited and plan.vocab_size == spec.weight_rows
     of_weight = lax.empty if replaced and covered else jnp.zeros
-    init: Any = (
-        empty_statistics(call.names, rows.batch, head),
-        Products(
-            by_row(rows.batch.hidden.shape, hidden_dtype) if needs_grad.hidden_product else None,
-            (head.running if in_place else of_weight(head.weight.shape, sum_dtype)) if needs_grad.weight else None,
-            jnp.zeros(spec.weight_rows, wide) if needs_grad.bias_sum else None,
-            by_row((tokens, spec.rank), wide) if needs_grad.down else None,
-            jnp.zeros((spec.weight_rows, spec.rank), wide) if needs_grad.up else None,
-            None if bits is None else lax.empty(bits, sum_dtype),
-        ),
+    empty = empty_statistics(call.names, rows.batch, head)
+    init = NO_ARRAYS._replace(
+        hidden=by_row(rows.batch.hidden.shape, hidden_dtype) if needs.hidden else None,
+        weight=(given.weight if in_place else of_weight(head.weight.shape, sum_dtype)) if needs.weight else None,
+        down=by_row((tokens, spec.rank), wide) if needs_grad.down else None,
     )
-    found, sums = blocks.for_each(body, init)
+    init = head.with_column_sums(init, needs, spec.weight_rows)
+    bits = None if bits_shape is None else lax.empty(bits_shape, sum_dtype)
+    found, sums, _ = blocks.for_each(body, (empty, init, bits))
     sums = without_padding(head, plan.vocab_size, sums, weight=not in_place)
-    of_head = sum_over_devices(shards, rows, head, needs_grad, sums)
-    hidden_sum = None
-    if needs_grad.hidden:
-        assert sums.hidden is not None
-        hidden_sum = shards.sum_hidden(sums.hidden, kept_hidden)
-    if of_head.weight is not None and not in_place:
-        own = shards.scatter_weight(of_head.weight, spec.vocab_axis).astype(kept)
-        own = psum(own, shards.sums.weight)
-        of_head = of_head._replace(weight=own if head.running is None else added(head.running, own))
+    hidden_sum, of_head = sum_over_devices(local, needs_grad, sums, (kept_hidden, kept))
     return (shards.own_rows(found), hidden_sum), of_head
 
 

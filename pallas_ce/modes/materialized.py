@@ -22,9 +22,9 @@ from jax import lax
 from pallas_ce.backends.protocol import Gradient, Materialized, Mode
 from pallas_ce.dispatch import select
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import Head, HeadSpec
-from pallas_ce.modes.call import Call, Gradients, Operands, absent
+from pallas_ce.modes.call import Call, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
@@ -81,7 +81,9 @@ def refusal(implementation: str, spec: HeadSpec, rows: int | None = None, severa
     return "it has no kernels for materialized logits" if on_gpus else None
 
 
-def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, Statistics]:
+def forward(
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+) -> tuple[Statistics, Statistics]:
     """The statistics; keeps the ones that their derivatives read."""
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
     found = row_statistics(call.settings, call.names | saved, operands)
@@ -89,20 +91,20 @@ def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | No
 
 
 def backward(
-    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: Statistics, cotangents: Statistics
-) -> Gradients:
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool], kept: Statistics, cotangents: Statistics
+) -> Arrays:
     """dlogits from the statistics' cotangents."""
     del needs_grad
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
-    return Gradients(hidden=row_gradient(call.settings, operands, kept, cotangents))
+    return NO_ARRAYS._replace(hidden=row_gradient(call.settings, operands, kept, cotangents))
 
 
 def forward_and_gradient(
-    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
 ) -> tuple[tuple[Statistics, jax.Array], tuple[jax.Array, jax.Array]]:
     """Statistics and handle; keeps dlogits and, where they are normalised, what undoes that, by row."""
     dlogits = factor = absent()
-    if needs_grad and call.read - {"argmax"}:
+    if needs_grad and any(needs_grad) and call.read - {"argmax"}:
         with jax.named_scope("pallas_ce.materialized.forward_and_gradient"):
             operation = functools.partial(_statistics_and_gradient, call)
             found, dlogits = _over_rows(call.settings, operation, operands, *operands.inputs)
@@ -115,16 +117,16 @@ def forward_and_gradient(
 def scaled_gradient(
     call: Call[Settings],
     operands: Operands,
-    needs_grad: NeedsGrad,
+    needs_grad: PerInput[bool],
     kept: tuple[jax.Array, jax.Array],
     cotangents: tuple[Any, jax.Array | None],
-) -> Gradients:
+) -> Arrays:
     """dlogits times the handle's cotangent."""
     (dlogits, factor), upstream, spec = kept, cotangents[1], operands.head.spec
     if upstream is None or not call.read - {"argmax"}:
-        return Gradients()
+        return NO_ARRAYS
     scale = upstream * factor[..., None] if _normalises(spec) else upstream
-    return Gradients(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
+    return NO_ARRAYS._replace(hidden=(scale * dlogits.astype(spec.accumulator)).astype(spec.dtype))
 
 
 def row_statistics(settings: Settings, names: frozenset[str], operands: Operands) -> Statistics:

@@ -12,13 +12,13 @@ import numpy as np
 
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad, TileStep
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, needed_products
 from pallas_ce.head import Head
 from pallas_ce.modes import sweep
-from pallas_ce.modes.call import Call, Gradients, Operands
+from pallas_ce.modes.call import Call, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards, psum
+from pallas_ce.parallel.shards import Local, RowArrays, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
 from pallas_ce.streaming.rows import RowBlock
@@ -36,7 +36,9 @@ class _Kept(NamedTuple):
     head: Head | None
 
 
-def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | None) -> tuple[Statistics, _Kept | None]:
+def forward(
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool] | None
+) -> tuple[Statistics, _Kept | None]:
     """The statistics; keeps the ones that their derivatives read."""
     settings, known, whole = call.settings, operands.known, None
     saved: frozenset[str] = frozenset() if needs_grad is None else coef.saved_statistics(call.names)
@@ -45,7 +47,7 @@ def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | No
         whole = settings.shards.gather(operands.head)
         settings, operands = _handed_whole(settings), operands._replace(head=whole)
     if known is None:
-        before_gradient = needs_grad is not None and needs_grad.hidden_product
+        before_gradient = needs_grad is not None and (needs_grad.hidden or needs_grad.logit_scale)
         found = forward_statistics(settings, call.names | saved, operands, before_gradient=before_gradient)
     else:
         found = known.statistics
@@ -53,20 +55,21 @@ def forward(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad | No
 
 
 def backward(
-    call: Call[Settings], operands: Operands, needs_grad: NeedsGrad, kept: _Kept, cotangents: Statistics
-) -> Gradients:
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool], kept: _Kept, cotangents: Statistics
+) -> Arrays:
     """Gradients from the statistics' cotangents."""
     settings, head = call.settings, operands.head
     cotangents = {name: g for name, g in cotangents.items() if g is not None}
     if settings.shards is not None:
         cotangents = {name: psum(g, settings.shards.cotangents_by_row) for name, g in cotangents.items()}
     with jax.named_scope("pallas_ce.recompute"):
-        dtype = head.weight.dtype if head.running is None else head.spec.accumulator
+        given = NO_ARRAYS._replace(weight=operands.weight_sum)
+        dtype = head.weight.dtype if given.weight is None else head.spec.accumulator
         gradients = functools.partial(_gradients, needs_grad, dtype)
         if kept.head is not None:
             settings, head = _handed_whole(settings), kept.head
         rows = RowArrays(operands.batch, operands.mask, (kept.statistics, cotangents))
-        return sweep.finished(operands, *streamed(settings, gradients)(rows, head))
+        return sweep.finished(operands, *streamed(settings, gradients)(rows, head, given))
 
 
 def _handed_whole(settings: Settings) -> Settings:
@@ -75,8 +78,9 @@ def _handed_whole(settings: Settings) -> Settings:
 
 
 def _gradients(
-    needs_grad: NeedsGrad, weight_dtype: np.dtype, settings: Settings, shards: Shards, rows: RowArrays, head: Head
-) -> tuple[jax.Array | None, Gradients]:
+    needs_grad: PerInput[bool], weight_dtype: np.dtype, settings: Settings, local: Local
+) -> tuple[jax.Array | None, Arrays]:
+    shards, rows, head, _ = local
     kept, cotangents = rows.more
     coefficients = coef.select(coef.from_cotangents(cotangents, kept, rows.batch), rows.mask)
     coefficients, factor = coef.normalise(coefficients, head.largest_logit_weight)
@@ -84,12 +88,12 @@ def _gradients(
     reference = kept["max_logit"] if coefficients.need_probabilities else None
     argmax = shards.columns(kept["argmax"], head) if coefficients.argmax is not None else None
     backend, tokens = settings.backend, rows.batch.hidden.shape[0]
-    plan = settings.block_sizes(head.spec, tokens, "recompute")
+    plan, needs = settings.block_sizes(head.spec, tokens, "recompute"), needed_products(needs_grad, head.spec.rank)
 
     def products(block: RowBlock) -> TileStep:
         block_coefficients = coef.select(jax.tree.map(block.take, coefficients), block.valid)
         block_batch, block_reference, block_argmax = jax.tree.map(block.take, (rows.batch, reference, argmax))
-        gradient = Gradient(block_coefficients, block_reference, block_argmax, needs_grad, factor)
+        gradient = Gradient(block_coefficients, block_reference, block_argmax, needs, factor)
         return backend.recompute(head, block_batch, gradient, plan, block)
 
-    return sweep.gradient_sums(shards, rows, head, weight_dtype, plan, needs_grad, factor, products)
+    return sweep.gradient_sums(local, weight_dtype, plan, needs_grad, factor, products)

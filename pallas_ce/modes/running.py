@@ -5,22 +5,22 @@ sum itself is what either mode adds to, tile by tile. So the total's cotangent h
 call.
 """
 
-import dataclasses
-from typing import Any
-
 import jax
 
 from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.modes import evaluate, in_forward, recompute
-from pallas_ce.modes.call import Call, Gradients, Operands, added
+from pallas_ce.modes.call import Call, Operands
+from pallas_ce.modes.sums import added
 from pallas_ce.statistics.logits import present
 
 
-def loss_and_gradients(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> tuple[jax.Array, Gradients]:
+def loss_and_gradients(
+    call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]
+) -> tuple[jax.Array, Arrays]:
     """`Σ row_total` over the rows that count, and its gradients in `needs_grad`, times `operands.cotangent`.
 
-    Among them are the hidden states and the weight: in place of the weight's gradient there is `head.running` with the
+    Among them are the hidden states and the weight: in place of the weight's gradient there is `weight_sum` with the
     gradient added. The others are in the dtypes of what they are gradients of.
     """
     head, cotangent = operands.head, present(operands.cotangent)
@@ -40,20 +40,16 @@ def loss_and_gradients(call: Call[Settings], operands: Operands, needs_grad: Nee
     return loss, recompute.backward(call, operands, needs_grad, kept, evaluate.given(*back(cotangent)))
 
 
-def _differentiated(call: Call[Settings], operands: Operands, needs_grad: NeedsGrad) -> tuple[jax.Array, Gradients]:
+def _differentiated(call: Call[Settings], operands: Operands, needs_grad: PerInput[bool]) -> tuple[jax.Array, Arrays]:
     """By the reference, and of no rows."""
-    names = [field.name for field in dataclasses.fields(needs_grad) if getattr(needs_grad, field.name)]
-    head = dataclasses.replace(operands.head, running=None)
+    constants = operands._replace(cotangent=None, weight_sum=None)
+    inputs = operands.differentiable
 
-    def loss_of(arrays: dict[str, jax.Array]) -> jax.Array:
-        of_head: dict[str, Any] = {name: x for name, x in arrays.items() if name != "hidden"}
-        batch = operands.batch._replace(hidden=arrays["hidden"])
-        return evaluate.loss(
-            call, operands._replace(batch=batch, head=dataclasses.replace(head, **of_head), cotangent=None), False
-        )[0]
+    def loss_of(varied: Arrays) -> jax.Array:
+        all_inputs = PerInput(*(old if new is None else new for old, new in zip(inputs, varied, strict=True)))
+        return evaluate.loss(call, constants.replaced(all_inputs), False)[0]
 
-    arrays = {"hidden": operands.batch.hidden, **{name: getattr(head, name) for name in names if name != "hidden"}}
-    loss, back = jax.vjp(loss_of, arrays)
+    loss, back = jax.vjp(loss_of, inputs.where(needs_grad))
     (gradients,) = back(present(operands.cotangent))
-    gradients["weight"] = added(present(operands.head.running), gradients["weight"].astype(head.spec.accumulator))
-    return loss, Gradients(**gradients)
+    weight = gradients.weight.astype(operands.head.spec.accumulator)
+    return loss, gradients._replace(weight=added(present(operands.weight_sum), weight))

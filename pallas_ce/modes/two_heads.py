@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, WeightGradient, added, needed_products
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes import sweep
-from pallas_ce.modes.call import Gradients, Operands
+from pallas_ce.modes.call import Operands
 from pallas_ce.modes.evaluate import differentiable
 from pallas_ce.modes.fold import Streams, over_rows_that_count
 from pallas_ce.parallel.entry import streamed
-from pallas_ce.parallel.shards import RowArrays, Shards
+from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
@@ -52,22 +52,21 @@ class Pair:
         return (self,)
 
 
-def _forward(pair: Pair, operands: Operands, needs_grad: NeedsGrad | None) -> tuple[jax.Array, PairStatistics]:
+def _forward(pair: Pair, operands: Operands, needs_grad: PerInput[bool] | None) -> tuple[jax.Array, PairStatistics]:
     del needs_grad
     found = _statistics(pair, operands)
     return found.value, found
 
 
 def _backward(
-    pair: Pair, operands: Operands, needs_grad: NeedsGrad, found: PairStatistics, cotangent: jax.Array
-) -> Gradients:
+    pair: Pair, operands: Operands, needs_grad: PerInput[bool], found: PairStatistics, cotangent: jax.Array
+) -> Arrays:
     teacher: Teacher = operands.inputs
     with jax.named_scope("pallas_ce.distillation"):
         operation = streamed(pair, functools.partial(_gradients, needs_grad), whole_head=True)
         more = (teacher.hidden, found, cotangent)
-        return sweep.finished(
-            operands, *operation(RowArrays(operands.batch, operands.mask, more=more), operands.head, teacher.head)
-        )
+        rows = RowArrays(operands.batch, operands.mask, more=more)
+        return sweep.finished(operands, *operation(rows, operands.head, NO_ARRAYS, teacher.head))
 
 
 # The divergence `[N]` of each row that counts, 0 in the others, differentiable in `hidden` and `head`. The `inputs` of
@@ -133,13 +132,12 @@ def _statistics(pair: Pair, operands: Operands) -> PairStatistics:
         return over_rows_that_count(visit, pair.streams.block_sizes, empty, by_row, heads, operands.mask)
 
 
-def _gradients(
-    needs_grad: NeedsGrad, pair: Pair, shards: Shards, rows: RowArrays, head: Head, teacher: Head
-) -> tuple[jax.Array | None, Gradients]:
+def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: Head) -> tuple[jax.Array | None, Arrays]:
+    _, rows, head, _ = local
     inverse, mask = rows.batch.inverse_temperature, rows.mask
     teacher_hidden, found, cotangent = rows.more
     plan = pair.streams.block_sizes(rows.batch.hidden.shape[0], "recompute")
-    tiles = Tiles(head.spec.vocab_size, plan.columns)
+    tiles, needs = Tiles(head.spec.vocab_size, plan.columns), needed_products(needs_grad, head.spec.rank)
     # Where the divergence is infinite no change of the logits helps: gradient 0. Where it is NaN so are the slopes.
     valid = ~jnp.isinf(found.value) if mask is None else ~jnp.isinf(found.value) & mask
     cotangent = jnp.where(valid, cotangent if inverse is None else cotangent * inverse, 0.0)
@@ -153,7 +151,7 @@ def _gradients(
         both = _both(block_batch, block.take(teacher_hidden), head, teacher)
         upstream = block.select(block.take(cotangent), 0.0)[:, None]
 
-        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = tiles.tile(tile_index)
             logits = _tile_logits(both, tile)
             log_p, log_q = _log_probs(logits, block_inverse, block_found, tile.valid)
@@ -161,9 +159,9 @@ def _gradients(
             dlogits = jnp.where(upstream == 0, 0.0, upstream * slope)
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
-            found = head.tile_products(both[0], dlogits, tile, needs_grad)
-            return found.added(block.add(hidden_sum, found.hidden), weight_sum, head.spec.vocab_axis)
+            found = head.tile_products(both[0], dlogits, tile, needs)
+            return added(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
         return step
 
-    return sweep.gradient_sums(shards, rows, head, head.weight.dtype, plan, needs_grad, factor, products)
+    return sweep.gradient_sums(local, head.weight.dtype, plan, needs_grad, factor, products)

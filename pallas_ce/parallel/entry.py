@@ -27,12 +27,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pallas_ce.head import Batch, Head
 from pallas_ce.parallel.partitioning import Names, apart_over_width, row_names, spec_of, split, weight_names
 from pallas_ce.parallel.reverse_mode import in_reverse_mode
-from pallas_ce.parallel.shards import Axes, RowArrays, Shards, without
+from pallas_ce.parallel.shards import Axes, Local, RowArrays, Shards, without
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.rows import flat_rows
 
-# `(rows, head, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves of
-# `of_head` have the names and shapes of the head's arrays. `shared` are whole arrays. Without a head it is None.
+# `(rows, head, sums, *shared) -> (by_row, of_head)`. Leaves of `by_row` begin with the rows' leading dimensions. Leaves
+# of `sums`, which are added to, and of `of_head` have the names and shapes of the head's arrays. `shared` are whole
+# arrays. Without a head it is None, and so are `sums`.
 Operation = Callable[..., tuple[Any, Any]]
 
 
@@ -86,18 +87,20 @@ class How(Protocol):
 
 
 def streamed[H: How](how: H, operation: Callable[..., tuple[Any, Any]], *, whole_head: bool = False) -> Operation:
-    """`operation(how, shards, rows, head, *shared)` as an `Operation` on rows of any leading shape.
+    """`operation(how, local, *shared)` as an `Operation` on rows of any leading shape.
 
     It is called for one device, with what that works on: flat rows `[N, ...]`, and its part of the head. Under `jit`
     that is the `whole_head` for operations that know no part of one.
     """
 
-    def on_device(shards: Shards, rows: RowArrays, head: Head, *shared: Any) -> tuple[Any, Any]:
+    def on_device(shards: Shards, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
         rows, head = shards.enter(rows, head)
         rows = rows._replace(batch=head.with_low(rows.batch))
-        return at_lowering(
-            how.variants(head), lambda how, *arrays: operation(how, shards, *arrays), rows, head, *shared
-        )
+
+        def local(how: H, rows: RowArrays, head: Head, sums: Any, *shared: Any) -> tuple[Any, Any]:
+            return operation(how, Local(shards, rows, head, sums), *shared)
+
+        return at_lowering(how.variants(head), local, rows, head, sums, *shared)
 
     return _flat_and_split(how.shards, on_device, whole_head)
 
@@ -111,12 +114,12 @@ def over_rows_only(operation: Callable[..., Any]) -> Callable[..., Any]:
     def entered(by_row: Any, *shared: Any) -> Any:
         (first, *others), structure = jax.tree.flatten(by_row)
 
-        def headless(shards: Shards, rows: RowArrays, head: None, *shared: Any) -> tuple[Any, None]:
-            del shards, head
+        def headless(shards: Shards, rows: RowArrays, head: None, sums: None, *shared: Any) -> tuple[Any, None]:
+            del shards, head, sums
             return operation(jax.tree.unflatten(structure, [rows.batch.hidden, *rows.more]), *shared), None
 
         return _flat_and_split(None, headless, whole_head=True)(
-            RowArrays(Batch(first), None, more=others), None, *shared
+            RowArrays(Batch(first), None, more=others), None, None, *shared
         )[0]
 
     return entered
@@ -135,11 +138,11 @@ def at_lowering[Variant, Out](variants: Sequence[Variant], operation: Callable[.
 
 
 def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
-    """`operation(shards, rows, head, *shared)`, which sees flat rows, mapped by `vmap`."""
+    """`operation(shards, rows, head, sums, *shared)`, which sees flat rows, mapped by `vmap`."""
 
-    def flat(shards: Shards, rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
+    def flat(shards: Shards, rows: RowArrays, *more: Any) -> tuple[Any, Any]:
         leading = rows.batch.leading
-        by_row, of_head = operation(shards, flat_rows(leading, rows), head, *shared)
+        by_row, of_head = operation(shards, flat_rows(leading, rows), *more)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), by_row), of_head
 
     if automatic := automatic_axes():
@@ -150,28 +153,23 @@ def _flat_and_split(shards: Shards | None, operation: Callable[..., tuple[Any, A
 def _made_manual(
     operation: Callable[..., tuple[Any, Any]], shards: Shards, automatic: dict[str, int], whole_head: bool
 ) -> Operation:
-    """`operation(shards, rows, head, *shared)` inside a `shard_map` that leaves axes automatic, made manual here.
+    """`operation(shards, rows, head, sums, *shared)` inside a `shard_map` that leaves axes automatic, made manual here.
 
     XLA's partitioner, which knows how arrays lie over them, cannot hand a part of a `shard_map` over. So the vocabulary
     is split over those that divide it, since partial statistics are little to merge, and the rest is whole. So is a
     weight that is gathered over the vocabulary: parts of its parts would not be one run of columns.
     """
 
-    def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
+    def entered(rows: RowArrays, head: Head | None, sums: Any, *shared: Any) -> tuple[Any, Any]:
         parted = None if whole_head else head
         axes: Axes = ()
         entries = 1 if parted is None or shards.gathered_vocabulary else parted.spec.weight_rows
         for axis in automatic:
             if entries % math.prod(automatic[a] for a in (*axes, axis)) == 0:
                 axes = (*axes, axis)
-        sums = shards.sums
-        inner = dataclasses.replace(
-            shards,
-            vocabulary=shards.vocabulary + axes,
-            sums=dataclasses.replace(
-                sums, hidden=sums.hidden + axes, logit_scale=sums.logit_scale + axes, down=sums.down + axes
-            ),
-        )
+        over = shards.sums
+        over = over._replace(hidden=over.hidden + axes, logit_scale=over.logit_scale + axes, down=over.down + axes)
+        inner = dataclasses.replace(shards, vocabulary=shards.vocabulary + axes, sums=over)
 
         def places(head_arrays: Any) -> Any:
             names = iter(_names_of_head(head_arrays, parted))
@@ -180,14 +178,14 @@ def _made_manual(
             )
 
         whole = PartitionSpec()
-        _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, *shared)
+        _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
         return jax.shard_map(
             functools.partial(operation, inner),
-            in_specs=(whole, places(head), *[whole] * len(shared)),
+            in_specs=(whole, places(head), places(sums), *[whole] * len(shared)),
             out_specs=(whole, places(gradients)),
             axis_names=set(automatic),
             check_vma=shards.typed,
-        )(rows, head, *shared)
+        )(rows, head, sums, *shared)
 
     return entered
 
@@ -245,10 +243,10 @@ def _map(operation: Operation, arguments: tuple[Any, ...], is_batched: Any) -> t
 
 
 def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) -> Operation:
-    """`operation(Shards(), rows, head, *shared)`, which XLA's partitioner splits; a whole head's by the rows only."""
+    """`operation(Shards(), rows, ...)`, which XLA's partitioner splits; a whole head's by the rows only."""
 
-    def entered(rows: RowArrays, head: Head | None, *shared: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten((rows, head, *shared))
+    def entered(rows: RowArrays, head: Head | None, sums: Any, *shared: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten((rows, head, sums, *shared))
 
         def flat(shards: Shards, leaves: Sequence[jax.Array]) -> tuple[Any, Any]:
             return operation(shards, *jax.tree.unflatten(structure, leaves))
@@ -261,10 +259,10 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
             return jax.tree.unflatten(out_structure, jex.jaxpr_as_fun(whole)(*leaves))
         # Arrays from a closure are operands too. The partitioner keeps what it is given, so it gets shapes, no tracers.
         jaxpr, consts = whole.jaxpr, whole.consts
-        is_running = [head is not None and x is head.running for x in (*leaves, *consts)]
+        gatherable = len(jax.tree.leaves((rows, head)))
         rows, head, shared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (rows, head, shared))
         parted = None if whole_head else head
-        names = _names(rows, parted, (head if whole_head else None, shared, consts))
+        names = _names(rows, parted, sums, (head if whole_head else None, shared, consts))
         out_names = _out_names(results, rows, parted)
 
         @custom_partitioning
@@ -292,11 +290,10 @@ def _partitioned(operation: Callable[..., tuple[Any, Any]], whole_head: bool) ->
                 # A device knows the axes by their names only, and itself.
                 alone = AbstractMesh((), (), (), abstract_device=mesh.abstract_mesh.abstract_device)
                 with jax.sharding.use_abstract_mesh(alone):
-                    rows, head, *shared = jax.tree.unflatten(structure, operands[:count])
-                    rows, head = apart.joined(rows, head)
-                    return jax.tree.leaves(operation(shards, rows, head, *shared))
+                    rows, head, *more = jax.tree.unflatten(structure, operands[:count])
+                    return jax.tree.leaves(operation(shards, *apart.joined(rows, head), *more))
 
-            places = [place(d, axes if running else taken) for d, running in zip(names, is_running, strict=True)]
+            places = [place(d, taken if i < gatherable else axes) for i, d in enumerate(names)]
             if apart.hidden:
                 by_row = {name: without(axes[name], apart.hidden) for name in row_names(rows)}
                 places[0] = place(names[0], by_row | {names[0][-1]: apart.hidden})
@@ -321,10 +318,10 @@ def _without_devices(arrays: Iterable[jax.Array]) -> bool:
     return any(mesh.size > 1 and mesh.abstract_mesh.abstract_device is None for mesh in meshes)
 
 
-def _names(rows: RowArrays, head: Head | None, shared: Any) -> list[Names]:
-    """The dimensions of every leaf of `(rows, head, *shared)`."""
-    leaves = jax.tree.leaves((rows, head, *shared))
-    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + _names_of_head(head, head)
+def _names(rows: RowArrays, head: Head | None, sums: Any, shared: Any) -> list[Names]:
+    """The dimensions of every leaf of `(rows, head, sums, *shared)`."""
+    leaves = jax.tree.leaves((rows, head, sums, *shared))
+    known = [row_names(rows)] * len(jax.tree.leaves(rows)) + _names_of_head((head, sums), head)
     return _with_whole("in", leaves, known)
 
 
@@ -337,7 +334,7 @@ def _out_names(results: tuple[Any, Any], rows: RowArrays, head: Head | None) -> 
 def _names_of_head(arrays: Any, head: Head | None) -> list[Names]:
     """For each leaf of `arrays`, named as the head's, the names of its dimensions that may be split."""
     weight, entries = weight_names(head), () if head is None else ("vocabulary",)
-    given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries, "running": weight}
+    given: dict[str, Names] = {"weight": weight, "bias": entries, "up": entries}
     return [given.get(path[-1].name, ()) for path, _ in jax.tree.leaves_with_path(arrays)]
 
 

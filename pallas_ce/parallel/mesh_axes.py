@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_ce.parallel.shards import Axes, Shards, Sums, lay_out
+from pallas_ce.gradient_products import PerInput
+from pallas_ce.parallel.shards import NO_AXES, Axes, Shards, lay_out
 from pallas_ce.streaming.loops import varying
 
 
@@ -90,7 +91,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
 
     Args:
         mesh_axes: what the caller says.
-        arrays: has the fields of `Sums`.
+        arrays: has the fields of `PerInput`.
         others: a pytree of the call's further arrays.
     """
     axes, said = varying((arrays, others)), mesh_axes or MeshAxes()
@@ -114,9 +115,8 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     weight_bytes = arrays.weight.size * arrays.weight.dtype.itemsize * _devices(width)
     shards = lay_out(rows, vocabulary, width, arrays.hidden.size * arrays.hidden.dtype.itemsize, weight_bytes)
     if tracked:
-        names = [field.name for field in dataclasses.fields(Sums)]
-        sums = {name: tuple(sorted(axes - varying(getattr(arrays, name)))) for name in names}
-        return dataclasses.replace(shards, sums=Sums(**sums), typed=True)
+        sums = PerInput(*(tuple(sorted(axes - varying(getattr(arrays, name)))) for name in PerInput._fields))
+        return dataclasses.replace(shards, sums=sums, typed=True)
     if said.grad == "inside":
         return shards
     # shard_map's own differentiation divides the cotangent of an output by the number of devices that hold a copy, and
@@ -124,7 +124,7 @@ def shards_of(mesh_axes: MeshAxes | None, arrays: Any, others: Any) -> Shards | 
     copies = vocabulary + width
     return dataclasses.replace(
         shards,
-        sums=Sums(),
+        sums=NO_AXES,
         cotangents_by_row=tuple(axis for axis in copies if axis not in rows),
         cotangents_of_total=copies,
     )

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
@@ -32,6 +33,7 @@ from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.statistics.table import as_large
 
 Axes = tuple[str, ...]
+NO_AXES: PerInput[Axes] = PerInput.same(())
 
 
 class RowArrays(NamedTuple):
@@ -46,18 +48,6 @@ class RowArrays(NamedTuple):
     batch: Batch
     mask: jax.Array | None
     more: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """Mesh axes over which each input's gradient is added up."""
-
-    hidden: Axes = ()
-    weight: Axes = ()
-    bias: Axes = ()
-    logit_scale: Axes = ()
-    up: Axes = ()
-    down: Axes = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +72,7 @@ class Shards:
     sequence: Axes = ()
     gathered_vocabulary: Axes = ()
     gathered_width: Axes = ()
-    sums: Sums = Sums()
+    sums: PerInput[Axes] = NO_AXES
     cotangents_by_row: Axes = ()
     cotangents_of_total: Axes = ()
     typed: bool = False
@@ -215,6 +205,29 @@ class Shards:
         return lax.psum(rows, self.common) if self.typed else _replicated_sum(self, rows)
 
 
+class Local(NamedTuple):
+    """What one device works on.
+
+    Attributes:
+        shards: what it has to do with the others.
+        rows: flat.
+        head: its columns.
+        given: sums that the head's gradients are added to.
+    """
+
+    shards: Shards
+    rows: RowArrays
+    head: Head
+    given: Arrays
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether the device adds to its part of the weight's given sum what it makes; else what all made is added."""
+        weight, shards = self.given.weight, self.shards
+        wide = weight is not None and weight.dtype == self.head.spec.accumulator
+        return wide and not (shards.sums.weight or shards.gathered)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _replicated_sum(shards: Shards, x: jax.Array) -> jax.Array:
     """`psum` with the derivative of a sum that every device uses as its own: JAX's own one would count it n times."""
@@ -246,7 +259,7 @@ def lay_out(rows: Axes, vocabulary: Axes, width: Axes, hidden_bytes: int, weight
     if common and weight_bytes < hidden_bytes and vocabulary == others + common:
         vocabulary, sequence, gathered = others, (), common
     entries, all_of_it = without(rows, sequence + gathered), tuple(dict.fromkeys(rows + vocabulary))
-    sums = Sums(
+    sums = PerInput(
         hidden=without(vocabulary, sequence),
         weight=without(rows, sequence + gathered + width),
         bias=entries,

@@ -105,7 +105,7 @@ def places_in_tile(labels: jax.Array, columns: jax.Array, valid: jax.Array | Non
     return place, inside if valid is None else inside & valid[place]
 
 
-def present(x: jax.Array | None) -> jax.Array:
+def present[T](x: T | None) -> T:
     """`x`, which is not None."""
     assert x is not None
     return x

@@ -25,6 +25,11 @@ def pad(x: jax.Array, sizes: tuple[int, ...], value: float = 0) -> jax.Array:
     return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, sizes, strict=True)], constant_values=value)
 
 
+def equal_parts(total: int, parts: int, step: int) -> int:
+    """The size of each of `parts` equal parts of `total`: whole steps, except for a single part."""
+    return total if parts == 1 else min(total, -(-total // parts // step) * step)
+
+
 def shrink(
     rows: int, columns: int, scratch: Callable[[int, int], int], limit: int, least_columns: int = 1
 ) -> tuple[int, int]:
@@ -78,11 +83,11 @@ class Tiles:
         """The tile of that index; the index may be traced."""
         start = jnp.minimum(jnp.int32(index) * self.size, self.total - self.size)
         columns = start + jnp.arange(self.size, dtype=jnp.int32)
-        own = None if self.total % self.size == 0 else columns >= jnp.int32(index) * self.size
-        valid = own
+        first = None if self.total % self.size == 0 else jnp.int32(index) * self.size
+        valid = None if first is None else columns >= first
         if self.limit is not None:
-            valid = columns < self.limit if own is None else own & (columns < self.limit)
-        return Tile(start, self.size, columns, valid, own, index)
+            valid = columns < self.limit if valid is None else valid & (columns < self.limit)
+        return Tile(start, self.size, first, columns=columns, valid=valid, number=index)
 
     @property
     def _looped(self) -> int:
@@ -133,24 +138,34 @@ def _behind[Carry](body: Callable[[jax.Array | int, Carry], Carry], index: int, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """One tile.
+class Columns:
+    """Neighbouring columns.
 
     Attributes:
-        start: its first column.
-        size: how many it has.
+        start: `[]`, the first.
+        size: how many.
+        first: `[]`, the first that counts; None: all do.
+    """
+
+    start: jax.Array | int
+    size: int
+    first: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(Columns):
+    """One tile; `first` is the first column that no tile before has, None where it has all by itself.
+
+    Attributes:
         columns: their ids `[size]`.
         valid: `[size]`, which of them are its own and below the limit; None: all.
-        own: `[size]`, which of them no tile before has; None: all.
         number: which tile it is.
     """
 
-    start: jax.Array
-    size: int
+    _: dataclasses.KW_ONLY
     columns: jax.Array
     valid: jax.Array | None
-    own: jax.Array | None = None
-    number: jax.Array | int = 0
+    number: jax.Array | int
 
     def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The tile's part of `x` along `axis`, columns that are not valid included."""

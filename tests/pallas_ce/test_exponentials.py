@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce.backends.exponentials import Stashing
+from pallas_ce.backends.exponentials import Block
+from pallas_ce.backends.protocol import Gradient
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 
@@ -17,7 +19,7 @@ ROWS, VOCABULARY = 6, 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainStashing(Stashing):
+class PlainBlock(Block):
     """Exponentials of stored logits; notes how many rows are to be made again.
 
     Attributes:
@@ -36,13 +38,22 @@ class PlainStashing(Stashing):
         partial = Partial(max=logits.max(axis=1), sum_exp=found.sum(axis=1))
         return lambda: partial, found.astype(self.head.spec.dtype)
 
+    def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def for_hidden(self, operand: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
+        raise NotImplementedError
+
 
 def remade(logits: Any, labels: Any, dtype: Any = jnp.bfloat16) -> int:
     """How many rows are made again of a block whose rows all have these logits."""
     spec = HeadSpec(8, VOCABULARY, VOCABULARY, 0, np.dtype(dtype), None)
     head = Head(jnp.zeros((VOCABULARY, 8), dtype), jnp.asarray(logits, jnp.float32), None, None, spec)
     batch = Batch(jnp.zeros((ROWS, 8), dtype), None if labels is None else jnp.asarray(labels, jnp.int32))
-    block = PlainStashing(head, batch, None, [])
+    block = PlainBlock(head, batch, None, [])
     partial, _ = block.make(frozenset({"lse"}))
     assert partial.max is not None
     assert partial.sum_exp is not None

@@ -15,7 +15,7 @@ from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.backends.xla import BACKEND, tiling
 from pallas_ce.dispatch.select import Default
 from pallas_ce.dispatch.settings import Settings, WeightSum, decide
-from pallas_ce.gradient_products import NeedsGrad
+from pallas_ce.gradient_products import NO_GRADIENT
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 
@@ -33,7 +33,7 @@ def _planned(platform: str, tokens: int, vocab_size: int, mode: Mode | None) -> 
     spec, settings = _spec(4096, vocab_size), Settings("xla", mode, None, platform=platform)
     sums = WeightSum()
     if mode == "in_forward":
-        sums = settings.weight_sum(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+        sums = settings.weight_sum(spec, spec.dtype, NO_GRADIENT._replace(hidden=True, weight=True), Shards())
     return settings.block_sizes(spec, tokens, mode, sums)
 
 
@@ -122,7 +122,7 @@ def test_by_default_small_blocks_of_16_bits_are_the_slower_mode(
 ) -> None:
     """As measured on GPUs; a fourth product in float32 would take longer than adding."""
     spec, settings = _spec(hidden_size, vocab_size, dtype), Settings("xla", "in_forward", None, platform="cuda")
-    sums = settings.weight_sum(spec, spec.dtype, NeedsGrad(hidden=True, weight=True), Shards())
+    sums = settings.weight_sum(spec, spec.dtype, NO_GRADIENT._replace(hidden=True, weight=True), Shards())
     plan = settings.block_sizes(spec, 8192, "in_forward", sums)
     assert plan.rows < 8192
     assert (plan.slower is not None) == slower

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.gradient_products import NeedsGrad, Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, added
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -39,12 +39,11 @@ class ToyBackend(Backend):
         whole = dlogits(head, batch, logits(head, batch), gradient)
         axis, tiles = head.spec.vocab_axis, Tiles(plan.vocab_size, plan.columns)
 
-        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+        def step(index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = tiles.tile(index)
-            part = tile.take(whole, 1) if tile.own is None else tile.take(whole, 1) * tile.own
+            part = tile.take(whole, 1) if tile.valid is None else tile.take(whole, 1) * tile.valid
             found = products(head.columns(tile.take), batch, part, gradient.needs)
-            added = None if weight_sum is None or found.weight is None else weight_sum.add(found.weight, axis)
-            return found._replace(hidden=block.add(hidden_sum, found.hidden), weight=added)
+            return added(found, block, hidden_sum, weight_sum, axis)
 
         return step
 
@@ -55,21 +54,21 @@ class ToyBackend(Backend):
         return partial(head, batch, z), z
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Products, plan: Plan, block: RowBlock
-    ) -> Products:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Any, sums: Arrays, plan: Plan, block: RowBlock
+    ) -> tuple[Arrays, None]:
         dz = dlogits(head, batch, stash, gradient)
         existing = head.columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, head.spec.vocab_size, axis=axis))
         found = products(existing, batch, dz, gradient.needs)
 
-        def total(before: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
+        def total(before: jax.Array | None, share: jax.Array | None, adds: Any = True) -> jax.Array | None:
             if before is None or share is None:
                 return None
-            before_block = before if gradient.adds else jnp.where(block.number == 0, 0, before)
             padding = [(0, n - own) for n, own in zip(before.shape, share.shape, strict=True)]
-            return (before_block + jnp.pad(gradient.factor * share, padding)).astype(before.dtype)
+            return (jnp.where(adds, before, 0) + jnp.pad(gradient.factor * share, padding)).astype(before.dtype)
 
-        names = ("weight", "bias", "up")
-        return found._replace(**{name: total(getattr(sums, name), getattr(found, name)) for name in names})
+        to = gradient.weight_sum
+        weight = None if to is None else total(to.array, found.weight, to.adds)
+        return found._replace(weight=weight, bias=total(sums.bias, found.bias), up=total(sums.up, found.up)), None
 
 
 def dot(head: Head, subscripts: str, a: Any, b: Any) -> jax.Array:
@@ -137,15 +136,15 @@ def dlogits(head: Head, batch: Batch, z: jax.Array, gradient: Gradient) -> jax.A
     return dz if head.valid_columns is None else jnp.where(jnp.arange(v)[None, :] < head.valid_columns, dz, 0)
 
 
-def products(head: Head, batch: Batch, dz: jax.Array, needs_grad: NeedsGrad) -> Products:
+def products(head: Head, batch: Batch, dz: jax.Array, needs: PerInput[bool]) -> Arrays:
     """Products of a head with the dlogits' columns."""
-    for_hidden = for_weight = for_low = for_up = None
-    if needs_grad.hidden_product:
+    for_hidden = for_weight = for_up = for_down = None
+    if needs.hidden:
         for_hidden = dot(head, "nv,vh->nh" if head.spec.vocab_axis == 0 else "nv,hv->nh", dz, head.weight)
-    if needs_grad.weight:
+    if needs.weight:
         for_weight = dot(head, "nv,nh->vh" if head.spec.vocab_axis == 0 else "nv,nh->hv", dz, batch.hidden)
-    if head.up is not None and needs_grad.low_product:
-        for_low = dot(head, "nv,vr->nr", dz, head.up)
-    if needs_grad.up:
+    if needs.down:
+        for_down = dot(head, "nv,vr->nr", dz, head.up)
+    if needs.up:
         for_up = dot(head, "nv,nr->vr", dz, batch.low)
-    return Products(for_hidden, for_weight, dz.sum(axis=0) if needs_grad.bias_sum else None, for_low, for_up)
+    return PerInput(for_hidden, for_weight, dz.sum(axis=0) if needs.bias else None, None, for_up, for_down)

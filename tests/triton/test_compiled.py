@@ -17,7 +17,7 @@ from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch, part_products
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
@@ -114,7 +114,9 @@ def product_of(use: str, axis: int, dtype: Any) -> binding.Kernel:
     def run(head: Head, dlogits: Any, hidden: Any, total: Any, start: Any, scale: Any) -> Any:
         if use == "for hidden":
             return part_products.add_for_hidden(head, dlogits, total, start, None)
-        return part_products.put_for_weight(head, dlogits, hidden, WeightSum(total, tile, scale), start, None)
+        return part_products.put_for_weight(
+            head, dlogits, hidden, WeightGradient(total, False, scale, tile), start, None
+        )
 
     total = (
         jax.ShapeDtypeStruct((rows, size), jnp.float32) if use == "for hidden" else jax.ShapeDtypeStruct(shape, dtype)
@@ -193,9 +195,9 @@ def test_clamps_and_maxima_of_logits_are_instructions_that_keep_nan(use: str, mo
 
 @pytest.mark.parametrize("capability", list(configs.PRODUCTS))
 def test_products_read_only_rows_of_dlogits_that_are_written(capability: int) -> None:
-    tiles = [config for config in configs.NARROW[capability] if isinstance(config, configs.Config)]
-    assert len(tiles) == 6
-    assert all(config.rows % configs.PRODUCTS[capability].window == 0 for config in tiles)
+    rows = [choice.config.rows for choice in configs.NARROW[capability]]
+    assert len(rows) == 5
+    assert all(count % configs.PRODUCTS[capability].window == 0 for count in rows)
 
 
 @pytest.mark.parametrize(("assembler", "written"), [("12.4", (84, 84)), ("12.8", (87, 87)), ("13.4", (87, 88))])
@@ -220,8 +222,8 @@ def test_another_default_of_triton_for_fused_products_and_sums_changes_nothing(m
 
 def test_tiles_that_take_too_much_shared_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "capability", lambda: 86)
-    deep = configs.NARROW[86].forward._replace(stages=5)
-    monkeypatch.setitem(configs.NARROW, 86, configs.NARROW[86]._replace(forward=deep))
+    deep = configs.NARROW[86][0].config._replace(stages=5)
+    monkeypatch.setitem(configs.NARROW, 86, (configs.Choice(deep),))
     with pytest.raises(NotImplementedError, match=r"needs \d+ KiB of shared memory .* capability 86 has 99: use 'xla'"):
         binding.compiled(kernel_of("forward", "plain", 0, jnp.bfloat16, 8192, None))
 

@@ -83,9 +83,8 @@ def test_the_kernel_has_every_field_and_term_of_the_table() -> None:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [({"news": LABELS}, {}), ({}, {"news": LABELS})])
 def test_a_field_or_term_that_the_kernel_does_not_translate_is_refused(inputs: Any, outputs: Any) -> None:
-    launched = {"programs": 1, "warps": 4, "stages": 2, "scratch": False}
     with pytest.raises(NotImplementedError, match=r"nothing for \['news'\] in its kernel: use 'xla'"):
-        binding.call("head_kernel", inputs, outputs, {}, **launched)
+        binding.call("head_kernel", inputs, outputs, {}, configs.Config(64, 64, 32), 1)
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "in_forward"])

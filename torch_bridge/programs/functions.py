@@ -1,6 +1,5 @@
 """The functions of `pallas_ce` on named arrays, with PyTorch's names for the arguments. No PyTorch in here."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 import pallas_ce
 from pallas_ce import LowRank
-from pallas_ce.integration import Known, NeedsGrad, cross_entropy_steps, log_probs_steps, row_statistics_steps
+from pallas_ce.integration import Known, PerInput, cross_entropy_steps, log_probs_steps, row_statistics_steps
 from torch_bridge.programs.program import Arrays, Function, Outputs
 
 # Rows for which "auto" chooses a backward mode. What a forward keeps must not depend on how many rows come: what
@@ -111,9 +110,12 @@ def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps
 
 
 def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
-    fields = {field.name for field in dataclasses.fields(NeedsGrad)}
-    wanted = {_NAMES.get(name, name) for name in names} & fields
-    return steps.keep(*checked, NeedsGrad(**dict.fromkeys(wanted, True)))
+    return steps.keep(*checked, _needs_grad(names))
+
+
+def _needs_grad(names: frozenset[str]) -> PerInput[bool]:
+    wanted = {_NAMES.get(name, name) for name in names}
+    return PerInput(*(name in wanted for name in PerInput._fields))
 
 
 def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
@@ -156,8 +158,7 @@ def _adds_to_sum(checked: cross_entropy_steps.Checked, known: Known | None) -> f
 def _add_loss(
     checked: cross_entropy_steps.Checked, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]
 ) -> Arrays:
-    needs_grad = NeedsGrad(**dict.fromkeys((_NAMES[name] for name in names), True))
-    found = cross_entropy_steps.add_gradients(*checked, known, needs_grad, cotangent, total)
+    found = cross_entropy_steps.add_gradients(*checked, known, _needs_grad(names), cotangent, total)
     return {name: getattr(found, _NAMES[name]) for name in names}
 
 

@@ -21,7 +21,7 @@ from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config, Kernel, device_refusal, rule
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
-from pallas_ce.gradient_products import Products, TileStep
+from pallas_ce.gradient_products import Arrays, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -132,8 +132,8 @@ class MosaicGpuBackend(Backend):
         return in_forward.Kernels(head, batch, skipped, config).make(names)
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
-    ) -> Products:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
+    ) -> tuple[Arrays, jax.Array | None]:
         """See `exponentials`."""
         head = operands.padded_head(head)
         spec, configs = head.spec, self._configs(head, batch, gradient, plan)
@@ -141,9 +141,10 @@ class MosaicGpuBackend(Backend):
         if not always_recomputed(spec, entries.without(gradient.coefficients)):
             config = self._config("stash", head, 1 + partials.vectors(stash.names))
         skipped = in_forward.skipped_from(spec, block)
-        last = None if sums.weight_bits is None else block.last
-        return in_forward.Multiply(head, batch, skipped, config, configs, plan.splits, last).products(
-            gradient, stash, sums, gradient.adds or block.number != 0
+        total = gradient.weight_sum
+        last = None if total is None or total.bits is None else block.last
+        return in_forward.Kernels(head, batch, skipped, config, configs, plan.splits, last).products(
+            gradient, stash, sums
         )
 
     def _configs(self, head: Head, batch: Batch, gradient: Gradient, plan: Plan) -> GradientConfigs:

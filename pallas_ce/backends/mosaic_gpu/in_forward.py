@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
+from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import HeadSpec
+from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 
@@ -25,14 +27,20 @@ def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exponentials(Block):
-    """The exponentials' kernel.
+class Kernels(Block):
+    """See `Block`.
 
     Attributes:
-        config: its tiles.
+        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
+        configs: tiles of the products; None for the first half of the work.
+        splits: whether there is memory for hidden's product in parts.
+        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
     """
 
     config: Config
+    configs: GradientConfigs | None = None
+    splits: bool = True
+    last: jax.Array | None = None
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
@@ -41,26 +49,6 @@ class _Exponentials(Block):
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
         return stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
-
-
-class Kernels(_Exponentials, Stashing):
-    """See `Stashing`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Multiply(_Exponentials, Multiplying):
-    """See `Multiplying`.
-
-    Attributes:
-        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
-        configs: tiles of the products.
-        splits: whether there is memory for hidden's product in parts.
-        last: `[]` bool: whether the block is the last one; None without `weight_bits`.
-    """
-
-    configs: GradientConfigs
-    splits: bool
-    last: jax.Array | None
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """Recomputes dlogits by a kernel that overwrites the stash."""
@@ -78,26 +66,26 @@ class Multiply(_Exponentials, Multiplying):
         if not product_kernel.serves(spec, operand.shape[0]):
             weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
             return head.matmul(operand, weight, (1, spec.vocab_axis))
-        weight, config = operands.weight_of(head), self.configs.hidden
+        weight, config = operands.weight_of(head), present(self.configs).hidden
         return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
 
-    def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
-    ) -> WeightTotal:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
-        spec, (whole, bits) = self.head.spec, total
+        spec, (whole, adds, late, _, bits) = self.head.spec, total
         shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
         if bits is not None:
             assert self.last is not None
             given, first = (operand, rows, spec.vocab_axis, (whole, bits)), jnp.logical_not(adds)
-            return narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            whole, bits = narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
+            return total._replace(array=whole, bits=bits)
         if not product_kernel.serves(spec, rows.shape[0]):
             a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
             product = self.head.matmul(a, b, (0, 0), whole.dtype if adds is False and late is None else None)
             product = operands.pad(product if late is None else late * product, whole.shape)
-            return (product if adds is False else jnp.where(adds, whole, 0) + product).astype(whole.dtype), None
+            product = product if adds is False else jnp.where(adds, whole, 0) + product
+            return total._replace(array=product.astype(whole.dtype))
         into = jax.ShapeDtypeStruct(whole.shape, whole.dtype) if adds is False else whole
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-        config = self.configs.weight
+        config = present(self.configs).weight
         found = product_kernel.for_weight(operand, rows, spec.vocab_axis, config, into, replaced=replaced, **shared)
-        return found, None
+        return total._replace(array=found)

@@ -19,7 +19,7 @@ from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, prod
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
@@ -82,7 +82,7 @@ class _Work:
 
 
 class _InPlace(_Work):
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
         head, spec, configs = self.head, self.head.spec, self.configs
         width, axis, valid_rows = self.plan.columns, spec.vocab_axis, self.block.filled
         first = jnp.int32(index) * width
@@ -103,28 +103,29 @@ class _InPlace(_Work):
         shift = first - Tiles(spec.vocab_size, width).tile(index).start
         for_weight = for_bias = None
         if weight_sum is not None:
-            place = part if part is None or weight_sum.whole else part._replace(first=shift)
+            place = part if part is None or weight_sum.tile is not None else part._replace(first=shift)
             for_weight = product_kernel.for_weight(
                 stored,
                 self.batch.hidden.astype(spec.dtype),
                 axis,
                 configs.weight,
                 weight_sum.array,
-                replaced=weight_sum.whole and not weight_sum.adds,
+                replaced=not weight_sum.adds,
                 valid_rows=valid_rows,
                 multiplier=weight_sum.scale,
                 part=place,
             )
-        if self.gradient.needs.bias_sum:
+        if self.gradient.needs.bias:
             own = jnp.where(jnp.arange(width) < count, self.bias_sum(stored), 0)
             for_bias = jnp.roll(own, shift)
         up = low_rank.up_from(head, first, width)
-        for_low, for_up = head.term_products(self.batch, stored, up, self.gradient.needs)
-        return Products(hidden_sum, for_weight, for_bias, for_low, low_rank.own_columns(for_up, count, shift))
+        found = head.term_products(self.batch, stored, up, self.gradient.needs)
+        for_up = low_rank.own_columns(found.up, count, shift)
+        return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)
 
 
 class _BySlices(_Work):
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
         head, spec, columns = self.head, self.head.spec, self.plan.columns
         tile = Tiles(spec.vocab_size, columns).tile(index)
         weight = tile.take(operands.apart(head.weight), spec.vocab_axis)
@@ -138,12 +139,12 @@ class _BySlices(_Work):
             hidden_sum = self.block.add(hidden_sum, head.matmul(stored, weight, (1, spec.vocab_axis)))
         if weight_sum is not None:
             a, b = (stored, hidden) if spec.vocab_axis == 0 else (hidden, stored)
-            for_weight = weight_sum.add(head.matmul(a, b, (0, 0)), spec.vocab_axis)
-        if self.gradient.needs.bias_sum:
+            for_weight = weight_sum.with_share(head.matmul(a, b, (0, 0)), spec.vocab_axis)
+        if self.gradient.needs.bias:
             for_bias = self.bias_sum(stored)
         up = None if head.up is None else tile.take(head.up)
-        of_term = head.term_products(self.batch, stored, up, self.gradient.needs)
-        return Products(hidden_sum, for_weight, for_bias, *of_term)
+        found = head.term_products(self.batch, stored, up, self.gradient.needs)
+        return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias)
 
     def _slice(self, tile: Tile, weight: jax.Array) -> Head:
         """The head of the tile's columns, to the kernel a whole vocabulary."""

@@ -12,12 +12,12 @@ from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
-from pallas_ce.gradient_products import Products, TileStep
+from pallas_ce.gradient_products import Arrays, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import shrink
+from pallas_ce.streaming.tiles import equal_parts, shrink
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -119,11 +119,10 @@ class TritonBackend(Backend):
         return in_forward.Kernels(head, batch, None).make(names)
 
     def stash_products(
-        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Products, plan: Plan, block: RowBlock
-    ) -> Products:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: Stash, sums: Arrays, plan: Plan, block: RowBlock
+    ) -> tuple[Arrays, jax.Array | None]:
         """See `exponentials`."""
-        adds = gradient.adds or block.number != 0
-        return in_forward.Products(head.on_gpu(), batch, None).products(gradient, stash, sums, adds)
+        return in_forward.Kernels(head.on_gpu(), batch, None).products(gradient, stash, sums)
 
 
 def _device_refusal() -> str | None:
@@ -183,11 +182,9 @@ def _of_parts(spec: HeadSpec, rows: int, most: int) -> int:
 
 def _equal(tokens: int, most: int) -> int:
     """Rows of the fewest blocks of at most `most` rows: about equal ones, in whole steps."""
-    rows = -(-tokens // -(-tokens // most))
-    if rows == tokens:
-        return rows
-    up = -(-rows // _STEP) * _STEP
-    return up if up <= most else _down(rows)
+    blocks = -(-tokens // most)
+    rows = equal_parts(tokens, blocks, _STEP)
+    return rows if rows <= most else _down(-(-tokens // blocks))
 
 
 def _down(count: int) -> int:

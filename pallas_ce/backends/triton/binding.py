@@ -25,6 +25,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pallas_ce.backends import device as targets
+from pallas_ce.backends.triton.configs import Config
 
 _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 
@@ -177,13 +178,10 @@ def call(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     constants: Mapping[str, Any],
-    *,
-    programs: int,
-    warps: int,
-    stages: int,
-    scratch: bool,
+    config: Config,
+    tiles: int,
 ) -> dict[str, jax.Array]:
-    """The kernel's outputs by name; parameters that are not given are None in the kernel.
+    """The kernel's outputs by name, from work on `tiles` tiles; parameters that are not given are None in the kernel.
 
     The launcher goes by the order of the kernel's parameters, where outputs follow inputs. A new field or term of the
     statistics' table, which the kernel does not translate, is no parameter of it and is refused.
@@ -193,14 +191,17 @@ def call(
         raise NotImplementedError(f"implementation='triton' has nothing for {missing} in its kernel: use 'xla'")
     inputs = {name: inputs[name] for name in order if name in inputs}
     outputs = {name: outputs[name] for name in order if name in outputs}
+    # With descriptors, for which they need scratch, programs work on many tiles.
+    scratch = config.descriptors
+    programs = min(tiles, targets.multiprocessors()) if scratch else tiles
     kernel = Kernel(
         function,
         tuple((name, _TYPES[x.dtype.name]) for name, x in inputs.items()),
         tuple((name, _TYPES[np.dtype(x.dtype).name]) for name, x in outputs.items()),
-        tuple(sorted(constants.items())),
+        tuple(sorted({**constants, "WINDOW": config.window, "GROUP": config.group}.items())),
         programs,
-        warps,
-        stages,
+        config.warps,
+        config.stages,
         scratch,
         capability(),
     )

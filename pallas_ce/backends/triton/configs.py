@@ -4,6 +4,7 @@ Each entry compiles without spilled registers, which tests check. Which of sever
 of Ampere's too, whose code runs there.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -38,32 +39,24 @@ class Config(NamedTuple):
 
 Use = Literal["forward", "stash", "dlogits"]
 
-# Registers that `some` has room for.
-_SOME = 6
 
-
-class Entry(NamedTuple):
-    """The tiles of an architecture; registers limit them.
+class Choice(NamedTuple):
+    """A config and the calls that it serves; an architecture has a list of them, and the first that serves is taken.
 
     Attributes:
-        room: registers for options and statistics, as `launch` counts them, that the next three have beside plain cross
-            entropy's.
-        forward: for statistics.
-        stash: for statistics and the exponentials.
-        dlogits: for dlogits.
-        some: for any of them with a little more, or where loads are narrow.
-        many: for every other call.
-        pointers: where tensor descriptors cannot read the arrays.
+        config: the tiles.
+        room: registers for options and statistics, as `launch` counts them, beside plain cross entropy's.
+        uses: the passes; None: all.
+        aligned: whether rows of the operands must begin where tensor descriptors and wide loads can read.
     """
 
-    room: int
-    forward: Config
-    stash: Config
-    dlogits: Config
-    some: Config
-    many: Config
-    pointers: Config
+    config: Config
+    room: float = math.inf
+    uses: tuple[Use, ...] | None = None
+    aligned: bool = True
 
+
+Choices = tuple[Choice, ...]
 
 _SMALL_POINTERS = Config(64, 128, 64)
 _SMALL = Config(64, 128, 64, stages=4, descriptors=True)
@@ -73,13 +66,19 @@ _WIDE_POINTERS = Config(128, 256, 64, group=16)
 _WIDE = _WIDE_POINTERS._replace(descriptors=True)
 _TALL = Config(256, 128, 64, descriptors=True)
 
-_AMPERE = Entry(1, _WIDE_POINTERS, _WIDE_POINTERS, _WIDE_POINTERS, _SQUARE_POINTERS, _SMALL_POINTERS, _SMALL_POINTERS)
-_HOPPER = Entry(3, _WIDE, _TALL, _WIDE, _SQUARE, _SMALL, _SMALL_POINTERS)
-_SHALLOW = Config(128, 128, 64, descriptors=True)
-_BLACKWELL = Entry(3, _SHALLOW, _SHALLOW, _SHALLOW, _SMALL, _SMALL, _SMALL_POINTERS)
+_UNALIGNED = Choice(_SMALL_POINTERS, aligned=False)
+_AMPERE = (Choice(_WIDE_POINTERS, 1), Choice(_SQUARE_POINTERS, 6, aligned=False), _UNALIGNED)
+_HOPPER = (
+    Choice(_WIDE, 3, ("forward", "dlogits")),
+    Choice(_TALL, 3, ("stash",)),
+    Choice(_SQUARE, 6),
+    Choice(_SMALL),
+    _UNALIGNED,
+)
+_BLACKWELL = (Choice(Config(128, 128, 64, descriptors=True), 3), Choice(_SMALL), _UNALIGNED)
 
 # By compute capability, for 16-bit operands.
-NARROW: dict[int, Entry] = {
+NARROW: dict[int, Choices] = {
     80: _AMPERE,
     86: _AMPERE,
     89: _AMPERE,
@@ -90,30 +89,23 @@ NARROW: dict[int, Entry] = {
     121: _AMPERE,
 }
 
-# For float32 operands on tensor cores, once or in three passes: windows are half as long, and by pointers one entry
-# serves all architectures.
-_TF32_SMALL_POINTERS = Config(128, 64, 32)
-_TF32_SMALL = Config(128, 64, 32, descriptors=True)
-_TF32_SQUARE_POINTERS = Config(128, 128, 32)
-_TF32_SQUARE = Config(128, 128, 32, descriptors=True)
-_TF32_WIDE = Config(128, 256, 32, descriptors=True, group=16)
-# A stored tile of float32 would take the shared memory of a window.
-_TF32_TALL = Config(256, 128, 32, descriptors=True, stores=False)
-
-
-def _one(config: Config, many: Config, pointers: Config) -> Entry:
-    return Entry(_SOME, config, config, config, config, many, pointers)
-
-
-_TF32 = _one(_TF32_SQUARE_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
-_TF32_NEWER = _one(_TF32_SQUARE, _TF32_SMALL, _TF32_SMALL_POINTERS)
-_TF32_HOPPER = _TF32_NEWER._replace(room=3, forward=_TF32_WIDE, stash=_TF32_TALL)
-_THREE_PASSES = _one(_TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS, _TF32_SMALL_POINTERS)
+# For float32 operands on tensor cores, once or in three passes: windows are half as long, and by pointers one list
+# serves all architectures. A stored tile of float32 would take the shared memory of a window.
+_THREE_PASSES = (Choice(Config(128, 64, 32), aligned=False),)
+_TF32 = (Choice(Config(128, 128, 32), 6, aligned=False), *_THREE_PASSES)
+_TF32_NEWER = (
+    Choice(Config(128, 128, 32, descriptors=True), 6),
+    Choice(Config(128, 64, 32, descriptors=True)),
+    *_THREE_PASSES,
+)
+_TF32_HOPPER = (
+    Choice(Config(128, 256, 32, descriptors=True, group=16), 3, ("forward",)),
+    Choice(Config(256, 128, 32, descriptors=True, stores=False), 3, ("stash",)),
+    *_TF32_NEWER,
+)
 
 # And in full float32: not by tensor cores, so that tiles need not be large.
-_EXACT = Config(64, 64, 32, stages=2)
-_EXACT_MANY = Config(64, 32, 32, warps=4, stages=2)
-WIDE = Entry(1, _EXACT, _EXACT, _EXACT, _EXACT_MANY, _EXACT_MANY, _EXACT_MANY)
+_EXACT = (Choice(Config(64, 64, 32, stages=2), 1), Choice(Config(64, 32, 32, warps=4, stages=2), aligned=False))
 
 # Beside TF32.
 _PRECISIONS = {
@@ -149,16 +141,14 @@ def config_for(spec: HeadSpec, capability: int | None, use: Use, taken: int = 0,
         taken: registers that options and statistics take beside plain cross entropy.
         step: parts of the vocabulary begin at multiples of this number of columns; 0 where there is one part.
     """
-    entry = _entry(spec, capability or 80)
     length = spec.hidden_size if spec.vocab_axis == 0 else spec.weight_rows
     lengths = (spec.hidden_size, length, step * spec.vocab_axis)
-    readable = all(described(size, spec.dtype) for size in lengths)
-    if not readable and entry.forward.descriptors:
-        return entry.pointers
-    if taken <= entry.room and readable:
-        found: Config = getattr(entry, use)
-        return found
-    return entry.some if taken <= _SOME else entry.many
+    aligned = all(described(size, spec.dtype) for size in lengths)
+    for choice in _choices(spec, capability or 80):
+        serves = choice.uses is None or use in choice.uses
+        if serves and taken <= choice.room and (aligned or not choice.aligned):
+            return choice.config
+    raise AssertionError("the last choice serves every call")
 
 
 def product_for(spec: HeadSpec, capability: int | None, columns: int) -> Config | None:
@@ -178,14 +168,14 @@ def described(length: int, dtype: np.dtype) -> bool:
 
 def narrowest(spec: HeadSpec, capability: int | None) -> int:
     """The least columns of a tile."""
-    return _entry(spec, capability or 80).many.columns
+    return min(choice.config.columns for choice in _choices(spec, capability or 80))
 
 
-def _entry(spec: HeadSpec, capability: int) -> Entry:
+def _choices(spec: HeadSpec, capability: int) -> Choices:
     descriptors = capability // 10 in (9, 10)
     match precision(spec):
         case "ieee":
-            return WIDE
+            return _EXACT
         case "tf32x3":
             return _TF32_NEWER if descriptors else _THREE_PASSES
         case _ if spec.dtype.itemsize > 2:

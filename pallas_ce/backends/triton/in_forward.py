@@ -1,35 +1,27 @@
-"""The in-forward mode's two halves: what `exponentials` leaves to a backend, with products by XLA."""
+"""What `exponentials` leaves to a backend: kernels for in-forward mode, with products by XLA."""
 
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
+from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import pad
 
 
-class _Exponentials(Block):
-    """Their kernel."""
+class Kernels(Block):
+    """See `Block`."""
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
     ) -> tuple[Callable[[], Partial], jax.Array]:
         """One launch, which may have nothing to do."""
-        rows, into = (None, None) if again is None else again
-        return launch.exponentials(self.head, self.batch, reference, names, rows, into)
-
-
-class Kernels(_Exponentials, Stashing):
-    """See `Stashing`."""
-
-
-class Products(_Exponentials, Multiplying):
-    """See `Multiplying`."""
+        return launch.exponentials(self.head, self.batch, reference, names, again)
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """One launch."""
@@ -41,10 +33,9 @@ class Products(_Exponentials, Multiplying):
         weight = jax.lax.slice_in_dim(head.weight, 0, head.spec.vocab_size, axis=axis)
         return head.matmul(operand, weight, (1, axis))
 
-    def for_weight(
-        self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
-    ) -> WeightTotal:
+    def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""
+        whole, adds, late, *_ = total
 
         def product(dtype: np.dtype | None = None) -> jax.Array:
             found = part_products.for_weight_by_xla(self.head, operand, rows, None if late is not None else dtype)
@@ -53,8 +44,7 @@ class Products(_Exponentials, Multiplying):
         def added() -> jax.Array:
             return (whole + product()).astype(whole.dtype)
 
-        whole, _ = total
         if isinstance(adds, bool):
-            return added() if adds else product(whole.dtype).astype(whole.dtype), None
+            return total._replace(array=added() if adds else product(whole.dtype).astype(whole.dtype))
         # XLA lets both branches write where the total lies.
-        return device_cond(adds, added, lambda: product().astype(whole.dtype)), None
+        return total._replace(array=device_cond(adds, added, lambda: product().astype(whole.dtype)))

@@ -3,19 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs
 from pallas_ce.backends.triton.configs import Config, Use
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.row import Partial, add, fields_for, joined, merge, reads_logit_weights
-from pallas_ce.streaming.tiles import pad
+from pallas_ce.streaming.tiles import Columns, pad
 
 # Registers that numbers take, where options and other numbers take 1; and a mask's.
 _REGISTERS = {"max": 0, "sum_exp": 0, "prob": 0, "weighted_sum": 4, "logit_weights": 4}
@@ -26,20 +25,6 @@ _RANK_STEP = 16
 
 # The kernel is told whether a part of the vocabulary begins at a multiple of this, so that it can load many at a time.
 _STEP = 16
-
-
-class Part(NamedTuple):
-    """Columns of the vocabulary, those behind its end included, which have dlogits of 0.
-
-    Attributes:
-        start: `[]`, the first.
-        size: how many.
-        first: `[]`, columns before this one have dlogits of 0, too; None: all count.
-    """
-
-    start: jax.Array | int
-    size: int
-    first: jax.Array | None = None
 
 
 def statistics(head: Head, batch: Batch, names: frozenset[str], filled: jax.Array | None = None) -> Partial:
@@ -57,13 +42,13 @@ def exponentials(
     batch: Batch,
     reference: jax.Array,
     names: frozenset[str],
-    rows: jax.Array | None = None,
-    into: jax.Array | None = None,
+    again: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
-    """See `Block.exponentials`; of about the first `rows []`, and the others keep theirs of some to write `into`.
+    """See `Block.exponentials`; about the number of rows that is given is made `again`.
 
     It always writes where something lies: so a program that may make them again has one such kernel, not two.
     """
+    rows, into = again or (None, None)
     fields = _fields(names | {"lse"})
     config = _config(head, batch, "stash", fields)
     outputs = _partials(head, batch, config, fields)
@@ -80,7 +65,7 @@ def dlogits(
     head: Head,
     batch: Batch,
     gradient: Gradient,
-    part: Part | None = None,
+    part: Columns | None = None,
     *,
     into: jax.Array | None = None,
     rows: jax.Array | None = None,
@@ -91,7 +76,7 @@ def dlogits(
         head: the head.
         batch: the rows.
         gradient: theirs, without coefficients of single entries.
-        part: which columns; None: all.
+        part: which columns; None: all. Those behind the vocabulary's end have dlogits of 0, too.
         into: whose memory the result takes; None: its own.
         rows: `[]`, about how many are worked on; None: all.
     """
@@ -110,7 +95,7 @@ def dlogits(
     return _run(head, batch, config, inputs, outputs, rows, part=part, gradient=True)[binding.STORED]
 
 
-def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Part | None = None) -> Config:
+def _config(head: Head, batch: Batch, use: Use, numbers: Sequence[str], part: Columns | None = None) -> Config:
     """The tiles for a pass that makes these numbers."""
     options = (head.bias, head.spec.softcap, batch.inverse_temperature, batch.low, head.up)
     held = 2 if use == "stash" else 1  # the exponentials are stored, beside the statistics
@@ -127,12 +112,12 @@ def _ragged(head: Head, config: Config) -> bool:
     return head.spec.vocab_size % config.columns != 0
 
 
-def _overlaps(head: Head, part: Part | None) -> bool:
+def _overlaps(head: Head, part: Columns | None) -> bool:
     """Whether some columns of a part do not count, or of another of its size."""
     return part is not None and (part.first is not None or head.spec.vocab_size % part.size != 0)
 
 
-def _step(head: Head, part: Part | None) -> int:
+def _step(head: Head, part: Columns | None) -> int:
     """A number that divides the part's first column, for the kernel; 0 where that is the vocabulary's first."""
     return 0 if part is None else math.gcd(part.size, head.spec.vocab_size, _STEP)
 
@@ -195,14 +180,15 @@ def _run(
     outputs: dict[str, jax.ShapeDtypeStruct],
     filled: jax.Array | None = None,
     *,
-    part: Part | None = None,
+    part: Columns | None = None,
     gradient: bool = False,
 ) -> dict[str, jax.Array]:
     spec, rows = head.spec, batch.hidden.shape[0]
     vocabulary = spec.vocab_size
-    start, columns, first = part or Part(0, vocabulary)
+    part_or_all = part or Columns(0, vocabulary)
+    columns, first = part_or_all.size, part_or_all.first
     last = vocabulary if head.valid_columns is None else head.valid_columns
-    bounds = (0 if first is None else first, last, rows if filled is None else filled, start)
+    bounds = (0 if first is None else first, last, rows if filled is None else filled, part_or_all.start)
     given = {
         "hidden": apart(batch.hidden.astype(spec.dtype)),
         "weight": apart(head.weight.astype(spec.dtype)),
@@ -239,17 +225,6 @@ def _run(
         "STORES": stores and configs.described(columns, spec.dtype),
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLUMNS": config.columns,
-        "WINDOW": config.window,
-        "GROUP": config.group,
     }
     tiles = -(-rows // config.rows) * -(-columns // config.columns)
-    return binding.call(
-        "head_kernel",
-        arrays,
-        outputs,
-        constants,
-        programs=min(tiles, targets.multiprocessors()) if config.descriptors else tiles,
-        warps=config.warps,
-        stages=config.stages,
-        scratch=config.descriptors,
-    )
+    return binding.call("head_kernel", arrays, outputs, constants, config, tiles)

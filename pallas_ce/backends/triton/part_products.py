@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends import device as targets
 from pallas_ce.backends.triton import binding, configs, launch
-from pallas_ce.gradient_products import WeightSum
+from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Head
 
 
@@ -27,7 +26,7 @@ def add_for_hidden(
 
 
 def put_for_weight(
-    head: Head, dlogits: jax.Array, hidden: jax.Array, total: WeightSum, start: jax.Array, filled: jax.Array | None
+    head: Head, dlogits: jax.Array, hidden: jax.Array, total: WeightGradient, start: jax.Array, filled: jax.Array | None
 ) -> jax.Array:
     """`total` with its part from `start []` on replaced by `dlogits [n, c]ᵀ·hidden`, of the first `filled []` rows."""
     assert total.scale is not None
@@ -63,21 +62,12 @@ def _product(
         "PARTS": total.dtype.itemsize // 2,
         "BLOCK_M": config.rows,
         "BLOCK_N": config.columns,
-        "WINDOW": config.window,
-        "GROUP": config.group,
     }
     tiles = -(-sizes["M"] // config.rows) * -(-sizes["N"] // config.columns)
     arrays = {name: x if name == binding.BEFORE else launch.apart(x) for name, x in arrays.items()}
-    return binding.call(
-        "product_kernel",
-        arrays | {"bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])},
-        {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)},
-        constants,
-        programs=min(tiles, targets.multiprocessors()),
-        warps=config.warps,
-        stages=config.stages,
-        scratch=True,
-    )[binding.STORED]
+    arrays["bounds"] = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])
+    outputs = {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
+    return binding.call("product_kernel", arrays, outputs, constants, config, tiles)[binding.STORED]
 
 
 def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array | None:
@@ -91,17 +81,17 @@ def scaled(head: Head, hidden: jax.Array, scale: jax.Array | float) -> jax.Array
 
 
 def add_for_weight(
-    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightSum
+    head: Head, dlogits: jax.Array, hidden: jax.Array, carrying: jax.Array | None, total: WeightGradient
 ) -> jax.Array:
     """`total` with the tile's `dlogitsᵀ·hidden`.
 
     Where that is the whole gradient, the product is rounded as it is made, and no sum in float32 is written: if there
     are hidden states that are `carrying` its scale.
     """
-    if carrying is None or total.scale is None or total.adds:
-        return total.add(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
+    if carrying is None or total.adds:
+        return total.with_share(for_weight_by_xla(head, dlogits, hidden), head.spec.vocab_axis)
     product = for_weight_by_xla(head, dlogits, carrying, total.array.dtype)
-    return total.tile.put(total.array, product, head.spec.vocab_axis)
+    return total._replace(scale=None).with_share(product, head.spec.vocab_axis)
 
 
 def for_weight_by_xla(head: Head, stored: jax.Array, rows: jax.Array, dtype: np.dtype | None = None) -> jax.Array:

@@ -14,11 +14,10 @@ from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.entries import Entries
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.backends.triton.launch import Part
-from pallas_ce.gradient_products import Products, TileStep, WeightSum
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head
 from pallas_ce.streaming.rows import RowBlock
-from pallas_ce.streaming.tiles import Tile, Tiles
+from pallas_ce.streaming.tiles import Columns, Tiles
 
 
 def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlock) -> TileStep:
@@ -46,56 +45,39 @@ class _Work:
     block: RowBlock
     carrying: jax.Array | None
 
-    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
-        tile = Tiles(self.head.spec.vocab_size, self.columns, self.head.valid_columns).tile(index)
-        first = jnp.int32(index) * self.columns
-        alone = hidden_sum is None or isinstance(self.block.number, int)
-        put = weight_sum is None or (weight_sum.whole and not weight_sum.adds)
-        in_place = alone and put and part_products.served(self.head, self.columns)
-        return (self._in_place if in_place else self._by_slices)(tile, first, hidden_sum, weight_sum)
-
-    def _in_place(
-        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None
-    ) -> Products:
-        """The last part runs over the vocabulary's end."""
-        head, batch, filled = self.head, self.batch, self.block.filled
-        count = jnp.minimum(self.columns, head.spec.vocab_size - first)
-        dz = launch.dlogits(head, batch, self.gradient, Part(first, self.columns), rows=filled)
-        if head.up is not None:
+    def __call__(self, index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
+        head, batch, block, size = self.head, self.batch, self.block, self.columns
+        axis, needs = head.spec.vocab_axis, self.gradient.needs
+        tile = Tiles(head.spec.vocab_size, size, head.valid_columns).tile(index)
+        first = jnp.int32(index) * size
+        alone = hidden_sum is None or isinstance(block.number, int)
+        put = weight_sum is None or not weight_sum.adds
+        in_place = alone and put and part_products.served(head, size)
+        # In place the last part runs over the vocabulary's end. Else it begins early, and an earlier one counts there.
+        part: Columns = Columns(first, size) if in_place else tile
+        count, filled = (jnp.minimum(size, head.spec.vocab_size - first), block.filled) if in_place else (size, None)
+        dz = launch.dlogits(head, batch, self.gradient, part, rows=filled)
+        if in_place and head.up is not None:
             dz = low_rank.zeroed(dz, filled)
-        dz = entries.put_among(dz, self.exact, first, first, count)
+        dz = entries.put_among(dz, self.exact, part.start, first, count)
         for_weight = for_bias = None
-        if hidden_sum is not None:
+        if hidden_sum is not None and in_place:
             hidden_sum = part_products.add_for_hidden(head, dz, hidden_sum, first, filled)
-        if weight_sum is not None:
+        elif hidden_sum is not None:
+            hidden_sum = block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
+        if weight_sum is not None and in_place:
             for_weight = part_products.put_for_weight(head, dz, batch.hidden, weight_sum, first, filled)
-        if self.gradient.needs.bias_sum:
-            own = jnp.where(jnp.arange(self.columns) < count, self._bias_sum(dz), 0)
-            for_bias = jnp.roll(own, first - tile.start)
-        up = low_rank.up_from(head, first, self.columns)
-        for_low, for_up = head.term_products(batch, dz, up, self.gradient.needs)
-        for_up = low_rank.own_columns(for_up, count, first - tile.start)
-        return Products(hidden_sum, for_weight, for_bias, for_low, for_up)
-
-    def _by_slices(
-        self, tile: Tile, first: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None
-    ) -> Products:
-        """The last part begins early, and what an earlier one has counts there."""
-        head, batch, axis = self.head, self.batch, self.head.spec.vocab_axis
-        part = Part(tile.start, self.columns, None if tile.own is None else first)
-        dz = launch.dlogits(head, batch, self.gradient, part)
-        dz = entries.put_among(dz, self.exact, tile.start, first, self.columns)
-        for_weight = None
-        if hidden_sum is not None:
-            hidden_sum = self.block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
-        if weight_sum is not None:
+        elif weight_sum is not None:
             for_weight = part_products.add_for_weight(head, dz, batch.hidden, self.carrying, weight_sum)
-        for_bias = self._bias_sum(dz) if self.gradient.needs.bias_sum else None
-        up = None if head.up is None else tile.take(head.up)
-        of_term = head.term_products(batch, dz, up, self.gradient.needs)
-        return Products(hidden_sum, for_weight, for_bias, *of_term)
-
-    def _bias_sum(self, dz: jax.Array) -> jax.Array:
-        """`Σ_i dlogits` over the rows that count."""
-        counted = dz if self.block.filled is None else self.block.select(dz, 0)
-        return counted.sum(axis=0, dtype=self.head.spec.accumulator)
+        if needs.bias:
+            counted = dz if block.filled is None else block.select(dz, 0)
+            for_bias = counted.sum(axis=0, dtype=head.spec.accumulator)
+        if not in_place:
+            up = None if head.up is None else tile.take(head.up)
+            found = head.term_products(batch, dz, up, needs)
+            return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias)
+        shift = first - tile.start
+        for_bias = low_rank.own_columns(for_bias, count, shift)
+        found = head.term_products(batch, dz, low_rank.up_from(head, first, size), needs)
+        for_up = low_rank.own_columns(found.up, count, shift)
+        return found._replace(hidden=hidden_sum, weight=for_weight, bias=for_bias, up=for_up)

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.gradient_products import Products, TileStep, WeightSum, plus
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient, added, plus
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
@@ -87,10 +87,10 @@ class XlaBackend(Backend):
         """The logits of one tile once more, and their products."""
         head = self._head(head)
 
-        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightSum | None) -> Products:
+        def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = _tiles(head, plan).tile(tile_index)
             found = _products(head, batch, gradient, tile, head.tile_logits(batch, tile))
-            return found.added(block.add(hidden_sum, found.hidden), weight_sum, head.spec.vocab_axis)
+            return added(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
         return step
 
@@ -102,29 +102,24 @@ class XlaBackend(Backend):
         tiles = _tiles(head, plan)
         kept = lax.empty((tiles.count, batch.hidden.shape[0], plan.columns), head.spec.accumulator)
 
-        def logits(tile: Tile) -> jax.Array:
-            return head.tile_logits(batch, tile)
-
-        def put(tile: Tile, kept: jax.Array, made: jax.Array) -> jax.Array:
-            return lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
+        def put(tile: Tile, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+            made = head.tile_logits(batch, tile)
+            return made, lax.dynamic_update_index_in_dim(kept, made, tile.number, 0)
 
         def partial(tile: Tile, made: jax.Array) -> Partial:
             return _partial(head, tile, made, batch.labels, names)
 
         if self._tiling.cached:
 
-            def both(i: jax.Array, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
-                done, kept = carry
-                tile = tiles.tile(i)
-                made = logits(tile)
-                return merge(done, partial(tile, made)), put(tile, kept, made)
+            def both(i: jax.Array | int, carry: tuple[Partial, jax.Array]) -> tuple[Partial, jax.Array]:
+                made, kept = put(tile := tiles.tile(i), carry[1])
+                return merge(carry[0], partial(tile, made)), kept
 
-            first = tiles.tile(0)
-            made = logits(first)
-            return fori_loop(1, tiles.count, both, (partial(first, made), put(first, kept, made)))
+            made, kept = put(first := tiles.tile(0), kept)
+            return fori_loop(1, tiles.count, both, (partial(first, made), kept))
 
         # A product that nothing else reads is written in place; one that is, XLA makes twice on a GPU.
-        kept = tiles.for_each(lambda tile, kept: put(tile, kept, logits(tile)), kept)
+        kept = tiles.for_each(lambda tile, kept: put(tile, kept)[1], kept)
 
         def read(tile: Tile) -> Partial:
             return partial(tile, lax.dynamic_index_in_dim(kept, tile.number, 0, keepdims=False))
@@ -132,15 +127,8 @@ class XlaBackend(Backend):
         return tiles.fold(read, merge, without_columns), kept
 
     def stash_products(
-        self,
-        head: Head,
-        batch: Batch,
-        gradient: Gradient,
-        stash: jax.Array,
-        sums: Products,
-        plan: Plan,
-        block: RowBlock,
-    ) -> Products:
+        self, head: Head, batch: Batch, gradient: Gradient, stash: jax.Array, sums: Arrays, plan: Plan, block: RowBlock
+    ) -> tuple[Arrays, None]:
         """A second pass over the tiles, on the stashed logits."""
         head = self._head(head)
         tiles, factor, c = _tiles(head, plan), gradient.factor, gradient.coefficients
@@ -148,7 +136,8 @@ class XlaBackend(Backend):
         # Else it stands between the product and the sum that it is added to in place.
         narrow = head.spec.dtype == np.float16
         gradient = gradient if narrow else gradient._replace(coefficients=c.map(lambda x: x * factor))
-        replaced = isinstance(block.number, int) and not gradient.adds
+        to = gradient.weight_sum
+        replaced = isinstance(block.number, int) and (to is None or to.adds is False)
 
         def with_share(total: jax.Array | None, tile: Tile, share: jax.Array | None, axis: int = 0) -> jax.Array | None:
             if total is None or share is None:
@@ -156,23 +145,24 @@ class XlaBackend(Backend):
             share = factor * share if narrow else share
             return tile.put(total, share.astype(total.dtype), axis) if replaced else tile.add(total, share, axis)
 
-        def body(tile: Tile, carry: Products) -> Products:
+        def body(tile: Tile, carry: Arrays) -> Arrays:
             logits = lax.dynamic_index_in_dim(stash, tile.number, 0, keepdims=False)
             share = _products(head, batch, gradient, tile, logits)
-            return Products(
-                plus(carry.hidden, share.hidden),
-                with_share(carry.weight, tile, share.weight, head.spec.vocab_axis),
-                with_share(carry.bias, tile, share.bias),
-                plus(carry.low, share.low),
-                with_share(carry.up, tile, share.up),
+            return carry._replace(
+                hidden=plus(carry.hidden, share.hidden),
+                weight=with_share(carry.weight, tile, share.weight, head.spec.vocab_axis),
+                bias=with_share(carry.bias, tile, share.bias),
+                up=with_share(carry.up, tile, share.up),
+                down=plus(carry.down, share.down),
             )
 
         zeros = head.row_sums(batch, gradient.needs)
-        found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, low=zeros.low))
+        weight = None if to is None else to.array
+        found = tiles.for_each(body, sums._replace(hidden=zeros.hidden, weight=weight, down=zeros.down))
         if narrow:
-            return found
-        hidden, low = jax.tree.map(lambda x: x / factor, (found.hidden, found.low))
-        return found._replace(hidden=hidden, low=low)
+            return found, None
+        hidden, down = jax.tree.map(lambda x: x / factor, (found.hidden, found.down))
+        return found._replace(hidden=hidden, down=down), None
 
 
 BACKEND = XlaBackend()
@@ -187,7 +177,7 @@ def _partial(head: Head, tile: Tile, logits: jax.Array, labels: jax.Array | None
     return partial_of_tile(logits, tile.columns, tile.valid, labels, weights, names)
 
 
-def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Products:
+def _products(head: Head, batch: Batch, gradient: Gradient, tile: Tile, logits: jax.Array) -> Arrays:
     """The products of one tile."""
     c, reference, argmax, needs, *_ = gradient
     weights = None if c.logit_weights is None else head.tile_logit_weights(tile.start, tile.size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
-from pallas_ce.streaming.tiles import shrink
+from pallas_ce.streaming.tiles import equal_parts, shrink
 
 
 class Tiling(NamedTuple):
@@ -101,14 +101,14 @@ def _least_traffic(
     best, least = None, math.inf
     for steps in range(-(-most_rows // _STEP), 0, -1):
         blocks = -(-tokens // min(most_rows, steps * _STEP))
-        rows = _equal(tokens, blocks)
+        rows = equal_parts(tokens, blocks, _STEP)
         fixed = scratch(rows, 0)
         room = (limit - fixed) // (scratch(rows, 1) - fixed)
         if room < max(1, least_columns):
             continue
         fewest = -(-vocab_size // min(room, most_columns))
         for tiles in range(fewest, fewest + _TRIED):
-            columns = max(least_columns, _equal(vocab_size, tiles))
+            columns = max(least_columns, equal_parts(vocab_size, tiles, _STEP))
             if columns > room or scratch(rows, columns) > limit:
                 continue
             again = (blocks * rows / tokens) * (tiles * columns / vocab_size) - 1
@@ -117,11 +117,6 @@ def _least_traffic(
             if time < least:
                 best, least = (rows, columns), time
     return best
-
-
-def _equal(total: int, parts: int) -> int:
-    """The size of each of `parts` parts: whole steps, except for a single part."""
-    return total if parts == 1 else min(total, -(-total // parts // _STEP) * _STEP)
 
 
 def tiles_bytes(specs: Sequence[HeadSpec], entry_bytes: int, mode: Mode | None, rows: int, columns: int) -> int:
