@@ -161,10 +161,8 @@ class Operation:
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
         tensors = dict(zip(self.tensors, arguments, strict=False))
         return [
-            tensors[name].t().new_empty(tensors[name].t().shape).t()
-            if name == "linear_weight" and _vocab_axis(tensors[name])
-            else tensors[name].new_empty(tensors[name].shape)
-            for name in self._names(arguments[-1])
+            torch.empty_like(x) if name == "linear_weight" and _vocab_axis(x) else x.new_empty(x.shape)
+            for name, x in ((name, tensors[name]) for name in self._names(arguments[-1]))
         ]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
