@@ -112,9 +112,7 @@ def vocab_parallel_cross_entropy(
     leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
     target = checks.labels(target, leading, valid=(vocab_size, ignored) if validate_labels else None).reshape(leading)
     checks.shape("token_weights", token_weights, leading)
-    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    integration.check_scalar("z_loss", z_loss, 0.0)
-    integration.check_normalizer(normalizer)
+    checks.scalars("float32", {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer})
     if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(
             f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
