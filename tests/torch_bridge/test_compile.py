@@ -1,14 +1,12 @@
 """`torch.compile` and `torch.library`'s own checks."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pallas_ce import LowRank
+from tests.torch_bridge import processes
 from tests.torch_bridge.problems import head, value_and_gradients
 from torch_bridge import (
     cross_entropy,
@@ -30,13 +28,12 @@ def _no_memory_of_other_tests():
 
 
 def test_callers_who_do_not_compile_do_not_wait_for_dynamo():
-    program = (
+    processes.script(
         "import sys, torch, torch_bridge\n"
         "hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)\n"
         "torch_bridge.linear_cross_entropy(hidden, weight, torch.arange(4)).backward()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def problem(tokens=12):
@@ -135,6 +132,7 @@ def test_compiled_functions_name_targets_outside_the_vocabulary_where_they_are_v
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(keep=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
 @pytest.mark.parametrize(
     ("function", "sizes"),
@@ -153,6 +151,7 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inpl
     torch.library.opcheck(OPERATORS.materialized_row_statistics.default, arguments)
 
 
+@pytest.mark.nightly(keep=9)
 @pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
 @pytest.mark.parametrize("differentiated", [0, 0b11, 0b11011])  # the last: with a low-rank term
 def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):

@@ -40,6 +40,7 @@ def statistics(hidden, weight, **options):
     return (row.log_prob - 0.1 * row.varentropy).mean()
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("trained", [["up"], ["down"], ["up", "down"], ["hidden", "up", "down"], ["weight", "up"]])
 @pytest.mark.parametrize("function", [loss, log_probs, statistics])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -110,6 +110,7 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
         assert torch.equal(logits.detach(), got[0])
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
