@@ -25,7 +25,6 @@ from pallas_ce.api.checks import check_reduction, check_statistics
 from pallas_ce.api.checks import ids as read_ids
 from pallas_ce.api.checks import ignored as read_ignore_index
 from pallas_ce.api.checks import is_int as is_int
-from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
@@ -67,7 +66,6 @@ __all__ = [
     "Settings",
     "canonical_labels",
     "check_label_values",
-    "check_normalizer",
     "check_reduction",
     "check_scalar",
     "check_shift",

@@ -1,6 +1,7 @@
 """What tests of the bridge share: random heads, the library's drawn problems as tensors, a count of compilations."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
@@ -9,7 +10,40 @@ import torch
 
 from pallas_ce import LowRank
 from tests.pallas_ce.oracle import LOW_RANK_SCALE
+from torch_bridge import (
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_row_statistics,
+    selective_log_softmax,
+    vocab_parallel_cross_entropy,
+)
 from torch_bridge.materialized import kernels
+
+
+def _module(hidden, weight, target, **options):
+    return LinearCrossEntropyLoss(*reversed(weight.shape), **options)(hidden, target)
+
+
+def _part(hidden, weight, target, **options):
+    return vocab_parallel_cross_entropy(hidden, weight, target, vocab_start=0, vocab_size=len(weight), **options)
+
+
+# Example calls of every function, `(hidden, weight, target, **options) -> number`: of a head,
+LINEAR = {
+    "in_forward": functools.partial(linear_cross_entropy, backward="in_forward"),
+    "recompute": functools.partial(linear_cross_entropy, backward="recompute"),
+    "log_probs": lambda *head, **options: linear_log_probs(*head, **options).sum(),
+    "row_statistics": lambda *head, **options: linear_row_statistics(*head, **options).lse.sum(),
+}
+# of a head that is a module's or split over processes,
+HEADS = LINEAR | {"module": _module, "vocab_parallel": _part}
+# and of stored logits.
+STORED = {
+    "cross_entropy": lambda hidden, weight, target, **options: cross_entropy(hidden @ weight.T, target, **options),
+    "selective": lambda hidden, weight, target: selective_log_softmax(hidden @ weight.T, target).sum(),
+}
 
 NAMES = {"hidden": "input", "weight": "linear_weight", "bias": "linear_bias"}
 

@@ -1,11 +1,24 @@
-"""Runs a function on two processes, which talk through gloo, or through NCCL with a GPU each."""
+"""Runs a program in a process of its own, or a function on two, which talk through gloo, or NCCL with a GPU each."""
 
 import datetime
 import os
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+
+def script(program, **environment):
+    """The output of a Python program, which must end without an error."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=os.environ | environment,
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def run(program, device="cpu"):

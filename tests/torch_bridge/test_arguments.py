@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pallas_ce import LowRank
 from torch_bridge import (
     cross_entropy,
     linear_cross_entropy,
@@ -21,6 +22,18 @@ SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
 TARGET_SHAPE = r"target has shape \(3, 1, 2\); it must be \(3,\), or that with K >= 1"
 EXPANDED = r"an expanded view \(shape \(3, 7\), strides \(0, 1\)\)"
 FRACTIONAL = "ignore_index=(1.5|'a'|True) must be a Python int"
+
+TERM = {"weight": torch.ones(7, 4), "up": torch.ones(7, 2), "down": torch.ones(2, 4)}
+TERMS = [
+    (ValueError, r"linear_weight.up has shape \(7,\); it must be \[V, r\]", {"up": torch.ones(7)}),
+    (ValueError, r"linear_weight.up has shape \(7, 0\); .* r at least 1", {"up": torch.ones(7, 0)}),
+    (ValueError, r"linear_weight.up has shape \(9, 2\); it must be \(7, 2\)", {"up": torch.ones(9, 2)}),
+    (ValueError, r"linear_weight.down has shape \(2, 9\); it must be \(2, 4\)", {"down": torch.ones(2, 9)}),
+    (TypeError, "linear_weight.down has dtype torch.int32", {"down": torch.ones(2, 4).int()}),
+    (TypeError, "linear_weight.down", {"down": None}),
+    (ValueError, r"linear_weight has shape \(4,\)", {"weight": torch.ones(4)}),
+    (TypeError, "linear_weight.scale is a Tensor.* multiply linear_weight.up", {"scale": torch.ones(())}),
+]
 
 MISTAKES = [
     (linear_cross_entropy, HEAD, [
@@ -44,6 +57,10 @@ MISTAKES = [
         (ValueError, "linear_weight lies on meta", {"linear_weight": torch.ones(7, 4, device="meta")}),
         (ValueError, "implementation='fast'", {"implementation": "fast"}),
         (ValueError, "logit_softcap=-1", {"logit_softcap": -1.0}),
+        (ValueError, "precision='fast' is ", {"precision": "fast"}),
+        (TypeError, "precision=2 is ", {"precision": 2}),
+        *((ValueError, f"shift={x} must be an int, at least 0", {"shift": x}) for x in (-1, 1.5, True)),
+        *((kind, message, {"linear_weight": LowRank(**TERM | change)}) for kind, message, change in TERMS),
     ]),
     (vocab_parallel_cross_entropy, PART, [
         (ValueError, "normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_bridge import linear_cross_entropy, linear_log_probs, linear_row_statistics
 from torch_bridge.autograd import operator as ops
 from torch_bridge.programs import calls
+from torch_bridge.programs.functions import Options
 
 MODES = ["in_forward", "recompute"]
 WIDTH, VOCABULARY, TOKENS = 8, 50, 20
@@ -242,17 +243,11 @@ def test_a_recomputing_backward_adds_to_main_grad_where_it_lies(asked):
         "linear_bias": torch.ones(vocabulary),
     }
     bits = sum(1 << operation.tensors.index(name) for name in tensors if name != "target")
-    options = [bits, "bfloat16", "mean", -100, None, None, "recompute", "highest", None, 2**18, 1.0, False]
-    program = operation.program([tensors.get(name) for name in operation.tensors], options)
+    options = Options(dtype="bfloat16", backward="recompute", scratch_bytes=2**18)[1:]
+    program = operation.program([tensors.get(name) for name in operation.tensors], (bits, *options))
     assert calls.adds_to(program, torch.zeros(of_weight), tensors["linear_weight"], asked)
     backward = program.backward(asked, (True,), adds=True)
-    taken = (
-        *program.inputs,
-        *program.outputs,
-        *program.kept,
-        *program.outputs,
-        jax.ShapeDtypeStruct(of_weight, "float32"),
-    )
+    taken = [*program.structs(), jax.ShapeDtypeStruct(of_weight, "float32")]
     memory = backward.run.lower(*(taken[i] for i in backward.reads)).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 4 * vocabulary * width
     assert memory.temp_size_in_bytes < 4 * vocabulary * width
@@ -314,9 +309,8 @@ def test_scalar_tensors_are_differentiated(head):
 )
 def test_half_a_recomputing_backward_has_no_product_of_the_other_half(head, asked, products):
     """Counted in the compiled program: the logits again, and one product for each gradient asked for."""
-    options = [3, "float32", "mean", -100, None, None, "recompute", "highest", None, None, 1.0, False]
-    program = ops.LINEAR_CROSS_ENTROPY.program([*head, *[None] * 9], options)
+    program = ops.LINEAR_CROSS_ENTROPY.program([*head, *[None] * 9], (3, *Options(backward="recompute")[1:]))
     backward = program.backward(asked, (True,))
-    taken = (*program.inputs, *program.outputs, *program.kept, *program.outputs)
+    taken = program.structs()
     compiled = backward.run.lower(*(taken[i] for i in backward.reads)).compile()
     assert len(re.findall(r"= f32\S* dot\(", compiled.as_text())) == products

@@ -17,7 +17,7 @@ def test_a_bucket_holds_the_rows_and_from_1024_on_not_twice_as_many():
         assert rows <= 1024 or size < 2 * rows
 
 
-@pytest.mark.parametrize("backward", ["auto", "recompute"])
+@pytest.mark.parametrize("backward", [pytest.param("auto", marks=pytest.mark.nightly), "recompute"])
 def test_a_hundred_token_counts_compile_at_most_ten_programs(backward):
     counts = np.random.default_rng(0).permutation(np.linspace(1, 8192, 100).astype(int))
     assert len(set(counts)) == 100

@@ -1,13 +1,12 @@
 """`torch.compile` and `torch.library`'s own checks."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pallas_ce import LowRank
+from tests.torch_bridge import processes
 from tests.torch_bridge.problems import head, value_and_gradients
 from torch_bridge import (
     cross_entropy,
@@ -17,6 +16,7 @@ from torch_bridge import (
     selective_log_softmax,
 )
 from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS, namespace
+from torch_bridge.programs.functions import Options
 
 MODES = ["in_forward", "recompute"]
 
@@ -28,13 +28,12 @@ def _no_memory_of_other_tests():
 
 
 def test_callers_who_do_not_compile_do_not_wait_for_dynamo():
-    program = (
+    processes.script(
         "import sys, torch, torch_bridge\n"
         "hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)\n"
         "torch_bridge.linear_cross_entropy(hidden, weight, torch.arange(4)).backward()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def problem(tokens=12):
@@ -62,11 +61,18 @@ def of_logits(function):
     return lambda hidden, weight, target, temperature: function(torch.tanh(hidden) @ weight.T, target)
 
 
+def low_rank(hidden, weight, target, temperature):
+    weight = LowRank(weight, torch.sin(weight[:, :3]), torch.cos(weight[:3]), 0.7)
+    return linear_cross_entropy(torch.tanh(hidden), weight, target)
+
+
 FUNCTIONS = {
     "in_forward": loss("in_forward"),
     "recompute": loss("recompute"),
     "policy": policy,
     "policy, by a number": lambda hidden, weight, target, _: policy(hidden, weight, target, 0.7),
+    "shift": lambda hidden, weight, target, _: linear_cross_entropy(torch.tanh(hidden), weight, target, shift=1),
+    "low rank": low_rank,
     "in place": of_logits(lambda logits, target: cross_entropy(logits, target, inplace_backward=True)),
     "none": of_logits(lambda logits, target: cross_entropy(logits, target, reduction="none").square().sum()),
     "options": of_logits(lambda logits, target: cross_entropy(
@@ -81,7 +87,7 @@ FUNCTIONS = {
         lambda logits, target: selective_log_softmax(logits, torch.stack([target, target // 2], 1)).sum()
     ),
 }  # fmt: skip
-LINEAR = list(FUNCTIONS)[:4]
+LINEAR = list(FUNCTIONS)[:5]
 
 
 def assert_as_eager(compiled, function, sizes, rtol, atol):
@@ -93,7 +99,7 @@ def assert_as_eager(compiled, function, sizes, rtol, atol):
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [(name, None) for name in FUNCTIONS if "policy" not in name]
+    [(name, None) for name in FUNCTIONS if "policy" not in name and name != "shift"]
     + [(name, True) for name in (*LINEAR, "options", "several")],
 )
 def test_a_compiled_function_is_the_eager_one_without_graph_breaks(name, dynamic):
@@ -126,6 +132,7 @@ def test_compiled_functions_name_targets_outside_the_vocabulary_where_they_are_v
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(keep=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, while inductor is imported
 @pytest.mark.parametrize(
     ("function", "sizes"),
@@ -144,6 +151,7 @@ def test_the_operator_of_stored_logits_passes_torchs_own_checks(statistics, inpl
     torch.library.opcheck(OPERATORS.materialized_row_statistics.default, arguments)
 
 
+@pytest.mark.nightly(keep=9)
 @pytest.mark.parametrize("name", [*MODES, "log_probs", "log_probs, several", "row_statistics"])
 @pytest.mark.parametrize("differentiated", [0, 0b11, 0b11011])  # the last: with a low-rank term
 def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
@@ -152,17 +160,17 @@ def test_the_linear_operators_pass_torchs_own_checks(name, differentiated):
     term = [torch.randn(40, 2, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
     term, scale = (term, 0.7) if differentiated > 3 else ([None, None], 1.0)
     target = (torch.stack([target] * 3, 1) if "several" in name else target).int()
+    head, options = (*tensors, target, *term, None, None), {"term_scale": scale}
     if name in MODES:
-        operator, others = OPERATORS.linear_cross_entropy, [None] * 7
-        options = [differentiated, "float32", "mean", -100, None, None, name, "highest", None, None, scale, True]
+        operator, others = OPERATORS.linear_cross_entropy, [None] * 5
+        options |= {"backward": name, "return_metrics": True}
     elif name == "row_statistics":
-        operator, others = OPERATORS.linear_row_statistics, [None] * 3 + [torch.ones(12).bool(), None]
-        names = "lse,entropy,max_logit,argmax"
-        options = [differentiated, "float32", names, None, None, "highest", None, None, scale, 1.0]
+        operator, others = OPERATORS.linear_row_statistics, [None, torch.ones(12).bool(), None]
+        options |= {"statistics": "lse,entropy,max_logit,argmax"}
     else:
-        operator, others = OPERATORS.linear_log_probs, [None, None, temperature]
-        options = [differentiated, "float32", True, True, True, -100, None, None, "highest", None, None, scale, 1.0]
-    torch.library.opcheck(operator.default, (*tensors, target, *term, *others, *options))
+        operator, others = OPERATORS.linear_log_probs, [temperature]
+        options |= {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
+    torch.library.opcheck(operator.default, (*head, *others, differentiated, *Options(**options)[1:]))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -143,14 +143,6 @@ def test_labels_of_64_bits_cross_as_words_and_never_wrap_around_into_the_vocabul
     assert words_to_int32(words.reshape(4, 4)).tolist() == [[0, 7], [-100, -1], [-1, 2**31 - 1], [-1, -1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint64])
-def test_labels_of_every_integer_dtype_pick_the_same_tokens(dtype):
-    torch.manual_seed(0)
-    hidden, weight, target = torch.randn(5, 4), torch.randn(7, 4), torch.tensor([0, 6, 3, 2, 5])
-    want = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target.to(dtype)), want)
-
-
 def test_memory_that_the_other_side_still_uses_is_not_reused():
     """Each side drops its own handle at once, and both allocate and fill memory of the same size."""
     rng = np.random.default_rng(0)
@@ -210,5 +202,5 @@ def test_a_program_takes_all_that_it_is_given_as_one_event_orders_it():
     shape = programs.Shape((None, 3), np.dtype(np.float32))
     signature = programs.Signature(function, None, (("unused", shape), ("used", shape)), ("used",))
     program = programs.Program(signature, 5)
-    taken = program.forward.lower(*program.inputs).compile().as_text().split("entry_computation_layout={(")[1]
+    taken = program.forward.lower(*program.structs()[:2]).compile().as_text().split("entry_computation_layout={(")[1]
     assert taken.startswith("f32[5,3]{1,0}, f32[5,3]{1,0})")

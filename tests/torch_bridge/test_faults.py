@@ -1,14 +1,13 @@
 """What may befall a process that uses the bridge, done to it: `docs/robustness.md` has the list."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 import torch
 
 import torch_bridge
+from tests.torch_bridge import processes
 from torch_bridge import linear_cross_entropy
 from torch_bridge.dlpack import exchange
 
@@ -36,16 +35,8 @@ assert torch.equal(before, linear_cross_entropy(*given))
 """
 
 
-def process(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program]
-    return subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=300
-    )
-
-
 def test_in_a_process_that_was_forked_too_late_the_bridge_says_so_where_jax_would_hang() -> None:
-    ended = process(FORKED)
-    assert ended.returncode == 0, ended.stderr
+    processes.script(FORKED)
 
 
 ENDING = """
@@ -67,8 +58,7 @@ cross_entropy(torch.ones(64, 8), labels)
 
 def test_a_process_that_ends_after_a_call_waits_for_jax_to_drop_the_tensors() -> None:
     """Once; without that it aborts now and then, which no test can bring about."""
-    ended = process(ENDING)
-    assert (ended.returncode, ended.stdout) == (0, f"waited {exchange.LETTING_GO_SECONDS}\n"), ended.stderr
+    assert processes.script(ENDING) == f"waited {exchange.LETTING_GO_SECONDS}\n"
 
 
 def test_a_call_without_room_is_an_error_and_the_next_one_works() -> None:

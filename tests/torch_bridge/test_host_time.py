@@ -11,18 +11,11 @@ import pytest
 import torch
 
 from tests.torch_bridge import problems
-from torch_bridge import linear_cross_entropy, linear_log_probs, linear_row_statistics
+from torch_bridge import linear_cross_entropy
 from torch_bridge.autograd import operator as ops
 from torch_bridge.dlpack import exchange
 
 ROWS, WIDTH, VOCABULARY = 256, 16, 32
-
-FUNCTIONS = {
-    "in_forward": functools.partial(linear_cross_entropy, backward="in_forward"),
-    "recompute": functools.partial(linear_cross_entropy, backward="recompute"),
-    "log probabilities": lambda *head: linear_log_probs(*head).sum(),
-    "statistics": lambda *head: linear_row_statistics(*head).lse.sum(),
-}
 
 
 @pytest.fixture
@@ -59,10 +52,10 @@ def python_of_jax(call):
     return entered
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", problems.LINEAR)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_repeated_call_traces_nothing_and_runs_no_operation_of_jax_outside_the_compiled_programs(head, name, way):
-    call = functools.partial(WAYS[way], FUNCTIONS[name], head)
+    call = functools.partial(WAYS[way], problems.LINEAR[name], head)
     call(), call()
     assert "from_dlpack" in python_of_jax(lambda: jax.dlpack.from_dlpack(head[2]))  # it is seen
     assert set(python_of_jax(call)) <= {"make_single_device_sharding"}

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import types
@@ -45,15 +46,22 @@ def test_a_pickled_saved_or_copied_model_is_patched_with_the_same_options_and_ca
     assert patch_causal_lm(found)(**batch()).logits is None
 
 
-def test_an_unpatched_model_is_of_its_own_class_again_and_leaves_nothing():
+def test_a_patched_model_is_of_its_own_kind_and_leaves_nothing_when_it_is_unpatched(tmp_path):
     model = make()
     before = set(model.__dict__)
     patch_causal_lm(model)
     assert isinstance(model, hf.LlamaForCausalLM)
     assert type(model).__name__ == "LlamaForCausalLM"
+    signature = inspect.signature(model.forward)
+    assert {"input_ids", "labels"} <= set(signature.parameters)
+    assert "self" not in signature.parameters
+    model.save_pretrained(tmp_path)
+    assert type(hf.AutoModelForCausalLM.from_pretrained(tmp_path)) is hf.LlamaForCausalLM
     unpatch_causal_lm(model)
-    assert type(model) is hf.LlamaForCausalLM
+    assert type(pickled(model)) is type(model) is hf.LlamaForCausalLM
     assert set(model.__dict__) == before
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch_causal_lm(model)
 
 
 @pytest.fixture

@@ -5,22 +5,15 @@ import warnings
 
 import pytest
 import torch
-import transformers as hf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from tests.torch_bridge import processes
+from tests.torch_bridge import models, processes
 from torch_bridge import patch_causal_lm
-
-VOCABULARY = 99
 
 
 def make(tied):
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
-        max_position_embeddings=64, tie_word_embeddings=tied,
-    )).train()  # fmt: skip
+    return models.make(tie_word_embeddings=tied)
 
 
 def as_accelerate_does(model, mesh):
@@ -45,7 +38,7 @@ def head_by_itself(model, mesh):
 def check_steps(rank, reference, model):
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (reference, model)]
     for _ in range(2):
-        tokens = torch.randint(3, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(3, models.VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
         mine = tokens[2 * rank : 2 * rank + 2]
         reference(input_ids=tokens, labels=tokens).loss.backward()
         out = model(input_ids=mine, labels=mine)

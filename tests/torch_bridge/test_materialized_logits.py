@@ -110,6 +110,7 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
         assert torch.equal(logits.detach(), got[0])
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -167,18 +168,6 @@ def test_the_gradient_takes_the_logits_memory_where_that_is_asked_for(function):
     torch.testing.assert_close(logits.detach()[:, :-1], exact[:, :-1])
     with pytest.raises(ValueError, match="inplace_backward=True on logits that are a leaf"):
         function(leaf, target, inplace_backward=True)
-
-
-def test_columns_of_probability_zero_have_gradient_zero():
-    logits, target = problem()
-    closed = torch.arange(19) % 5 == 2
-    target[closed[target.clamp(0)]] = 0
-    kept = torch.where(target < 0, target, target - closed.cumsum(0)[target.clamp(0)])
-    filled = logits.detach().masked_fill(closed, -torch.inf).requires_grad_()
-    found = cross_entropy(filled, target, z_loss=0.1)
-    (gradient,) = torch.autograd.grad(found, filled)
-    assert not gradient[..., closed].any()
-    torch.testing.assert_close(found, cross_entropy(logits[..., ~closed], kept, z_loss=0.1))
 
 
 def test_rows_that_do_not_count_may_hold_anything():

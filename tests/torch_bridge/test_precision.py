@@ -1,29 +1,14 @@
 """`precision` of the bridge's functions reaches the programs; without it PyTorch's own settings do."""
 
-import functools
-
 import jax
 import pytest
 import torch
 
-from tests.torch_bridge.problems import head
-from torch_bridge import (
-    LinearCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_log_probs,
-    linear_row_statistics,
-    vocab_parallel_cross_entropy,
-)
+from tests.torch_bridge.problems import HEADS, head
+from torch_bridge import linear_cross_entropy, linear_log_probs
 from torch_bridge.api import checks
 
 CUDA = torch.device("cuda")
-FUNCTIONS = {
-    "linear_cross_entropy": linear_cross_entropy,
-    "linear_log_probs": linear_log_probs,
-    "linear_row_statistics": linear_row_statistics,
-    "vocab_parallel_cross_entropy": functools.partial(vocab_parallel_cross_entropy, vocab_start=0, vocab_size=50),
-    "module": lambda hidden, weight, target, **options: LinearCrossEntropyLoss(8, 50, **options)(hidden, target),
-}
 # JAX refuses it where it lowers a product for a CPU.
 ELSEWHERE = "TF32_TF32_F32"
 refused = pytest.raises(ValueError, match="precision 'TF32_TF32_F32' is not supported by dot_general on CPU")
@@ -37,19 +22,19 @@ def _settings():
     torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("precision", [ELSEWHERE, jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
 def test_products_have_the_precision_asked_for(name, precision):
     with refused:
-        FUNCTIONS[name](*head(), precision=precision)
+        HEADS[name](*head(), precision=precision)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", HEADS)
 def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
     given = []
     monkeypatch.setattr(checks, "precision", lambda *arguments: given.append(arguments) or ELSEWHERE)
     with refused:
-        FUNCTIONS[name](*head())
+        HEADS[name](*head())
     assert given == [(None, torch.device("cpu"))]
 
 
@@ -105,9 +90,3 @@ def test_a_float32_head_of_bfloat16_tensors():
     gradients, exact = (torch.autograd.grad(x.cos().sum(), of) for x, of in ((got, (hidden, weight)), (want, wide)))
     assert {x.dtype for x in gradients} == {torch.bfloat16}
     torch.testing.assert_close(gradients, tuple(x.bfloat16() for x in exact), rtol=8e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("wrong", "error"), [("fast", ValueError), (2, TypeError)])
-def test_a_mistake_is_named(wrong, error):
-    with pytest.raises(error, match=f"precision={wrong!r} is "):
-        linear_cross_entropy(*head(), precision=wrong)

@@ -1,12 +1,9 @@
 """Scaling in place: on the CPU, and the GPU's kernel by Triton's interpreter, in a process of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.torch_bridge import processes
 from torch_bridge.programs.scaling import scale_
 
 _INTERPRETED = """
@@ -43,8 +40,4 @@ def test_a_factor_of_one_changes_nothing_and_others_are_not_rounded_first(factor
 
 def test_the_kernel_scales_what_it_is_given_and_nothing_behind():
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == "done\n", done.stderr
+    assert processes.script(_INTERPRETED, TRITON_INTERPRET="1") == "done\n"

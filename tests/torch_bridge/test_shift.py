@@ -51,19 +51,3 @@ def test_without_a_reduction_the_last_position_has_none():
     hidden, _, target, _ = problem(2, 5)
     each = LinearCrossEntropyLoss(8, 30, shift=1, reduction="none")(hidden, target.clamp(0, 29))
     assert (each > 0).tolist() == [[True, True, True, True, False]] * 2
-
-
-def test_a_compiled_function_shifts_at_any_length():
-    def function(hidden, weight, target):
-        return linear_cross_entropy(hidden, weight, target, shift=1)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for leading in ((3, 5), (4, 9)):
-        given = problem(*leading)[:3]
-        torch.testing.assert_close(value_and_gradients(compiled, *given), value_and_gradients(function, *given))
-
-
-@pytest.mark.parametrize("shift", [-1, 1.5, True])
-def test_a_shift_that_is_no_count_is_named(shift):
-    with pytest.raises(ValueError, match=rf"shift={shift!r} must be an int, at least 0"):
-        linear_cross_entropy(*problem(3)[:3], shift=shift)

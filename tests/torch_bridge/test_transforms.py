@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tests.torch_bridge.problems import as_on_a_gpu
-from torch_bridge import (
-    cross_entropy,
-    linear_cross_entropy,
-    linear_log_probs,
-    linear_row_statistics,
-    selective_log_softmax,
-    vocab_parallel_cross_entropy,
-)
+from tests.torch_bridge.problems import HEADS, STORED, as_on_a_gpu
+from torch_bridge import cross_entropy, linear_cross_entropy, selective_log_softmax
 from torch_bridge.materialized import chunks
 
 # PyTorch's own, where forward mode is first used.
@@ -26,14 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:Deprecation
 torch.manual_seed(0)
 HIDDEN, WEIGHT, TARGET = torch.randn(5, 4), torch.randn(9, 4), torch.randint(0, 4, (5,))
 
-FUNCTIONS = {
-    "linear_cross_entropy": lambda x: linear_cross_entropy(x, WEIGHT, TARGET),
-    "linear_row_statistics": lambda x: linear_row_statistics(x, WEIGHT, TARGET).lse.sum(),
-    "linear_log_probs": lambda x: linear_log_probs(x, WEIGHT, TARGET).sum(),
-    "cross_entropy": lambda x: cross_entropy(x, TARGET),
-    "selective_log_softmax": lambda x: selective_log_softmax(x, TARGET).sum(),
-    "vocab_parallel": lambda x: vocab_parallel_cross_entropy(x, WEIGHT, TARGET, vocab_start=0, vocab_size=9),
-}
+CALLS = {name: call for name, call in (HEADS | STORED).items() if name != "module"}
+
+
+def call(name):
+    """The example call as a function of the hidden states."""
+    return lambda hidden: CALLS[name](hidden, WEIGHT, TARGET)
+
 
 TRANSFORMS = {
     "jvp": lambda f: torch.func.jvp(f, (HIDDEN,), (HIDDEN,)),
@@ -45,19 +37,19 @@ TRANSFORMS = {
 REFUSED = "first derivatives in reverse mode only"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func_are_refused(name, transform):
     with pytest.raises(NotImplementedError, match=f"(input|logits) is inside a transform.*{REFUSED}"):
-        TRANSFORMS[transform](FUNCTIONS[name])
+        TRANSFORMS[transform](call(name))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_tangent_is_refused(name, requires_grad):
     x = HIDDEN.clone().requires_grad_(requires_grad)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"has a tangent.*{REFUSED}"):
-        FUNCTIONS[name](forward_ad.make_dual(x, HIDDEN))
+        call(name)(forward_ad.make_dual(x, HIDDEN))
 
 
 @pytest.mark.parametrize("name", ["linear_weight", "logit_scale"])
@@ -123,7 +115,7 @@ def test_forward_mode_is_refused_when_compiled_too():
     torch._dynamo.reset()
 
     def tangent(x):
-        return torch.func.jvp(FUNCTIONS["linear_cross_entropy"], (x,), (x,))[1]
+        return torch.func.jvp(call("in_forward"), (x,), (x,))[1]
 
     with pytest.raises(Exception, match=REFUSED):
         torch.compile(tangent, backend="eager", fullgraph=True)(HIDDEN)

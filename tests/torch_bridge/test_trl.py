@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers as hf
 
+from tests.torch_bridge.models import SIZES, VOCABULARY
 from tests.torch_bridge.products import Products
 from torch_bridge import patch_causal_lm, unpatch_causal_lm
 from torch_bridge.integrations import trl as adapter
 
-VOCABULARY = 97
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -106,11 +106,8 @@ def trl(monkeypatch):
 
 def make():
     torch.manual_seed(0)
-    return hf.Gemma2ForCausalLM(hf.Gemma2Config(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=1, eos_token_id=1, pad_token_id=0,
-        final_logit_softcapping=2.0, attn_implementation="eager",
-    ))  # fmt: skip
+    sizes = SIZES | {"num_hidden_layers": 1, "eos_token_id": 1, "head_dim": 8}
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, final_logit_softcapping=2.0, attn_implementation="eager"))
 
 
 def tokenizer():
@@ -151,7 +148,8 @@ TRAINERS = {
     "GRPO": ({"prompt": TEXTS}, SAMPLED | {"cast_lm_head_to_fp32": True}, {"reward_funcs": letters}),
     "RLOO": ({"prompt": TEXTS}, SAMPLED, {"reward_funcs": letters}),
 }
-REPEATED = {"RLOO": pytest.mark.nightly}  # it asks for what GRPO does
+# RLOO asks for what GRPO does, KTO for what DPO does, and SFT with adapters for what DPO with adapters does.
+REPEATED = dict.fromkeys(("RLOO", "KTO", "SFT with adapters"), pytest.mark.nightly)
 
 
 def trainer(trl, name, model, directory):

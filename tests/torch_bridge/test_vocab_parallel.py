@@ -8,7 +8,6 @@ import torch
 from pallas_ce import LowRank
 from tests.torch_bridge import processes
 from torch_bridge import linear_cross_entropy, vocab_parallel_cross_entropy
-from torch_bridge.api import vocab_parallel
 
 TOKENS, WIDTH, VOCABULARY = (3, 4), 8, 30
 STARTS = (0, 7, VOCABULARY)
@@ -76,11 +75,6 @@ def compare_with_the_whole(rank, _):
         assert torch.equal(got, want), dtype
 
 
-@pytest.mark.slow
-def test_two_parts_have_the_loss_and_gradients_of_the_whole():
-    processes.run(compare_with_the_whole)
-
-
 def refuse_parts_that_are_not(rank, _):
     """What a process passes that holds the whole weight, or another's rows, where the group says a part."""
     torch.manual_seed(0)
@@ -102,18 +96,32 @@ def refuse_parts_that_are_not(rank, _):
     assert loss(torch.zeros_like(mine), half * rank, validate_parts=True).isfinite()  # an initial value of many
 
 
-def spread_nan(rank, _):
-    of_one = torch.tensor([0.0, torch.nan, 0.0]) if rank else torch.tensor([1.0, 2.0, -torch.inf])
-    log_sum = vocab_parallel._LogSum.apply(of_one, None)
-    assert log_sum.isnan().tolist() == [False, True, False]
-    assert log_sum[2] == 0
+def hold_what_is_not_finite(rank, _):
+    """A NaN of one part is one of the whole; a part of -inf only has no share in it."""
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(4, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH), torch.arange(4)
+    mine, half = slice(STARTS[rank], STARTS[rank + 1]), weight[: STARTS[1]]
+    for value in (torch.nan, -torch.inf):
+        bias = torch.zeros(VOCABULARY)
+        bias[STARTS[1] :] = value
+        loss = vocab_parallel_cross_entropy(
+            hidden, weight[mine], target, linear_bias=bias[mine], vocab_start=STARTS[rank], vocab_size=VOCABULARY
+        )
+        if value != -torch.inf:
+            assert loss.isnan()
+            continue
+        want = linear_cross_entropy(hidden, half, target)
+        torch.testing.assert_close(loss, want)
+        (got, exact) = (torch.autograd.grad(x, hidden)[0] for x in (loss, want))
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+
+
+def every_check(rank, device):
+    """In one group: starting two processes takes longer than all of it."""
+    for check in (compare_with_the_whole, refuse_parts_that_are_not, hold_what_is_not_finite):
+        check(rank, device)
 
 
 @pytest.mark.slow
-def test_parts_that_overlap_or_are_one_weight_are_refused_where_it_is_known_or_asked_for():
-    processes.run(refuse_parts_that_are_not)
-
-
-@pytest.mark.nightly
-def test_a_nan_of_one_part_is_one_of_the_whole():
-    processes.run(spread_nan)
+def test_two_parts_have_the_loss_and_gradients_of_the_whole_and_other_parts_are_refused():
+    processes.run(every_check)

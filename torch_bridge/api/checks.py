@@ -1,7 +1,7 @@
 """Checks of the functions' tensors, before PyTorch sees the operator: each error names the argument and its value."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,31 @@ _DTYPES = {
 _LABELS = (torch.int32, torch.int64)
 
 
+# Scalars: the number whose term is left out, and the bounds of others.
+_SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
+    "logit_scale": (1.0,),
+    "label_smoothing": (0.0, 0.0, 1.0),
+    "z_loss": (0.0, 0.0),
+    "normalizer": (None, 0.0),
+}
+
+
+class Head(NamedTuple):
+    """A head as the operators take it.
+
+    Attributes:
+        tensors: by name.
+        options: of every function of a head.
+        leading: input's leading shape.
+        size: V.
+    """
+
+    tensors: dict[str, Tensor | None]
+    options: dict[str, Any]
+    leading: torch.Size
+    size: int
+
+
 def weight(given: Tensor | LowRank) -> LowRank:
     """The tensors of a weight `[V', H]`; `up` and `down` are None where it has no term."""
     read: LowRank = integration.read_low_rank(given, _floating, "linear_weight")
@@ -37,33 +62,72 @@ def weight(given: Tensor | LowRank) -> LowRank:
 
 
 def head(
-    input: Tensor, of_weight: LowRank, bias: Tensor | None, logit_scale: float | Tensor, vocab_size: int | None
-) -> tuple[str, dict[str, Tensor | None]]:
-    """The compute dtype, and the tensors of a head as the operators take them; `of_weight` as `weight` returns it."""
-    weight = of_weight.weight
+    input: Tensor,
+    of_weight: Tensor | LowRank,
+    bias: Tensor | None,
+    logit_scale: float | Tensor,
+    logit_softcap: float | None,
+    vocab_size: int | None,
+    how: tuple[PrecisionLike | None, str | None, int | None],
+) -> Head:
+    """Checks a head; `how` is `(precision, implementation, scratch_bytes)`."""
+    read = weight(of_weight)
+    rows, width = read.weight.shape
     for name, tensor in (("input", input), ("linear_bias", bias)):
         if tensor is not None:
             floating(name, tensor)
     if input.ndim < 1:
         raise ValueError("input is a scalar; it must be [..., H]")
-    if input.shape[-1] != weight.shape[1]:
+    if input.shape[-1] != width:
         raise ValueError(
-            f"input has shape {tuple(input.shape)} and linear_weight {tuple(weight.shape)}: the hidden size is "
-            f"{input.shape[-1]} in the one and {weight.shape[1]} in the other"
+            f"input has shape {tuple(input.shape)} and linear_weight {tuple(read.weight.shape)}: the hidden size is "
+            f"{input.shape[-1]} in the one and {width} in the other"
         )
-    shape("linear_bias", bias, (weight.shape[0],))
-    size(vocab_size, weight.shape[0], "linear_weight's rows")
-    kind, dtype = input.device.type, input.dtype
+    shape("linear_bias", bias, (rows,))
+    kind, dtype, leading = input.device.type, input.dtype, input.shape[:-1]
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    computed = _DTYPES[dtype]
-    return computed, {
-        "input": by_row(input, input.shape[:-1]),
-        "linear_weight": weight,
-        "linear_up": of_weight.up,
-        "linear_down": of_weight.down,
+    options = {
+        "dtype": _DTYPES[dtype],
+        "precision": precision(how[0], input.device),
+        "logit_softcap": logit_softcap,
+        "vocab_size": vocab_size,
+        "implementation": how[1],
+        "scratch_bytes": how[2],
+        "term_scale": read.scale,
+    }
+    tensors = {
+        "input": by_row(input, leading),
+        "linear_weight": read.weight,
+        "linear_up": read.up,
+        "linear_down": read.down,
         "linear_bias": bias,
-        "logit_scale": scalar("logit_scale", logit_scale, 1.0, computed),
+        **scalars(_DTYPES[dtype], {"logit_scale": logit_scale}),
+    }
+    return Head(tensors, options, leading, size(vocab_size, rows, "linear_weight's rows"))
+
+
+def loss(
+    leading: Sequence[int],
+    size: int,
+    dtype: str,
+    target: Tensor,
+    class_weights: Tensor | None,
+    token_weights: Tensor | None,
+    numbers: Mapping[str, float | Tensor | None],
+    valid: tuple[int, int | None] | None,
+    shift: int = 0,
+) -> dict[str, Tensor | None]:
+    """The tensors of cross entropy beside its logits; `size` is V, and `valid` as `labels` takes it."""
+    shape("class_weights", class_weights, (size,))
+    shape("token_weights", token_weights, leading)
+    if token_weights is not None:
+        token_weights = by_row(_shifted(token_weights, shift, leading, 0), leading)
+    return {
+        "target": labels(target, leading, valid=valid, shift=shift),
+        "class_weights": class_weights,
+        "token_weights": token_weights,
+        **scalars(dtype, numbers),
     }
 
 
@@ -122,12 +186,6 @@ def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return tensor if len(leading) == 1 else tensor.reshape(-1, *tensor.shape[len(leading) :])
 
 
-def row_values(name: str, tensor: Tensor | None, leading: Sequence[int], shift: int = 0) -> Tensor | None:
-    """`[N]` of a dense tensor with one value for each row, or None; with `shift`, 0 where there is none."""
-    shape(name, tensor, leading)
-    return None if tensor is None else by_row(_shifted(tensor, shift, leading, 0), leading)
-
-
 def labels(
     target: Tensor,
     leading: Sequence[int],
@@ -150,7 +208,8 @@ def labels(
     ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    target = target if valid is None else _with_valid_values(target, *valid)
+    if valid is not None:
+        target = _with_valid_values(target, valid[0], integration.read_ignore_index(valid[1]))
     target = target if target.dtype in _LABELS else target.long()
     return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
 
@@ -202,8 +261,12 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
     return 1.0, by_row(value, leading) if value.ndim else value
 
 
-def scalar(name: str, value: float | Tensor | None, absent: float | None, dtype: str, *bounds: float) -> Tensor | None:
-    """A 0-d tensor in the dtype of the sums, or None for `absent`, the number whose term is left out."""
+def scalars(dtype: str, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:
+    """0-d tensors in the dtype of the sums; None for a number whose term is left out."""
+    return {name: _scalar(name, value, dtype, *_SCALARS[name]) for name, value in given.items()}
+
+
+def _scalar(name: str, value: float | Tensor | None, dtype: str, absent: float | None, *bounds: float) -> Tensor | None:
     if value is absent or (isinstance(value, float) and value == absent):
         return None
     number = integration.check_scalar(name, value, *bounds)

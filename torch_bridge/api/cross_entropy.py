@@ -81,17 +81,10 @@ def cross_entropy(
     dtype = checks.floating("logits", logits)
     size = checks.vocabulary(logits, vocab_size)
     leading = logits.shape[:-1]
-    ids = checks.labels(target, leading, valid=(size, ignore_index) if validate_labels else None)
-    checks.shape("class_weights", class_weights, (size,))
     check_inplace(logits, inplace_backward)
-    given = {
-        "target": ids,
-        "class_weights": class_weights,
-        "token_weights": checks.row_values("token_weights", token_weights, leading),
-        "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
-        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype, 0.0),
-        "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
-    }
+    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}
+    valid = (size, ignore_index) if validate_labels else None
+    given = checks.loss(leading, size, dtype, target, class_weights, token_weights, numbers, valid)
     tensors = {name: x for name, x in given.items() if x is not None}
     everything = {"logits": logits, **tensors}
     exchange.check_one_device(everything)
@@ -101,9 +94,9 @@ def cross_entropy(
         serving = kernels.serving(logits, rows.spec(logits, size, logit_softcap))
         if serving and serving.serve_at_once(logits):
             return one_program.cross_entropy(serving, reduction, ignore_index, logits, tensors, inplace_backward)
-    ids = ids.long()
-    valid = losses.counted(ids, size, ignore_index)
-    ids = ids.where(valid, 0)
+    ids = tensors["target"].long()
+    counted = losses.counted(ids, size, ignore_index)
+    ids = ids.where(counted, 0)
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
     smoothing, z_factor, weights, divisor = (
         first_order.differentiable_once(given[name])
@@ -112,12 +105,12 @@ def cross_entropy(
     names = "lse,log_prob" if smoothing is None else "lse,log_prob,mean_log_prob"
     mean_weights = None if classes is None or smoothing is None else classes / size
     options = rows.Options(names, size, logit_softcap, inplace=inplace_backward)
-    found = rows.row_statistics(logits, ids[:, None], valid, mean_weights, options)
+    found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, options)
     return losses.cross_entropy(
         found["lse"],
         found["log_prob"][:, 0],
         found.get("mean_log_prob"),
-        valid,
+        counted,
         label_smoothing=0.0 if smoothing is None else smoothing,
         z_loss=0.0 if z_factor is None else z_factor,
         token_weights=weights,

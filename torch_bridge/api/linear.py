@@ -100,36 +100,18 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     integration.check_reduction(reduction, normalizer, backward)
-    weight = checks.weight(linear_weight)
-    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
-    leading, size = input.shape[:-1], vocab_size or weight.weight.shape[0]
-    checks.shape("class_weights", class_weights, (size,))
-    valid = (size, integration.read_ignore_index(ignore_index)) if validate_labels else None
-    tensors = head | {
-        "target": checks.labels(target, leading, valid=valid, shift=shift),
-        "class_weights": class_weights,
-        "token_weights": checks.row_values("token_weights", token_weights, leading, shift),
-        "label_smoothing": checks.scalar("label_smoothing", label_smoothing, 0.0, dtype, 0.0, 1.0),
-        "z_loss": checks.scalar("z_loss", z_loss, 0.0, dtype, 0.0),
-        "normalizer": checks.scalar("normalizer", normalizer, None, dtype, 0.0),
-    }
-    loss, *metrics = LINEAR_CROSS_ENTROPY.call(
-        tensors,
-        {
-            "dtype": dtype,
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "logit_softcap": logit_softcap,
-            "vocab_size": vocab_size,
-            "backward": backward,
-            "precision": checks.precision(precision, input.device),
-            "implementation": implementation,
-            "scratch_bytes": scratch_bytes,
-            "term_scale": weight.scale,
-            "return_metrics": return_metrics,
-        },
+    how = (precision, implementation, scratch_bytes)
+    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
+    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}
+    options = {"reduction": reduction, "ignore_index": ignore_index, "backward": backward}
+    valid = (head.size, ignore_index) if validate_labels else None
+    tensors = checks.loss(
+        head.leading, head.size, head.options["dtype"], target, class_weights, token_weights, numbers, valid, shift
     )
-    loss = loss.reshape(leading) if reduction == "none" else loss
+    loss, *metrics = LINEAR_CROSS_ENTROPY.call(
+        head.tensors | tensors, head.options | options | {"return_metrics": return_metrics}
+    )
+    loss = loss.reshape(head.leading) if reduction == "none" else loss
     return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
 
 
@@ -195,37 +177,25 @@ def linear_row_statistics(
     # As the operator returns them: argmax, which has no gradient, last.
     names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
     names += ["argmax"] if "argmax" in asked else []
-    weight = checks.weight(linear_weight)
-    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
-    leading = input.shape[:-1]
+    how = (precision, implementation, scratch_bytes)
+    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
     if target is not None:
-        target = checks.labels(target, leading, several=True)
-    checks.shape("row_mask", row_mask, leading)
+        target = checks.labels(target, head.leading, several=True)
+    checks.shape("row_mask", row_mask, head.leading)
     if row_mask is None:
-        row_mask = torch.ones(leading, dtype=torch.bool, device=input.device)
+        row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
     elif row_mask.dtype != torch.bool:
         raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
-    checks.shape("logit_weights", logit_weights, (vocab_size or weight.weight.shape[0],))
-    number, temperatures = checks.temperature(temperature, leading, dtype)
-    tensors = head | {
+    checks.shape("logit_weights", logit_weights, (head.size,))
+    number, temperatures = checks.temperature(temperature, head.leading, head.options["dtype"])
+    tensors = head.tensors | {
         "target": target,
         "logit_weights": logit_weights,
-        "row_mask": checks.by_row(row_mask, leading),
+        "row_mask": checks.by_row(row_mask, head.leading),
         "temperature": temperatures,
     }
     found = LINEAR_ROW_STATISTICS.call(
-        tensors,
-        {
-            "dtype": dtype,
-            "statistics": ",".join(names),
-            "logit_softcap": logit_softcap,
-            "vocab_size": vocab_size,
-            "fixed_temperature": number,
-            "precision": checks.precision(precision, input.device),
-            "implementation": implementation,
-            "scratch_bytes": scratch_bytes,
-            "term_scale": weight.scale,
-        },
+        tensors, head.options | {"statistics": ",".join(names), "fixed_temperature": number}
     )
-    shaped = (cast(Any, x.reshape(*leading, *x.shape[1:])) for x in found)
+    shaped = (cast(Any, x.reshape(*head.leading, *x.shape[1:])) for x in found)
     return RowStatistics(**dict(zip(names, shaped, strict=False)))

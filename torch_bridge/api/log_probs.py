@@ -85,35 +85,22 @@ def linear_log_probs(
         >>> ratio = (found.log_probs - before).exp()
         >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
     """
-    weight = checks.weight(linear_weight)
-    dtype, head = checks.head(input, weight, linear_bias, logit_scale, vocab_size)
-    leading = input.shape[:-1]
+    how = (precision, implementation, scratch_bytes)
+    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
     ignore_index = integration.read_ignore_index(ignore_index)
-    valid = (vocab_size or weight.weight.shape[0], ignore_index) if validate_labels else None
-    labels = checks.labels(target, leading, several=True, valid=valid, shift=shift)
-    number, temperatures = checks.temperature(temperature, leading, dtype)
-    options = {
-        "dtype": dtype,
-        "return_entropy": return_entropy,
-        "return_sum_sq_probs": return_sum_sq_probs,
-        "return_hit": return_hit,
-        "ignore_index": ignore_index,
-        "logit_softcap": logit_softcap,
-        "vocab_size": vocab_size,
-        "precision": checks.precision(precision, input.device),
-        "implementation": implementation,
-        "scratch_bytes": scratch_bytes,
-        "term_scale": weight.scale,
-        "fixed_temperature": number,
-    }
-    log_probs, *others = LINEAR_LOG_PROBS.call(head | {"target": labels, "temperature": temperatures}, options)
+    valid = (head.size, ignore_index) if validate_labels else None
+    labels = checks.labels(target, head.leading, several=True, valid=valid, shift=shift)
+    number, temperatures = checks.temperature(temperature, head.leading, head.options["dtype"])
+    wanted = (return_entropy, return_sum_sq_probs, return_hit)
+    asked = dict(zip(("return_entropy", "return_sum_sq_probs", "return_hit"), wanted, strict=True))
+    log_probs, *others = LINEAR_LOG_PROBS.call(
+        head.tensors | {"target": labels, "temperature": temperatures},
+        head.options | asked | {"ignore_index": ignore_index, "fixed_temperature": number},
+    )
     log_probs = log_probs.reshape(target.shape)
-    if not (return_entropy or return_sum_sq_probs or return_hit):
+    if not any(wanted):
         return log_probs
     rest = iter(others)
-    return LogProbs(
-        cast(Any, log_probs),
-        cast(Any, next(rest).reshape(leading)) if return_entropy else None,
-        cast(Any, next(rest).reshape(leading)) if return_sum_sq_probs else None,
-        cast(Any, next(rest).reshape(target.shape)) if return_hit else None,
-    )
+    shapes = (head.leading, head.leading, target.shape)
+    found = [next(rest).reshape(x) if is_wanted else None for x, is_wanted in zip(shapes, wanted, strict=True)]
+    return LogProbs(*cast(Any, (log_probs, *found)))

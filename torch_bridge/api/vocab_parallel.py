@@ -1,19 +1,20 @@
 """A head whose vocabulary is split over a process group: `vocab_parallel_cross_entropy`.
 
-Each process streams its own part of the vocabulary, of any size. The group exchanges a maximum and sums of numbers by
-row. With l_k the log-sum-exp of part k, and L the largest of them,
+Each process streams its own part of the vocabulary, of any size, and gathers a few numbers by row of all parts. With
+l_k the log-sum-exp of part k, and L the largest of them,
 
-    lse - L = log Σ_k exp(l_k - L),      d lse / d l_k = exp(l_k - lse),
+    lse - L = log Σ_k exp(l_k - L),
 
 and the target's logit and the mean of all logits, both less L, are sums over the parts. A log-sum-exp is rounded to the
 size of the logits, so `l_k - L` is made of a logit z of part k, as `(z - L) - log p_z`. Every process computes the same
-loss from these, so a part's own cotangents are the whole's. The backward sums the processes' shares of the hidden
-states' gradient.
+loss from the same numbers, so the derivatives in its own part's are the whole loss's. The backward sums the processes'
+shares of the hidden states' gradient.
 """
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -111,9 +112,7 @@ def vocab_parallel_cross_entropy(
     leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
     target = checks.labels(target, leading, valid=(vocab_size, ignored) if validate_labels else None).reshape(leading)
     checks.shape("token_weights", token_weights, leading)
-    integration.check_scalar("label_smoothing", label_smoothing, 0.0, 1.0)
-    integration.check_scalar("z_loss", z_loss, 0.0)
-    integration.check_normalizer(normalizer)
+    checks.scalars("float32", {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer})
     if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(
             f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
@@ -125,10 +124,10 @@ def vocab_parallel_cross_entropy(
     counted = losses.counted(target, vocab_size, ignored)
     names = ("lse", "target_logit", "log_prob", *(("mean_log_prob",) if label_smoothing else ()))
     if weight.down is not None:
-        weight = dataclasses.replace(weight, down=_apply(_Shared, weight.down, group))
+        weight = dataclasses.replace(weight, down=_shared(weight.down, group))
     within = target - vocab_start
     here: Any = linear_row_statistics(
-        _apply(_Shared, input, group),
+        _shared(input, group),
         weight.weight if weight.down is None else weight,
         torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part
         statistics=names,
@@ -140,18 +139,19 @@ def vocab_parallel_cross_entropy(
         implementation=implementation,
         scratch_bytes=scratch_bytes,
     )
-    largest = _largest(here.lse, group)
-    distance = here.target_logit - largest
-    above = torch.where(here.target_logit.isinf(), here.lse - largest, distance - here.log_prob)
-    parts: list[Any] = [torch.where((within >= 0) & (within < rows), distance, 0.0)]
-    if here.mean_log_prob is not None:
-        parts.append((here.mean_log_prob + above) * (rows / vocab_size))
-    log_sum = _apply(_LogSum, above, group)
-    log_prob, *mean_log_prob = _apply(_Sum, torch.stack(parts), group) - log_sum
+    mine = (within >= 0) & (within < rows)
+    share = torch.full_like(here.lse, rows / vocab_size)
+    found = (here.lse, here.target_logit, here.log_prob, mine, share, here.mean_log_prob)
+    lse, logit, log_p, mine, share, *mean_log_p = _gathered([x for x in found if x is not None], group)
+    largest = lse.detach().amax(0)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    distance = logit - largest
+    above = torch.where(logit.isinf(), lse - largest, distance - log_p)
+    log_sum = above.logsumexp(0)
     return losses.cross_entropy(
         largest + log_sum,
-        log_prob,
-        mean_log_prob[0] if mean_log_prob else None,
+        torch.where(mine > 0, distance, 0.0).sum(0) - log_sum,
+        ((mean_log_p[0] + above) * share).sum(0) - log_sum if mean_log_p else None,
         counted,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -164,10 +164,8 @@ def vocab_parallel_cross_entropy(
 def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.ProcessGroup | None) -> None:
     """Compares the parts of all processes."""
     of_weight = [weight.sum(dtype=torch.float64), *(x.double() for x in weight.aminmax())]
-    mine = torch.stack([*torch.tensor([start, weight.shape[0], vocab_size]).to(of_weight[0]), *of_weight]).detach()
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    parts = [x.tolist() for x in found]
+    mine = [*torch.tensor([start, weight.shape[0], vocab_size]).to(of_weight[0]), *of_weight]
+    parts = _gathered(mine, group).detach().t().tolist()
     ranges = [(int(first), int(first + rows)) for first, rows, *_ in parts]
     bounds = [0, *(end for _, end in sorted(ranges))]
     if bounds != [*(first for first, _ in sorted(ranges)), vocab_size] or len({size for _, _, size, *_ in parts}) > 1:
@@ -184,13 +182,22 @@ def _check_parts(weight: Tensor, start: int, vocab_size: int, group: dist.Proces
             )
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
+def _gathered(mine: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """`[numbers, processes, ...]`: each number of all processes; differentiable in this process's own."""
+    stacked = torch.stack([x.to(mine[0].dtype) for x in mine])
+    parts = [torch.empty_like(stacked) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, stacked.detach(), group=group)
+    parts[dist.get_rank(group)] = stacked
+    return torch.stack(parts, 1)
+
+
+def _shared(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A tensor that every process has; its gradient is the sum of their shares."""
+    function: Any = _Shared
+    return cast(Tensor, function.apply(tensor, group))
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor that every process has; its gradient is the sum of their shares."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
@@ -201,41 +208,3 @@ class _Shared(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the processes, which all use it alike: the cotangent of each part is the sum's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def _largest(lse: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest log-sum-exp of the processes, a constant; 0 where that is infinite."""
-    top = lse.detach().clone()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    return torch.where(top.isinf(), 0.0, top)
-
-
-class _LogSum(torch.autograd.Function):
-    """The logarithm of the sum of the processes' exponentials."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        mine = torch.exp(x)
-        total = mine.clone()
-        dist.all_reduce(total, group=group)
-        ctx.save_for_backward(mine / torch.where(total == 0, 1.0, total))
-        return torch.log(total)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (share,) = ctx.saved_tensors
-        return gradients[0] * share, None

@@ -56,7 +56,7 @@ class Eager(torch.autograd.Function):
         # Numbers by row, which live as long as the graph.
         ctx.staying = {i: found[i] for i in layout.staying}
         graph.save(ctx, layout, tensors, [x if isinstance(x, Tensor) else None for x in found])
-        outputs = [x for x in found[: len(layout.outputs)] if isinstance(x, Tensor)]
+        outputs = [x for x in found[: layout.outputs] if isinstance(x, Tensor)]
         ctx.mark_non_differentiable(*outputs[layout.differentiable :])
         return tuple(outputs)
 
@@ -66,20 +66,20 @@ class Eager(torch.autograd.Function):
         call: Call = ctx.call
         signature, layout = call.program.signature, call.program.layout
         count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
-        gradients: dict[str, Tensor | None] = {}
-        if asked := graph.asked(ctx, signature, ctx.needs_input_grad, given):
-            tensors, found, total = saved[:count], list(saved[count:]), graph.main_grad(ctx, asked)
-            for place, array in ctx.staying.items():
-                found[place] = array
+
+        def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
+            tensors, found = saved[:count], list(saved[count:])
             # Only the operator raises where these gradients are to be differentiated in turn.
             if serves((*saved, *given)) and not torch.is_grad_enabled():
-                computed = _computed(call.program, tensors, found, given, asked, total)
-            else:
-                named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
                 for place, array in ctx.staying.items():
-                    found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
-                computed = call.operation.call_backward(named, call.static, found, given, asked)
-            gradients = graph.placed(ctx, asked, computed, total)
+                    found[place] = array
+                return _computed(call.program, tensors, found, given, asked, total)
+            for place, array in ctx.staying.items():
+                found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
+            named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
+            return call.operation.call_backward(named, call.static, found, given, asked)
+
+        gradients = graph.gradients(ctx, signature, ctx.needs_input_grad, given, compute)
         return (*[gradients.get(name) for name, _ in signature.arrays], None)
 
 

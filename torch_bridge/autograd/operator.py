@@ -4,7 +4,6 @@ An operator returns the function's outputs and, behind them, what the backward n
 so that `torch.compile` traces through both.
 """
 
-import dataclasses
 import typing
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,55 +14,52 @@ from torch import Tensor
 from torch_bridge.autograd import eager, first_order, graph
 from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
-from torch_bridge.programs import bucketing, calls
-from torch_bridge.programs import functions as operations
+from torch_bridge.programs import bucketing, calls, functions
 from torch_bridge.programs import program as programs
+from torch_bridge.programs.functions import Options
 from torch_bridge.programs.program import Function, Program, Shape, Signature
 
 # Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
 
-_SCHEMA_TYPES = {int: "int", str: "str", bool: "bool", float: "float"}
+# The fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
+_BY_ROW = {"input": 0, "target": -1, "token_weights": 0, "row_mask": 0, "temperature": 1}
+
+# Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
+_HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
+_CONSTANT = {"target", "class_weights", "logit_weights", "row_mask", "temperature"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def _schema_type(kind: Any) -> str:
+    names = [x.__name__ for x in typing.get_args(kind) or (kind,) if x is not type(None)]
+    return names[0] + "?" * bool(typing.get_args(kind))
+
+
+# All but `vocab_axis`, with the types of the operators' schemas, and the values that a call leaves out.
+_OPTIONS = {name: _schema_type(kind) for name, kind in list(typing.get_type_hints(Options).items())[1:]}
+_DEFAULTS = Options()._asdict()
+
+
 class Operation:
     """The description of an operator.
 
     Attributes:
         name: its name.
         function: the function of named arrays.
-        options: the NamedTuple of the function's static options; all but `vocab_axis` are the operator's.
-        required: names of the tensors that are always there, "input" `[N, H]` and "linear_weight" `[V, H]` first.
-        optional: names of further tensors.
-        by_row: the fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
-        differentiable: names of the tensors that have gradients.
-        tensors: names of all tensors, in the order of the operator's arguments and of the bits that stand for them.
+        tensors: names of its tensors, in the order of the operator's arguments and of the bits that stand for them:
+            "input" `[N, H]` and "linear_weight" `[V, H]`, which are always there, come first.
     """
 
-    name: str
-    function: Function
-    options: Any
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    by_row: dict[str, float]
-    differentiable: tuple[str, ...]
-
-    # Programs by a key that is quicker to make than a signature.
-    _known: dict[Hashable, Program] = dataclasses.field(default_factory=dict, init=False)
-    tensors: tuple[str, ...] = dataclasses.field(init=False)
-    # The bit of each tensor, or 0 if it has no gradient.
-    _bits: tuple[int, ...] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, function: Function, further: tuple[str, ...]) -> None:
         # Now and not when first read: torch.compile guards the attributes that a trace has read.
-        tensors = self.required + self.optional
-        bits = tuple([1 << place if x in self.differentiable else 0 for place, x in enumerate(tensors)])
-        object.__setattr__(self, "tensors", tensors)
-        object.__setattr__(self, "_bits", bits)
+        self.name, self.function, self.tensors = name, function, _HEAD + further
+        # The bit of each tensor, or 0 if it has no gradient.
+        self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
+        # Programs by a key that is quicker to make than a signature.
+        self._known: dict[Hashable, Program] = {}
 
     def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs; the tensors tell what PyTorch will differentiate."""
+        """The function's outputs, differentiable as the tensors require it; missing options have their defaults."""
         exchange.check_one_device(tensors)
         first_order.reverse_mode(tensors)
         given, differentiated = [tensors.get(name) for name in self.tensors], 0
@@ -71,7 +67,7 @@ class Operation:
             for tensor, bit in zip(given, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
-        static = (differentiated, *[options[name] for name in self.options._fields[1:]])
+        static = (differentiated, *[options.get(name, _DEFAULTS[name]) for name in _OPTIONS])
         if not eager.serves(given):
             return getattr(OPERATORS, self.name)(*given, *static)
         program, present = self.program(given, static), [x for x in given if x is not None]
@@ -96,12 +92,8 @@ class Operation:
 
     def register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
-        inputs = ", ".join(
-            [f"Tensor {name}" for name in self.required]
-            + [f"Tensor? {name}" for name in self.optional]
-            + ["int differentiated"]
-            + [f"{_schema_type(kind)} {name}" for name, kind in list(typing.get_type_hints(self.options).items())[1:]]
-        )
+        given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
+        inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _OPTIONS.items()]])
         forward = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
@@ -124,10 +116,10 @@ class Operation:
             if tensor is not None:
                 sizes: tuple[int | None, ...] = tuple(map(int, tensor.shape[1:]))
                 if tensor.ndim:
-                    sizes = (None if name in self.by_row else int(tensor.shape[0]), *sizes)
+                    sizes = (None if name in _BY_ROW else int(tensor.shape[0]), *sizes)
                 sizes = sizes[::-1] if axis and name == "linear_weight" else sizes
-                shapes.append((name, Shape(sizes, exchange.TO_JAX[tensor.dtype], self.by_row.get(name, 0))))
-        return Signature(self.function, self.options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
+                shapes.append((name, Shape(sizes, exchange.TO_JAX[tensor.dtype], _BY_ROW.get(name, 0))))
+        return Signature(self.function, Options(axis, *static[1:]), tuple(shapes), self._names(static[0]))
 
     def program(self, tensors: Sequence[Any], static: Sequence[Any]) -> Program:
         """The program for a call with the operator's arguments."""
@@ -163,16 +155,14 @@ class Operation:
             hidden.new_empty(
                 [hidden.shape[0] if axis is None else axis for axis in shape.axes], dtype=exchange.TO_TORCH[shape.dtype]
             )
-            for shape in layout.outputs + layout.kept
+            for shape in layout.found
         ]
 
     def _backward_shapes(self, *arguments: Any) -> list[Tensor]:
         tensors = dict(zip(self.tensors, arguments, strict=False))
         return [
-            tensors[name].t().new_empty(tensors[name].t().shape).t()
-            if name == "linear_weight" and _vocab_axis(tensors[name])
-            else tensors[name].new_empty(tensors[name].shape)
-            for name in self._names(arguments[-1])
+            torch.empty_like(x) if name == "linear_weight" and _vocab_axis(x) else x.new_empty(x.shape)
+            for name, x in ((name, tensors[name]) for name in self._names(arguments[-1]))
         ]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -187,16 +177,14 @@ class Operation:
         given = cotangents[: programs.layout(ctx.signature).differentiable]
         present = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
         needed = [ctx.needs_input_grad[self.tensors.index(name)] for name in present]
-        gradients: dict[str, Tensor | None] = {}
-        if asked := graph.asked(ctx, ctx.signature, needed, given):
-            computed = self.call_backward(present, ctx.static, found, given, asked)
-            gradients = graph.placed(ctx, asked, computed, graph.main_grad(ctx, asked))
+        gradients = graph.gradients(
+            ctx,
+            ctx.signature,
+            needed,
+            given,
+            lambda asked, _: self.call_backward(present, ctx.static, found, given, asked),
+        )
         return (*[gradients.get(name) for name in self.tensors], *[None for _ in ctx.static])
-
-
-def _schema_type(kind: Any) -> str:
-    members = [member for member in typing.get_args(kind) if member is not type(None)]
-    return f"{_SCHEMA_TYPES[members[0]]}?" if members else _SCHEMA_TYPES[kind]
 
 
 def _vocab_axis(weight: Tensor) -> int:
@@ -204,40 +192,12 @@ def _vocab_axis(weight: Tensor) -> int:
     return int(not weight.is_contiguous() and weight.t().is_contiguous())
 
 
-# The low-rank term of a weight, `[V, r]` and `[r, H]`.
-_TERM = ("linear_up", "linear_down")
-# What every head differentiates.
-_HEAD = ("input", "linear_weight", *_TERM, "linear_bias", "logit_scale")
-
-LINEAR_CROSS_ENTROPY = Operation(
-    "linear_cross_entropy",
-    operations.LOSS,
-    operations.LossOptions,
-    ("input", "linear_weight", "target"),
-    (*_TERM, "linear_bias", "class_weights", "token_weights", "logit_scale", "label_smoothing", "z_loss", "normalizer"),
-    {"input": 0, "target": -1, "token_weights": 0},
-    (*_HEAD, "token_weights", "label_smoothing", "z_loss", "normalizer"),
-)
-
+_OF_LOSS = ("class_weights", "token_weights", "label_smoothing", "z_loss", "normalizer")
+LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", functions.LOSS, _OF_LOSS)
 LINEAR_ROW_STATISTICS = Operation(
-    "linear_row_statistics",
-    operations.STATISTICS,
-    operations.StatisticsOptions,
-    ("input", "linear_weight"),
-    ("target", *_TERM, "linear_bias", "logit_scale", "logit_weights", "row_mask", "temperature"),
-    {"input": 0, "target": -1, "row_mask": 0, "temperature": 1},
-    _HEAD,
+    "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
 )
-
-LINEAR_LOG_PROBS = Operation(
-    "linear_log_probs",
-    operations.LOG_PROBS,
-    operations.LogProbsOptions,
-    ("input", "linear_weight", "target"),
-    (*_TERM, "linear_bias", "logit_scale", "temperature"),
-    {"input": 0, "target": -1, "temperature": 1},
-    _HEAD,
-)
+LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature",))
 
 for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
     _operation.register()

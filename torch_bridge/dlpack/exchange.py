@@ -7,7 +7,7 @@ import atexit
 import functools
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,20 @@ def share(
         _words(name, _plain(x)) if isinstance(x, torch.Tensor) else x for name, x in zip(names, given, strict=True)
     ]
     return _import(plain, _device(device, names[0]), current)
+
+
+def run(
+    program: Callable[..., Iterable[jax.Array]],
+    names: Sequence[str],
+    given: Sequence[Any],
+    device: torch.device,
+    staying: Collection[int] = (),
+) -> list[Any]:
+    """A compiled program's results as tensors, of what `share` takes; those at `staying` stay JAX's arrays."""
+    with streams.on(device) as current:
+        found = adopt(program(*share(names, given, device, current)), current, staying)
+        streams.hold(given, current)
+    return found
 
 
 def _words(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,10 @@ def compare(model: Any, options: dict[str, Any]) -> None:
     try:
         with torch.no_grad():
             model.eval()
-            difference = _of_logits(model, options) or _of_losses(model)
+            weight = causal_lm.head(model).weight
+            tokens = torch.arange(4, device=weight.device)[None] % weight.shape[0]
+            logits = model(input_ids=tokens).logits.float()
+            difference = _of_logits(model, tokens, logits, options) or _of_losses(model, tokens, logits)
     except Exception as error:
         raise ValueError(
             f"{kind} is not known, and could not be run to see what its head does: {error}. Patch it after its weights "
@@ -36,12 +39,10 @@ def compare(model: Any, options: dict[str, Any]) -> None:
         raise ValueError(f"{kind} is not known, and {difference}. Use LinearCrossEntropyLoss in its forward")
 
 
-def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
-    """How the model's own logits of four tokens differ from the patch's; None where they do not."""
-    head, tokens = causal_lm.head(model), _four_tokens(model)
-    want = model(input_ids=tokens).logits.float()
+def _of_logits(model: Any, tokens: Tensor, want: Tensor, options: dict[str, Any]) -> str | None:
+    """How the model's own logits of the tokens differ from the patch's; None where they do not."""
     hidden = causal_lm.backbone(model)(input_ids=tokens).last_hidden_state
-    weight, bias = adapters.parameters(head)
+    weight, bias = adapters.parameters(causal_lm.head(model))
     if isinstance(weight, LowRank):
         weight = weight.weight + weight.scale * (weight.up @ weight.down).to(weight.weight.dtype)
     got = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
@@ -57,10 +58,9 @@ def _of_logits(model: Any, options: dict[str, Any]) -> str | None:
     )
 
 
-def _of_losses(model: Any) -> str | None:
+def _of_losses(model: Any, tokens: Tensor, logits: Tensor) -> str | None:
     """How the model's own loss of its logits differs from the patch's; None where it does not."""
-    tokens = _four_tokens(model)
-    labels = _telling_labels(model(input_ids=tokens).logits.float())
+    labels = _telling_labels(logits)
     for items in (None, 7) if _takes_num_items(model) else (None,):
         further = {} if items is None else {"num_items_in_batch": torch.tensor(items, device=tokens.device)}
         out = model(input_ids=tokens, labels=labels, **further)
@@ -94,8 +94,3 @@ def _takes_num_items(model: Any) -> bool:
     """Whether `transformers.Trainer` passes `num_items_in_batch` to the model."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     return bool(getattr(model, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds))
-
-
-def _four_tokens(model: Any) -> Tensor:
-    weight = causal_lm.head(model).weight
-    return torch.arange(4, device=weight.device)[None] % weight.shape[0]

@@ -12,21 +12,10 @@ from torch import nn
 from torch_bridge.integrations import causal_lm, comparison, patched, trl
 from torch_bridge.integrations.patched import OF_A_HEAD, OF_A_LOSS
 
-# Models whose head is known to be an nn.Linear on the backbone's last hidden states, with the options that follow it.
-# Others are compared with their own forward before they are patched.
-_CAPPED = {"logit_softcap"}
-_KNOWN: dict[str, set[str]] = {
-    "gemma": set(),
-    "gemma2": _CAPPED,
-    "gemma3_text": _CAPPED,
-    "gpt2": set(),
-    "llama": set(),
-    "mistral": set(),
-    "phi": set(),
-    "phi3": set(),
-    "qwen2": set(),
-    "qwen3": set(),
-}
+# Models whose head is known to be an nn.Linear on the backbone's last hidden states; the second kind caps its logits.
+# Others are compared with their own forward before they are patched, for which their weights must be loaded.
+_PLAIN = {"gemma", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"}
+_CAPPED = {"gemma2", "gemma3_text"}
 
 _OPTIONS = OF_A_LOSS | OF_A_HEAD | {"backward"}
 
@@ -95,9 +84,10 @@ def patch_causal_lm(model: Any, *, skip_logits: bool = False, **options: Any) ->
     inner = causal_lm.base(model)
     _check_model(inner)
     stated = causal_lm.logit_transform(inner.config)
-    known = _KNOWN.get(inner.config.model_type) if type(inner).__module__.startswith("transformers.") else None
-    used = stated if known is None else {name: x for name, x in stated.items() if name in known}
-    if known is None or used != stated:
+    known = type(inner).__module__.startswith("transformers.") and inner.config.model_type in _PLAIN | _CAPPED
+    capped = {name: x for name, x in stated.items() if name == "logit_softcap" and inner.config.model_type in _CAPPED}
+    used = capped if known else stated
+    if not known or used != stated:
         comparison.compare(inner, options | used)
     patched.put(inner, patched.Patch(options | used, skip_logits))
     return model

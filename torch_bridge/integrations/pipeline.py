@@ -23,10 +23,6 @@ root, whose parameters stay gathered until the backward, gradients are right. A 
 is sharded again by then, as is a root with `reshard_after_forward=True`, and the loss refuses its DTensor: leave the
 head to the root, or wrap it with `reshard_after_forward=False`.
 
-Every schedule supports this boundary unchanged. Two outputs, hidden states and logits, would still make the logits; a
-wrapper that multiplies on demand breaks buffers between stages, which expect tensors; targets passed as keyword
-arguments reach every stage of the rank, and evaluation would need another model.
-
 The loss recomputes logits in the backward (`backward="recompute"`): gradients computed in the forward would be held
 for each microbatch in flight, among them one of the weight's size.
 """

@@ -1,6 +1,5 @@
 """Rows of stored logits a few at a time, as views, for functions that widen no more than a chunk of them."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -42,24 +41,17 @@ def powers(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 def _of(logits: torch.Tensor, start: int, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
     if not logits.numel():
         return
-    if not _flattens(logits):
+    try:
+        rows = logits.view(-1, logits.shape[-1])
+    except RuntimeError:  # the leading axes are not one axis in memory
         each = logits.shape[1:-1].numel()
         for number, part in enumerate(logits.unbind(0)):
             yield from _of(part, start + number * each, elements)
         return
-    rows = logits.view(-1, logits.shape[-1])
     size = max(1, elements // rows.shape[1])
     for first in range(0, rows.shape[0], size):
         part = rows[first : first + size]
         yield slice(start + first, start + first + part.shape[0]), part
-
-
-def _flattens(logits: torch.Tensor) -> bool:
-    """Whether the leading axes are one axis in memory."""
-    axes = [axis for axis in range(logits.ndim - 1) if logits.shape[axis] > 1]
-    return all(
-        logits.stride(outer) == logits.stride(inner) * logits.shape[inner] for outer, inner in itertools.pairwise(axes)
-    )
 
 
 def gradient_chunks(

@@ -1,8 +1,8 @@
 """Rows of stored logits by `pallas_ce`'s kernels: their statistics in one read, their gradient in place in another."""
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from pallas_ce.integration import (
     materialized_row_gradient,
     materialized_row_statistics,
 )
-from torch_bridge.dlpack import exchange, streams
+from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import chunks
 
 Arrays = dict[str, jax.Array]
@@ -64,54 +64,18 @@ class Kernels(NamedTuple):
         parts = chunks.powers(logits)
         return any(self.serve(rows) and rows.shape[0] == logits.shape[:-1].numel() for _, rows in parts)
 
-    def statistics(self, names: tuple[str, ...], rows: Tensor, ids: Tensor, u: Tensor | None = None) -> list[Tensor]:
-        """The statistics of each row, in the order of the names.
+    def run(self, function: Callable[..., Any], what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
+        """What `statistics`, `gradient` or `loss` returns for "rows" `[n, V']`, contiguous, and its other tensors.
 
-        Args:
-            names: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
-            rows: `[n, V']`, contiguous.
-            ids: `[n]` int32, the targets; -1 for none.
-            u: `[V']` float32, 0 for padding, if the mean is among the names.
+        A gradient of the rows overwrites these, and is not returned.
         """
-        return self._run(_statistics, names, {"rows": rows, "ids": ids, "u": u})
-
-    def replace_by_gradient(
-        self,
-        rows: Tensor,
-        ids: Tensor,
-        kept: Sequence[Tensor],
-        cotangents: dict[str, Tensor],
-        u: Tensor | None = None,
-        valid: Tensor | None = None,
-    ) -> None:
-        """Writes the gradient over the rows, 0 where they are not `valid [n]`.
-
-        `kept` are the statistics of `KEPT`; cotangents are by statistics' names.
-        """
-        named = {"rows": rows, "ids": ids, "valid": valid, "u": u} | dict(zip(KEPT, kept, strict=True))
-        (gradient,) = self._run(_gradient, tuple(cotangents), named | cotangents)
-        exchange.written(rows, gradient)
-
-    def loss(self, what: "Loss", tensors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The loss and its gradients of `what.differentiated`. The rows' overwrites the rows, and is not returned.
-
-        Args:
-            what: static options.
-            tensors: "rows" `[n, V']`, "target" `[n]`, and options of `pallas_ce.cross_entropy`.
-        """
-        value, *gradients = self._run(_loss, what, tensors)
-        if "rows" in what.differentiated:
-            exchange.written(tensors["rows"], gradients.pop(0))
-        return value, gradients
-
-    def _run(self, function: Any, what: Hashable, given: Mapping[str, Tensor | None]) -> list[Tensor]:
         tensors = {name: x for name, x in given.items() if x is not None}
-        device = tensors["rows"].device
-        with streams.on(device) as current:
-            arrays = exchange.share(tuple(tensors), tuple(tensors.values()), device, current)
-            program = _program(function, self, what, tuple(tensors))
-            found = exchange.adopt(program(*arrays), current)
-            streams.hold(tensors.values(), current)
+        replaces = function is gradient or (function is loss and "rows" in cast(Loss, what).differentiated)
+        program = _program(function, self, what, tuple(tensors), replaces)
+        rows = tensors["rows"]
+        found = exchange.run(program, tuple(tensors), tuple(tensors.values()), rows.device)
+        if replaces:
+            exchange.written(rows, found.pop(0))
         return found
 
 
@@ -124,9 +88,11 @@ def serving(logits: Tensor, spec: HeadSpec) -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]) -> Any:
-    """`(*inputs) -> arrays`; the rows are the first input."""
-    replaces = function is _gradient or (function is _loss and "rows" in what.differentiated)
+def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...], replaces: bool) -> Any:
+    """`(*inputs) -> arrays`; the rows are the first input, and their gradient the first result where it replaces them.
+
+    Its memory is the rows' own.
+    """
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return function(kernels, what, dict(zip(inputs, arrays, strict=True)))
@@ -134,12 +100,20 @@ def _program(function: Any, kernels: Kernels, what: Any, inputs: tuple[str, ...]
     return jax.jit(named, donate_argnums=0 if replaces else (), keep_unused=True)
 
 
-def _statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+def statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The statistics of each row, in the order of the names.
+
+    Args:
+        kernels: how.
+        names: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
+        arrays: "rows", "ids" `[n]` int32, the targets, and "u" `[V']`, 0 for padding, if the mean is among the names.
+    """
     found = materialized_row_statistics(_settings(kernels), frozenset(names), _operands(kernels, arrays))
     return tuple(found[name] for name in names)
 
 
-def _gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+def gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[jax.Array]:
+    """The rows' gradient, 0 where they are not "valid" `[n]`, from the statistics of `KEPT` and named cotangents."""
     kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
     if "u" in arrays:
         kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
@@ -153,16 +127,17 @@ def _settings(kernels: Kernels) -> Settings:
 def _operands(kernels: Kernels, arrays: Arrays) -> Operands:
     u = arrays["u"][: kernels.spec.vocab_size] if "u" in arrays else None
     head = Head(NO_WEIGHT, None, None, u, kernels.spec)
-    return Operands(Batch(arrays["rows"], arrays["ids"]), head, arrays.get("valid"))
+    return Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
 
 
-def _loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+def loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The gradients of `what.differentiated`, and the loss of "target" `[n]` with options of its own."""
     spec, target = kernels.spec, arrays["target"]
     if target.size != arrays["rows"].shape[0]:
         target = exchange.words_to_int32(target)
     options: dict[str, Any] = {name: x for name, x in arrays.items() if name not in ("rows", "target")}
 
-    def loss(varied: Arrays) -> jax.Array:
+    def of(varied: Arrays) -> jax.Array:
         rows = varied.get("rows", arrays["rows"])
         return pallas_ce.cross_entropy(
             rows,
@@ -175,5 +150,5 @@ def _loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]
             **{name: varied.get(name, x) for name, x in options.items()},
         )
 
-    value, gradients = jax.value_and_grad(loss)({name: arrays[name] for name in what.differentiated})
-    return value, *[gradients[name] for name in what.differentiated]
+    value, gradients = jax.value_and_grad(of)({name: arrays[name] for name in what.differentiated})
+    return *[gradients[name] for name in what.differentiated], value

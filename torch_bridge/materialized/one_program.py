@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autograd import first_order
-from torch_bridge.materialized.kernels import Kernels, Loss
+from torch_bridge.materialized.kernels import Kernels, Loss, loss
 from torch_bridge.programs.scaling import scale_
 
 
@@ -46,7 +46,7 @@ class _LossAndGradients(torch.autograd.Function):
         rows = logits.data.view(-1, logits.shape[-1])
         if "rows" in what.differentiated and not inplace:
             rows = rows.clone()
-        value, found = kernels.loss(what, dict(zip(names, (rows, *others), strict=True)))
+        *found, value = kernels.run(loss, what, dict(zip(names, (rows, *others), strict=True)))
         ctx.save_for_backward(*([rows] if "rows" in what.differentiated else []), *found)
         ctx.static = what.differentiated, names, logits.shape, depends
         return value

@@ -94,9 +94,8 @@ def _forward(
             if valid is None:
                 rows.gather(1, index[part])  # raises an error for an index out of range
             names = (*found, *kernels.KEPT)
-            *values, normaliser[0, part], normaliser[1, part] = served.statistics(
-                names, rows, index[part, 0].int(), columns
-            )
+            given = {"rows": rows, "ids": index[part, 0].int(), "u": columns}
+            *values, normaliser[0, part], normaliser[1, part] = served.run(kernels.statistics, names, given)
         else:
             values = _statistics(rows, index[part], mean_weights, options)
         for kept, value in zip(found.values(), values, strict=True):
@@ -130,9 +129,9 @@ def _backward(
             if not options.inplace:
                 of_rows.copy_(rows)
             by_name = {name: x.view(-1) for name, x in by_name.items()}
-            with_gradient = ~without_gradient[part]
-            kept = [x[part] for x in normaliser]
-            served.replace_by_gradient(of_rows, index[part, 0].int(), kept, by_name, columns, with_gradient)
+            of_row = {"ids": index[part, 0].int(), "valid": ~without_gradient[part], "u": columns}
+            kept = dict(zip(kernels.KEPT, normaliser[:, part], strict=True))
+            served.run(kernels.gradient, tuple(by_name), {"rows": of_rows, **of_row, **kept, **by_name})
             continue
         found = _gradient(rows, index[part], mean_weights, by_name, options)
         of_rows[:, : options.vocab_size] = found.masked_fill_(without_gradient[part, None], 0.0)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bridge.dlpack import exchange, streams
+from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, scaling
 from torch_bridge.programs.program import Program, Shape
 
@@ -25,7 +25,7 @@ def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int]
     found = _run(program.forward, program, given, arrays, tensors[0], staying)
     if (tokens := tensors[0].shape[0]) == program.rows:
         return found
-    return _without_padding(found, program.layout.outputs + program.layout.kept, tokens)
+    return _without_padding(found, program.layout.found, tokens)
 
 
 def backward(
@@ -116,11 +116,7 @@ def _run(
             bucketing.pad(x, program.rows, shape.fill) if shape.by_row and isinstance(x, Tensor) else x
             for x, (_, shape) in zip(given, shapes, strict=True)
         ]
-    with streams.on(like.device) as current:
-        arrays = exchange.share([name for name, _ in shapes], given, like.device, current)
-        found = exchange.adopt(compiled(*arrays), current, staying)
-        streams.hold(given, current)
-    return found
+    return exchange.run(compiled, [name for name, _ in shapes], given, like.device, staying)
 
 
 def _without_padding(found: Sequence[Any], shapes: Sequence[Shape], tokens: int) -> list[Any]:

@@ -1,6 +1,8 @@
 """The functions of `pallas_ce` on named arrays, with PyTorch's names for the arguments. No PyTorch in here."""
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,57 +18,30 @@ from torch_bridge.programs.program import Arrays, Function, Outputs
 _TYPICAL_ROWS = 4096
 
 
-class LossOptions(NamedTuple):
-    """Static options of the loss; the operator's schema has their types.
+class Options(NamedTuple):
+    """Static options of a call; each function reads the ones that are its parameters.
 
-    `term_scale` is the factor of the weight's low-rank term, where there is one.
+    The operators take all but `vocab_axis`, by the types here. `term_scale` is the factor of the weight's low-rank
+    term, `statistics` are names joined by commas, and `fixed_temperature` is a temperature that is a number.
     """
 
-    vocab_axis: int
-    dtype: str
-    reduction: str
-    ignore_index: int | None
-    logit_softcap: float | None
-    vocab_size: int | None
-    backward: str
-    precision: str
-    implementation: str | None
-    scratch_bytes: int | None
-    term_scale: float
-    return_metrics: bool
-
-
-class StatisticsOptions(NamedTuple):
-    """Static options of the row statistics; `statistics` are names joined by commas."""
-
-    vocab_axis: int
-    dtype: str
-    statistics: str
-    logit_softcap: float | None
-    vocab_size: int | None
-    precision: str
-    implementation: str | None
-    scratch_bytes: int | None
-    term_scale: float
-    fixed_temperature: float
-
-
-class LogProbsOptions(NamedTuple):
-    """Static options of the log-probabilities."""
-
-    vocab_axis: int
-    dtype: str
-    return_entropy: bool
-    return_sum_sq_probs: bool
-    return_hit: bool
-    ignore_index: int | None
-    logit_softcap: float | None
-    vocab_size: int | None
-    precision: str
-    implementation: str | None
-    scratch_bytes: int | None
-    term_scale: float
-    fixed_temperature: float
+    vocab_axis: int = 0
+    dtype: str = "float32"
+    precision: str = "highest"
+    logit_softcap: float | None = None
+    vocab_size: int | None = None
+    implementation: str | None = None
+    scratch_bytes: int | None = None
+    term_scale: float = 1.0
+    ignore_index: int | None = -100
+    reduction: str = "mean"
+    backward: str = "auto"
+    return_metrics: bool = False
+    statistics: str = ""
+    fixed_temperature: float = 1.0
+    return_entropy: bool = False
+    return_sum_sq_probs: bool = False
+    return_hit: bool = False
 
 
 # The names in `pallas_ce` of tensors that have another name here.
@@ -84,29 +59,20 @@ _NAMES = {
 _OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
 
 
-def _arguments(options: LossOptions | StatisticsOptions | LogProbsOptions, arrays: Arrays) -> dict[str, Any]:
-    """The arguments of `read`; arrays that are missing are left to its defaults."""
+def _read(function: Callable[..., Any], steps: Any, options: Options, arrays: Arrays) -> Any:
+    """The problem of a public function; arrays that are missing are left to its defaults."""
     static = options._asdict()
-    if "fixed_temperature" in static:
-        static["temperature"] = static.pop("fixed_temperature")
+    static |= {"temperature": options.fixed_temperature, "statistics": options.statistics.split(",")}
     named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
-    scale, up, down = static.pop("term_scale"), named.pop("up", None), named.pop("down", None)
+    up, down = named.pop("up", None), named.pop("down", None)
     if up is not None and down is not None:
         # Like the weight `[V, H]`, but these are small: where that lies as `[H, V]` they are transposed here.
-        named["weight"] = LowRank(named["weight"], *((up.T, down.T) if options.vocab_axis else (up, down)), scale)
-    return static | named
-
-
-def _read_loss(options: LossOptions, arrays: Arrays) -> cross_entropy_steps.Checked:
-    return cross_entropy_steps.read(**_arguments(options, arrays) | {"backward": _mode(options, arrays)})
-
-
-def _read_statistics(options: StatisticsOptions, arrays: Arrays) -> row_statistics_steps.Checked:
-    return row_statistics_steps.read(**_arguments(options, arrays) | {"statistics": options.statistics.split(",")})
-
-
-def _read_log_probs(options: LogProbsOptions, arrays: Arrays) -> log_probs_steps.Checked:
-    return log_probs_steps.read(**_arguments(options, arrays))
+        term = (up.T, down.T) if options.vocab_axis else (up, down)
+        named["weight"] = LowRank(named["weight"], *term, options.term_scale)
+    parameters = inspect.signature(function).parameters
+    if "backward" in parameters:
+        static["backward"] = _mode(options, arrays)
+    return steps.read(**{name: x for name, x in static.items() if name in parameters} | named)
 
 
 def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
@@ -162,7 +128,8 @@ def _add_loss(
     return {name: getattr(found, _NAMES[name]) for name in names}
 
 
-def _mode(options: LossOptions, arrays: Arrays) -> str | None:
+def _mode(options: Options, arrays: Arrays) -> str | None:
+    """The loss's backward mode; "auto" as for a typical number of rows."""
     if options.backward != "auto" or options.implementation == "reference":
         return options.backward
     hidden, weight = arrays["input"], arrays["linear_weight"]
@@ -172,29 +139,30 @@ def _mode(options: LossOptions, arrays: Arrays) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _chosen_mode(
-    options: LossOptions, width: int, dtype: Any, weight_shape: tuple[int, ...], weight_dtype: Any, rank: int
+    options: Options, width: int, dtype: Any, weight_shape: tuple[int, ...], weight_dtype: Any, rank: int
 ) -> str | None:
     weight: Any = jax.ShapeDtypeStruct(weight_shape, weight_dtype)
     if rank:
         step = 1 - 2 * options.vocab_axis
         up = jax.ShapeDtypeStruct((weight_shape[options.vocab_axis], rank)[::step], dtype)
         weight = LowRank(weight, up, jax.ShapeDtypeStruct((rank, width)[::step], dtype))
-    return pallas_ce.explain(
-        jax.ShapeDtypeStruct((_TYPICAL_ROWS, width), dtype),
-        weight,
-        reduction=options.reduction,  # type: ignore[arg-type]
-        differentiate=("hidden", "weight"),
-        vocab_axis=options.vocab_axis,
-        vocab_size=options.vocab_size,
-        dtype=options.dtype,
-        precision=options.precision,
-        implementation=options.implementation,  # type: ignore[arg-type]
-        scratch_bytes=options.scratch_bytes,
-    ).backward
+    static: dict[str, Any] = {name: getattr(options, name) for name in _OF_MODE}
+    hidden = jax.ShapeDtypeStruct((_TYPICAL_ROWS, width), dtype)
+    return pallas_ce.explain(hidden, weight, differentiate=("hidden", "weight"), **static).backward
+
+
+# The options by which a mode is chosen.
+_OF_MODE = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")
+
+
+def _of_rows(function: Callable[..., Any], steps: Any) -> Function:
+    """A function of each row's statistics."""
+    own = (functools.partial(_read, function, steps), functools.partial(_keep, steps))
+    return Function(*own, functools.partial(_compute_by_row, steps), _of_head)
 
 
 LOSS = Function(
-    _read_loss,
+    functools.partial(_read, pallas_ce.linear_cross_entropy, cross_entropy_steps),
     functools.partial(_keep, cross_entropy_steps),
     _compute_loss,
     _of_head,
@@ -202,15 +170,5 @@ LOSS = Function(
     _adds_to_sum,
     _add_loss,
 )
-STATISTICS = Function(
-    _read_statistics,
-    functools.partial(_keep, row_statistics_steps),
-    functools.partial(_compute_by_row, row_statistics_steps),
-    _of_head,
-)
-LOG_PROBS = Function(
-    _read_log_probs,
-    functools.partial(_keep, log_probs_steps),
-    functools.partial(_compute_by_row, log_probs_steps),
-    _of_head,
-)
+STATISTICS = _of_rows(pallas_ce.linear_row_statistics, row_statistics_steps)
+LOG_PROBS = _of_rows(pallas_ce.linear_log_probs, log_probs_steps)

@@ -103,19 +103,20 @@ class Layout(NamedTuple):
     """What forward and backward exchange, for any number of rows.
 
     Attributes:
-        outputs: the function's outputs, differentiable ones first.
-        differentiable: how many of them have gradients.
+        found: what the forward returns: the function's outputs, differentiable ones first, and what else a backward
+            needs beside these and the inputs.
+        outputs: how many of those are outputs.
+        differentiable: how many of those have gradients.
         reread: indices of the outputs that the backward needs.
-        kept: what it needs beside those and the inputs.
-        taken: all that a backward can take: inputs, outputs, kept, and cotangents, with names for messages.
-        staying: of all that the forward returns, the places of what only a backward reads and takes a number a row.
-            Where autograd need not see it, it stays with JAX, which saves two exchanges each.
+        taken: all that a backward can take: inputs, `found`, and cotangents, with names for messages.
+        staying: indices of what only a backward reads and takes a number a row. Where autograd need not see it, it
+            stays with JAX, which saves two exchanges each.
     """
 
-    outputs: tuple[Shape, ...]
+    found: tuple[Shape, ...]
+    outputs: int
     differentiable: int
     reread: frozenset[int]
-    kept: tuple[Shape, ...]
     taken: tuple[tuple[str, Shape], ...]
     staying: frozenset[int]
 
@@ -138,10 +139,6 @@ class Program:
     Attributes:
         signature: the programs'.
         rows: the programs'.
-        inputs: shapes of the inputs, in the signature's order.
-        outputs: shapes of the function's outputs.
-        kept: shapes of what the backward needs beside inputs and outputs.
-        differentiable: how many outputs have gradients.
         layout: what forward and backward exchange.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
@@ -150,30 +147,28 @@ class Program:
 
     def __init__(self, signature: Signature, rows: int) -> None:
         self.signature, self.rows = signature, rows
-        self._known: Any = None  # tree of what the backward needs: indices into outputs and kept
         self._backwards: dict[Hashable, Backward] = {}
-        self.scaled: dict[str, int] = {}
-        self.adds: frozenset[str] = frozenset()
-        self._count = self.differentiable = 0
-        self._of_head: frozenset[int] = frozenset()  # indices into outputs and kept
         self.forward = jax.jit(self._forward, keep_unused=True)
-        self.inputs = tuple(shape.struct(rows) for _, shape in signature.arrays)
-        found = jax.eval_shape(self.forward, *self.inputs)
-        self.outputs, self.kept = found[: self._count], found[self._count :]
-        self.layout = self._layout()
+        # Tracing sets the attributes that `_forward` does.
+        found = jax.eval_shape(self.forward, *[shape.struct(rows) for _, shape in signature.arrays])
+        self.layout = self._layout(found)
 
-    def _layout(self) -> Layout:
+    def _layout(self, found: Sequence[Any]) -> Layout:
         def shape(place: int, struct: Any) -> Shape:
             by_row = bool(struct.shape) and place not in self._of_head
             return Shape((None, *struct.shape[1:]) if by_row else struct.shape, np.dtype(struct.dtype))
 
-        shapes = [shape(place, struct) for place, struct in enumerate(self.outputs + self.kept)]
-        outputs, kept = tuple(shapes[: self._count]), tuple(shapes[self._count :])
+        shapes = tuple(shape(place, struct) for place, struct in enumerate(found))
         taken = [("what the forward kept", x) for x in shapes]
-        taken += [("a cotangent", x) for x in outputs[: self.differentiable]]
-        reread = frozenset(i for i in jax.tree.leaves(self._known) if i < self._count)
-        staying = frozenset(i for i, x in enumerate(kept, self._count) if x.by_row and len(x.axes) == 1)
-        return Layout(outputs, self.differentiable, reread, kept, (*self.signature.arrays, *taken), staying)
+        taken += [("a cotangent", x) for x in shapes[: self._differentiable]]
+        outputs, known = self._outputs, jax.tree.leaves(self._known)
+        reread = frozenset(i for i in known if i < outputs)
+        staying = frozenset(i for i in known if i >= outputs and shapes[i].by_row and len(shapes[i].axes) == 1)
+        return Layout(shapes, outputs, self._differentiable, reread, (*self.signature.arrays, *taken), staying)
+
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """How all of `Layout.taken` is passed."""
+        return [shape.struct(self.rows) for _, shape in self.layout.taken]
 
     def backward(self, asked: tuple[str, ...], given: tuple[bool, ...], *, adds: bool = False) -> Backward:
         """The gradients of the inputs in `asked`, from the cotangents that are `given`; no other work is done.
@@ -185,11 +180,14 @@ class Program:
         return self._backwards[asked, given, adds]
 
     def _make_backward(self, asked: tuple[str, ...], given: tuple[bool, ...], adds: bool) -> Backward:
-        outputs = [x if i in self.layout.reread else None for i, x in enumerate(self.outputs)]
-        cotangents = [x if is_given else None for x, is_given in zip(self.outputs, given, strict=False)]
-        flat = [*self.inputs, *outputs, *self.kept, *cotangents]
+        flat: list[Any] = self.structs()
+        weight, inputs, cotangents = flat[WEIGHT], len(self.signature.arrays), len(flat) - len(given)
+        absent = [inputs + i for i in range(self._outputs) if i not in self.layout.reread]
+        absent += [cotangents + i for i, is_given in enumerate(given) if not is_given]
+        for place in absent:
+            flat[place] = None
         if adds:
-            flat.append(jax.ShapeDtypeStruct(self.inputs[WEIGHT].shape, np.float32))
+            flat.append(jax.ShapeDtypeStruct(weight.shape, np.float32))
         traced = jax.make_jaxpr(functools.partial(self._added if adds else self._backward, asked))(*flat)
         jaxpr, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         there = (position for position, struct in enumerate(flat) if struct is not None)
@@ -211,8 +209,8 @@ class Program:
         problem = function.read(self.signature.options, arrays)
         known = function.keep(problem, frozenset(differentiated)) if differentiated else None
         differentiable, others = function.compute(problem, known)
-        self.differentiable, self._count = len(differentiable), len(differentiable) + len(others)
         outputs = [*differentiable, *others]
+        self._differentiable, self._outputs = len(differentiable), len(outputs)
         # An array is returned once: two outputs would share memory.
         found = {id(x): i for i, x in reversed(list(enumerate(outputs)))}
 
@@ -222,11 +220,12 @@ class Program:
                 outputs.append(x)
             return found[id(x)]
 
+        # What the backward needs, and which of it is of the head: indices into outputs and kept.
         self._known = jax.tree.map(index, known)
         self._of_head = frozenset(map(index, jax.tree.leaves(function.of_head(known))))
         scaled = function.scaled(problem, known) if differentiated else {}
-        self.scaled = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
-        self.adds = function.adds(problem, known) if differentiated else frozenset()
+        self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
+        self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
         return tuple(outputs)
 
     def _backward(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
@@ -255,9 +254,9 @@ class Program:
 
     def _taken(self, flat: Sequence[Any]) -> tuple[dict[str, jax.Array], Any, Sequence[Any]]:
         """A backward's arguments: the inputs by name, the known arrays, and the cotangents."""
-        inputs, saved = len(self.inputs), len(self.outputs) + len(self.kept)
+        inputs = len(self.signature.arrays)
         known = jax.tree.map(lambda i: flat[inputs + i], self._known)
-        return self._named(flat[:inputs]), known, flat[inputs + saved :]
+        return self._named(flat[:inputs]), known, flat[inputs + len(self.layout.found) :]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,7 +265,6 @@ def program(signature: Signature, rows: int) -> Program:
     return Program(signature, rows)
 
 
-@functools.lru_cache(maxsize=1024)
 def layout(signature: Signature) -> Layout:
     """What the signature's forward and backward exchange, for any number of rows."""
-    return Program(signature, _ANY_ROWS).layout
+    return program(signature, _ANY_ROWS).layout
