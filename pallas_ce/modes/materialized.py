@@ -34,7 +34,7 @@ from pallas_ce.statistics.row import fields_of, finalise, only, partial_of_tile
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 
-# Of a block of rows in the accumulator dtype, where the caller sets no bound.
+# Of a block of rows in the accumulator dtype, at most.
 _BLOCK_BYTES = 8 * 2**20
 
 
@@ -208,11 +208,10 @@ def _over_rows(
 
 def _blocks(settings: Settings, rows: RowArrays, head: Head) -> RowBlocks:
     """All rows, at least one: those that do not count need their zeros written too."""
-    tokens, spec = rows.batch.hidden.shape[0], head.spec
-    size = tokens
+    size = tokens = rows.batch.hidden.shape[0]
     if _kernels(settings.implementation) is None:
-        bound = _BLOCK_BYTES if settings.scratch_bytes is None else min(_BLOCK_BYTES, settings.scratch_bytes)
-        size = min(tokens, max(1, bound // (spec.weight_rows * spec.accumulator.itemsize)))
+        bound = min(_BLOCK_BYTES, settings.scratch_bytes or _BLOCK_BYTES)
+        size = min(tokens, max(1, bound // (head.spec.weight_rows * head.spec.accumulator.itemsize)))
     return Rows.counted(None).blocks(tokens, size)
 
 

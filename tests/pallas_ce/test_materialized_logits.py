@@ -45,6 +45,13 @@ def test_a_loss_scale_keeps_float16_gradients_from_underflowing() -> None:
     assert_close(gradient, exact, 2e-3, floor=0)
 
 
+def test_the_gradient_alone_waits_for_the_backward() -> None:
+    """A scan over micro-batches would else store the logits beside it."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 9)))
+    _, backward = jax.vjp(lambda z: cross_entropy(z, jnp.arange(6)), logits)
+    assert [x.size for x in jax.tree.leaves(backward)].count(logits.size) == 1
+
+
 @pytest.mark.parametrize(("n", "v"), [(0, 5), (3, 0), (0, 0)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_tokens_and_no_vocabulary_give_zero(n: int, v: int, reduction: Any) -> None:
