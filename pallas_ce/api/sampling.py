@@ -128,7 +128,7 @@ def _checked(*, key: Any, top_k: int | None, top_p: Any, min_p: Any, temperature
         k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
         return _sample_of_best(call, key, limits, linear_top_k(**head, k=k))
     if jax.tree.leaves(limits):
-        # The logits, once more in order and with their ids, their exponentials, and as below.
+        # XLA's program for a CPU has eight arrays of whole rows at a time, a GPU's has four and what its sort takes.
         streams = Streams((call.spec,), call.scratch_bytes, tile_arrays=1, row_arrays=8)
     else:
         # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.

@@ -9,6 +9,7 @@ from jax import lax
 from pallas_ce.api import checks as arguments
 from pallas_ce.api.checks import ArrayLike
 from pallas_ce.head import common_dtype
+from pallas_ce.objectives.post_training.sequences import token_mask
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, reduce_rows
@@ -104,10 +105,7 @@ def linear_chain_crf(
             f"transitions has shape {transitions.shape}; it must be {square}, or {(*batch, length - 1, *square)} with "
             "one matrix for each pair of neighbours"
         )
-    valid = jnp.ones(tags.shape, bool) if mask is None else arguments.array("mask", mask)
-    if valid.shape != tags.shape or valid.dtype != jnp.bool:
-        raise ValueError(f"mask is {valid.dtype}{list(valid.shape)}; it must be bool{list(tags.shape)}")
-    normalizer = arguments.normalizer(normalizer)
+    valid, normalizer = token_mask(mask, tags.shape), arguments.normalizer(normalizer)
     return _linear_chain_crf(reduction, label_rule.as_array(tags), emissions, transitions, valid, normalizer)
 
 
