@@ -35,9 +35,9 @@ def _schema_type(kind: Any) -> str:
     return names[0] + "?" * bool(typing.get_args(kind))
 
 
-# All but `vocab_axis`, with the types of the operators' schemas, and the values that a call leaves out.
-_OPTIONS = {name: _schema_type(kind) for name, kind in list(typing.get_type_hints(Options).items())[1:]}
-_DEFAULTS = Options()._asdict()
+# All but `vocab_axis`, in the order of the operators' schemas: what a call may leave out, and the types.
+_DEFAULTS = dict(zip(Options._fields[1:], Options()[1:], strict=True))
+_TYPES = {name: _schema_type(kind) for name, kind in typing.get_type_hints(Options).items() if name in _DEFAULTS}
 
 
 class Operation:
@@ -67,7 +67,7 @@ class Operation:
             for tensor, bit in zip(given, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
-        static = (differentiated, *[options.get(name, _DEFAULTS[name]) for name in _OPTIONS])
+        static = (differentiated, *(_DEFAULTS | options).values())
         if not eager.serves(given):
             return getattr(OPERATORS, self.name)(*given, *static)
         program, present = self.program(given, static), [x for x in given if x is not None]
@@ -93,7 +93,7 @@ class Operation:
     def register(self) -> None:
         """Registers the operator, its backward, and their rules with PyTorch."""
         given = [f"Tensor{'' if name in _HEAD[:2] else '?'} {name}" for name in self.tensors]
-        inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _OPTIONS.items()]])
+        inputs = ", ".join([*given, "int differentiated", *[f"{kind} {name}" for name, kind in _TYPES.items()]])
         forward = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({inputs}) -> Tensor[]"
         )
