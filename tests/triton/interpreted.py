@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from pallas_ce.backends import device
 from pallas_ce.backends.triton import binding, configs
-from pallas_ce.backends.triton.configs import Config, Entry
+from pallas_ce.backends.triton.configs import Choice, Config
 
 SMALL = Config(16, 32, 16)
 FLATTENED = SMALL._replace(descriptors=True)
@@ -43,9 +43,9 @@ def install(patch: pytest.MonkeyPatch, config: Config, programs: int = 3) -> Non
     patch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", _added, raising=False)
     patch.setattr(binding, "capability", lambda: 90)
     patch.setattr(device, "interpreted", lambda: True)
-    entry = Entry(0, *[config] * 5, pointers=config._replace(descriptors=False))
-    patch.setattr(configs, "NARROW", {90: entry})
-    patch.setattr(configs, "WIDE", entry)
+    choices = Choice(config), Choice(config._replace(descriptors=False), aligned=False)
+    patch.setattr(configs, "NARROW", {90: choices})
+    patch.setattr(configs, "_EXACT", choices)
     patch.setattr(configs, "PRODUCTS", {90: config} if config.descriptors else {})
     patch.setattr(device, "multiprocessors", lambda: programs)
     mlir.register_lowering(binding._call_p, mlir.lower_fun(_called_back, multiple_results=True), platform="cpu")
