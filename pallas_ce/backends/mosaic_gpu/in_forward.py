@@ -6,33 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_ce.backends.exponentials import Block, Multiplying, Stashing, WeightTotal
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
-from pallas_ce.backends.mosaic_gpu.recomputation import GradientConfigs
-from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.head import HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
 
-
-def skipped_from(spec: HeadSpec, block: RowBlock) -> jax.Array | None:
-    """The first row that is skipped, `[]` int32; None where all are computed."""
-    return block.filled if product_kernel.skips(spec, block) else None
+# Below this many rows there is little to skip, and hidden's product takes the tiles of a shorter sum.
+_LEAST_ROWS = 2048
 
 
-@dataclasses.dataclass(frozen=True)
+def skipped_from(block: RowBlock) -> jax.Array | None:
+    """The first row that is skipped, `[]` int32; None where all are computed, as in a small problem's only block."""
+    return None if isinstance(block.number, int) and block.tile.size < _LEAST_ROWS else block.filled
+
+
 class _Exponentials(Block):
-    """The exponentials' kernel.
-
-    Attributes:
-        config: its tiles.
-    """
-
-    config: Config
+    """The exponentials' kernel."""
 
     def exponentials(
         self, reference: jax.Array, names: frozenset[str], again: tuple[jax.Array, jax.Array] | None = None
@@ -40,7 +31,7 @@ class _Exponentials(Block):
         """Launches one kernel, which may have no row to compute."""
         head, hidden = self.head, self.batch.hidden
         rows, into = (self.valid_rows, None) if again is None else again
-        return stash_kernel.stash(head, hidden, reference, names, self.config, rows, into)
+        return stash_kernel.stash(head, hidden, reference, names, rows, into)
 
 
 class Kernels(_Exponentials, Stashing):
@@ -52,52 +43,33 @@ class Multiply(_Exponentials, Multiplying):
     """See `Multiplying`.
 
     Attributes:
-        config: tiles of the kernel that makes the operand: exponentials or, where always recomputed, dlogits.
-        configs: tiles of the products.
         splits: whether there is memory for hidden's product in parts.
         last: `[]` bool: whether the block is the last one; None without `weight_bits`.
     """
 
-    configs: GradientConfigs
     splits: bool
     last: jax.Array | None
 
     def recomputed(self, gradient: Gradient, operand: jax.Array) -> jax.Array:
         """Recomputes dlogits by a kernel that overwrites the stash."""
-        head, hidden, (coefficients, reference, *_) = self.head, self.batch.hidden, gradient
-
-        def write(stored: Any) -> None:
-            config, rows = self.config, self.valid_rows
-            dlogits_kernel.dlogits(head, hidden, reference, coefficients, config, into=stored, valid_rows=rows)
-
-        return pl.run_state(write)(operand)
+        given = self.head, self.batch.hidden, gradient.reference, gradient.coefficients
+        return dlogits_kernel.dlogits(*given, into=operand, valid_rows=self.valid_rows)
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
-        """Multiplies by a kernel, which XLA does not autotune; by XLA where the kernel does not serve."""
-        head, spec = self.head, self.head.spec
-        if not product_kernel.serves(spec, operand.shape[0]):
-            weight = lax.slice_in_dim(operands.own_weight(head), 0, spec.vocab_size, axis=spec.vocab_axis)
-            return head.matmul(operand, weight, (1, spec.vocab_axis))
-        weight, config = operands.weight_of(head), self.configs.hidden
-        return product_kernel.for_hidden(operand, weight, spec.vocab_axis, config, self.valid_rows, splits=self.splits)
+        """Multiplies by a kernel, which XLA does not autotune."""
+        given = operand, operands.own_weight(self.head), self.head.spec.vocab_axis
+        return product_kernel.for_hidden(*given, self.valid_rows, splits=self.splits)
 
     def for_weight(
         self, operand: jax.Array, rows: jax.Array, late: jax.Array | None, total: WeightTotal, adds: jax.Array | bool
     ) -> WeightTotal:
-        """Multiplies by a kernel, which adds in place; by XLA where the kernel does not serve."""
-        spec, (whole, bits) = self.head.spec, total
+        """Multiplies by a kernel, which adds in place."""
+        (whole, bits), axis = total, self.head.spec.vocab_axis
         shared: Any = {"valid_rows": self.valid_rows, "multiplier": late}
         if bits is not None:
             assert self.last is not None
-            given, first = (operand, rows, spec.vocab_axis, (whole, bits)), jnp.logical_not(adds)
-            return narrow_sum.add_for_weight(*given, first=first, last=self.last, **shared)
-        if not product_kernel.serves(spec, rows.shape[0]):
-            a, b = (operand, rows) if spec.vocab_axis == 0 else (rows, operand)
-            product = self.head.matmul(a, b, (0, 0), whole.dtype if adds is False and late is None else None)
-            product = operands.pad(product if late is None else late * product, whole.shape)
-            return (product if adds is False else jnp.where(adds, whole, 0) + product).astype(whole.dtype), None
-        into = jax.ShapeDtypeStruct(whole.shape, whole.dtype) if adds is False else whole
+            first = jnp.logical_not(adds)
+            return narrow_sum.add_for_weight(operand, rows, axis, (whole, bits), first=first, last=self.last, **shared)
         replaced = not adds if isinstance(adds, bool) else jnp.logical_not(adds)
-        config = self.configs.weight
-        found = product_kernel.for_weight(operand, rows, spec.vocab_axis, config, into, replaced=replaced, **shared)
+        found = product_kernel.for_weight(operand, rows, axis, whole, replaced=replaced, **shared)
         return found, None

@@ -11,7 +11,6 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
@@ -51,33 +50,18 @@ def tiles(itemsize: int, piece: int | None = None) -> Config:
     return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
 
 
-def statistics(
-    spec: LogitsSpec,
-    logits: jax.Array,
-    logit_weights: jax.Array | None,
-    names: frozenset[str],
-    config: Config | None = None,
-) -> Partial:
-    """See `protocol.Materialized`; `logit_weights [columns]`, and `config` for tests.
+def statistics(spec: LogitsSpec, logits: jax.Array, logit_weights: jax.Array | None, names: frozenset[str]) -> Partial:
+    """See `protocol.Materialized`.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    fields = fields_for(names)
-    config = config or tiles(spec.dtype.itemsize)
+    fields, config = fields_for(names), tiles(spec.dtype.itemsize)
     u = logit_weights if reads_logit_weights(names) else None
-    product, of_logits, inputs = _prepare(spec, logits, config, u, max(1, _PARTIAL_COLUMNS // config.columns))
-    epilogue = StatisticsEpilogue(of_logits, fields, config.width, config.rows)
-    rows, aligned = logits.shape[0], _aligned(logits)
-
-    def launch(first: Any, count: int) -> Partial:
-        numbers = {} if count >= rows else {"first_row": first}
-        some = dataclasses.replace(product, row_blocks=count // config.tile_rows)
-        outputs = partials.outputs(fields, product.column_blocks, count)
-        name = "pallas_ce_materialized_statistics"
-        return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
-
-    return partials.in_launches(rows, product.column_blocks, len(fields), config, launch)
+    given = _prepare(spec, logits, config, u, max(1, _PARTIAL_COLUMNS // config.columns))
+    given = given._replace(matrices=(_aligned(logits),))
+    epilogue = StatisticsEpilogue(given.logits, fields, config.width, config.rows)
+    return partials.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
 
 
 def dlogits(
@@ -87,14 +71,13 @@ def dlogits(
     logit_weights: jax.Array | None,
     labels: jax.Array | None,
     valid: jax.Array | None,
-    config: Config | None = None,
 ) -> jax.Array:
-    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them. `config` is for tests.
+    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
-    config = config or tiles(spec.dtype.itemsize, _PIECE)
+    config = tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
     present = frozenset(by_row) - {"reference"}
     if "target" in present:
@@ -104,13 +87,12 @@ def dlogits(
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    u = logit_weights if "logit_weights" in present else None
-    product, of_logits, inputs = _prepare(spec, logits, config, u)
-    inputs = {name: operands.pad(x, (product.row_blocks * config.tile_rows,)) for name, x in by_row.items()} | inputs
-    epilogue = DlogitsEpilogue(of_logits, present, spec.columns, spec.dtype, config.rows, config.width)
+    given = _prepare(spec, logits, config, logit_weights if "logit_weights" in present else None)
+    given = given._replace(inputs={name: given.by_row(x) for name, x in by_row.items()} | given.inputs)
+    epilogue = DlogitsEpilogue(given.logits, present, spec.columns, spec.dtype, config)
 
     def write(stored: Any) -> None:
-        launching.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
+        given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", epilogue, {})
 
     return pl.run_state(write)(_aligned(logits))
 
@@ -122,8 +104,8 @@ def _aligned(logits: jax.Array) -> jax.Array:
 
 def _prepare(
     spec: LogitsSpec, logits: jax.Array, config: Config, u: jax.Array | None, side_by_side: int = 1
-) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
-    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it."""
+) -> operands.Operands:
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it; without the matrix."""
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
     # Padding's columns are included: their gradient is written as well.
@@ -140,7 +122,7 @@ def _prepare(
         uniform_weight=1.0 / spec.vocab_size,
     )
     inputs = {} if u is None else {"u": operands.pad(u[: spec.vocab_size].astype(jnp.float32), (columns,))}
-    return product, of_logits, inputs
+    return operands.Operands(product, of_logits, (), inputs)
 
 
 def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
@@ -153,6 +135,4 @@ def refusal(spec: LogitsSpec, rows: int | None = None) -> str | None:
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    if spec.columns * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
-        return f"its kernels cannot write rows of exactly {BLOCK_BYTES} bytes; use 'xla'"
     return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known
