@@ -9,7 +9,7 @@ import pytest
 
 from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
-from pallas_ce.backends.mosaic_gpu.schedule import Config, cost
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
 
 # First column, width and valid columns of each part of 272; the last part is narrower.
 PARTS = ((128, 144, 144), (256, 128, 16))
@@ -172,7 +172,7 @@ def test_the_weights_gradient_is_written_where_it_belongs(
 @pytest.mark.parametrize("columns", [256, 2816, 5376, 11264, 19200, 131072])
 def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_axis: int) -> None:
     config = product_kernel.weight_config(columns, 4096, vocab_axis)
-    assert product_kernel.COLUMN_STEP % (config.tile_rows if vocab_axis == 0 else config.columns) == 0
+    assert COLUMN_STEP % (config.tile_rows if vocab_axis == 0 else config.columns) == 0
 
 
 @pytest.mark.parametrize(

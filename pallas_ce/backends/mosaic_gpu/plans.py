@@ -4,7 +4,7 @@ import functools
 import math
 
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, TALL, Config, cost, rule
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, TALL, Config, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
@@ -45,7 +45,7 @@ _OPERATIONS_PER_TILE = 14 * 10**9
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
     """Bytes for one row at a time, or for the least tile of a block that others follow."""
     if mode == "recompute":
-        columns = min(spec.vocab_size, product_kernel.COLUMN_STEP)
+        columns = min(spec.vocab_size, COLUMN_STEP)
         return max(_scratch(spec, mode, rows, columns) for rows in (_BLOCK_ROWS - 1, _BLOCK_ROWS))  # padded or not
     return _scratch(spec, mode, 1, spec.vocab_size)
 
@@ -87,7 +87,7 @@ def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan
         for columns in _tile_columns(spec, rows, budget, blocks):
             cost = _recompute_cost(spec, tokens, blocks, rows, columns)
             choices.append((cost, blocks, rows, columns))
-    least = 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, product_kernel.COLUMN_STEP)
+    least = 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
     blocks, rows, columns = min(choices)[1:] if choices else least
     scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
     return Plan(rows, columns, scratch, spec.vocab_size, skips_rows=True)
@@ -111,7 +111,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     def scratch(columns: int) -> int:
         return _scratch(spec, "recompute", rows, columns, blocks=blocks)
 
-    step = product_kernel.COLUMN_STEP
+    step = COLUMN_STEP
     if scratch(spec.vocab_size) <= budget:
         return [spec.vocab_size]
     most = spec.vocab_size // step

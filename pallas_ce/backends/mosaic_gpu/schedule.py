@@ -23,6 +23,10 @@ RESERVED_BYTES = 3072
 BLOCK = 64
 BLOCK_BYTES = 128
 
+# Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
+# product ends where the next part's begins, or padding that nothing may be written to.
+COLUMN_STEP = 256
+
 _COMPUTE_CAPABILITY = "9.0"
 
 

@@ -17,7 +17,7 @@ from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
-from pallas_ce.backends.mosaic_gpu.schedule import Config, Kernel, Product
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, Kernel, Product
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.streaming.tiles import pad as pad
 
@@ -48,13 +48,13 @@ def refusal(spec: HeadSpec) -> str | None:
 
 
 def padded_spec(spec: HeadSpec) -> HeadSpec:
-    """The head that the kernels work on, with so much of the weight's padding for vocabulary that rows are aligned."""
+    """The head that the kernels work on, with padding for vocabulary: all of a little, else up to the next step."""
     padding = spec.weight_rows - spec.vocab_size
     if padding == 0:
         return spec
     little = padding <= spec.vocab_size // _VOCABULARY_PER_PADDING
-    aligned = min(round_up(spec.vocab_size, LENGTH_MULTIPLE), spec.weight_rows)
-    return spec.with_padding(spec.weight_rows if little else aligned)
+    stepped = min(round_up(spec.vocab_size, COLUMN_STEP), spec.weight_rows)
+    return spec.with_padding(spec.weight_rows if little else stepped)
 
 
 def padded_head(head: Head) -> Head:

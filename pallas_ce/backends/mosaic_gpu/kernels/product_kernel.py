@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, apart, padded
-from pallas_ce.backends.mosaic_gpu.schedule import TALL, WIDE, Config, Product, cost
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, TALL, WIDE, Config, Product, cost
 
 _MOST_PARTS = 8
 
@@ -32,10 +32,6 @@ _NEGLIGIBLE = 0.02
 
 # Tiles to choose from: the one that loses least to its edges, the first where they lose alike.
 _TILES = (TALL, WIDE, Config(rows=128, columns=128))
-
-# Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
-# product ends where the next part's begins.
-COLUMN_STEP = 256
 
 
 def hidden_config(rows: int, hidden_size: int) -> Config:
