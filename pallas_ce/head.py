@@ -83,10 +83,10 @@ class HeadSpec:
         """Whether a GPU multiplies the operands in TF32."""
         return self.dtype == np.float32 and self.precision in _TF32
 
-    def with_padding(self) -> "HeadSpec":
-        """The same facts, with the padding for vocabulary."""
+    def with_padding(self, columns: int) -> "HeadSpec":
+        """The same facts, with padding for vocabulary, which then has `columns` entries."""
         whole = self.whole_vocab_size or self.vocab_size
-        return dataclasses.replace(self, vocab_size=self.weight_rows, whole_vocab_size=whole)
+        return dataclasses.replace(self, vocab_size=columns, whole_vocab_size=whole)
 
     @property
     def accumulator(self) -> np.dtype:
@@ -292,13 +292,13 @@ class Head:
             return self
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, precision=jax.lax.Precision.DEFAULT))
 
-    def with_padding(self) -> "Head":
-        """The same head with the padding as vocabulary, where `valid_columns` exist."""
+    def with_padding(self, columns: int) -> "Head":
+        """The same head with padding as vocabulary, of whose `columns` entries `valid_columns` exist."""
         spec, u = self.spec, self.logit_weights
         return dataclasses.replace(
             self,
-            logit_weights=None if u is None else jnp.pad(u, (0, spec.weight_rows - spec.vocab_size)),
-            spec=spec.with_padding(),
+            logit_weights=None if u is None else jnp.pad(u, (0, columns - spec.vocab_size)),
+            spec=spec.with_padding(columns),
             valid_columns=jnp.int32(spec.vocab_size),
         )
 

@@ -46,8 +46,8 @@ class Explanation:
         logits_bytes: what float32 logits would take.
         stored_bytes: what a program that stores them takes at its peak, to compare with `peak_bytes`: the logits, where
             anything is differentiated their gradient, and the gradients returned.
-        weight_copy_bytes: a copy of the weight that the kernels read, where its own rows do not lie at multiples of the
-            bytes that they can read, or have another dtype than the operands; 0 where none is made.
+        weight_copy_bytes: a copy of the weight that the kernels read, where it has another dtype than the operands; 0
+            where none is made.
         launches: the kernels that make each block's logits, with their tiles; none for "xla" and "reference".
         parallelism: how the call is split, where the arrays are sharded; bytes are then of one device.
         alternative: the same call in the other backward mode; None where there is none to choose: without
@@ -275,8 +275,7 @@ def _explain(
     if weight_sum.bytes:
         of_weight_sum = 0 if plan.rows >= tokens else weight_sum.bytes
     accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad.down, needed, of_hidden, of_weight_sum)
-    # A padded copy is part of the plan, and rounded as it is made; one that is gathered is rounded before.
-    copied, padded = 0, described[-1].weight_copy_bytes
+    copied = 0  # a weight that is gathered is rounded before
     if how.backend.capabilities.casts_whole and weight.dtype != spec.dtype and not part.gathered_bytes:
         copied = spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
     # Statistics, coefficients, order: a few numbers each; and for each further target.
@@ -288,8 +287,8 @@ def _explain(
         columns=plan.columns,
         scratch_bytes=scratch,
         accumulator_bytes=accumulators,
-        peak_bytes=scratch + (0 if padded else copied) + accumulators + gradients + row_bytes,
-        weight_copy_bytes=padded or copied,
+        peak_bytes=scratch + copied + accumulators + gradients + row_bytes,
+        weight_copy_bytes=copied,
         launches=tuple(launch for of_pass in described for launch in of_pass.launches),
         parallelism=part.words,
     )

@@ -68,11 +68,10 @@ def cross_entropy(
         reduction: "mean", "sum", or "none" for `[...]`, which keeps the logits for its backward.
         normalizer: scalar for the mean, may be traced; by default `Σ w·c_t`, and `Σ w` for the z part.
         vocab_size: V; columns from there on are padding: no probability, zero gradient. Default V'.
-        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, where the number of rows is a multiple of 8, V'
-            one of 16, and a row of bfloat16, float16 or float32 takes other than 128 bytes: a kernel takes all rows at
-            once, so that a chunk size does not matter), or None: that one in programs for a Hopper GPU where it can,
-            else "xla". Logits that are not donated are copied once, which takes about as long as the loss and its
-            gradient.
+        implementation: "xla" (any platform), "mosaic_gpu" (Hopper GPUs, bfloat16, float16 or float32, where the
+            number of rows is a multiple of 8 and V' one of 16: a kernel takes all rows at once, so that a chunk size
+            does not matter), or None: that one in programs for a Hopper GPU where it can, else "xla". Logits that are
+            not donated are copied once, which takes about as long as the loss and its gradient.
         validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
             `ignore_index`. Reads the labels' values, so only outside jit.
         return_metrics: return `(loss, Metrics)`.

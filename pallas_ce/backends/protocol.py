@@ -110,11 +110,9 @@ class Description(NamedTuple):
 
     Attributes:
         launches: the kernels that make one block's logits for the plain cross entropy.
-        weight_copy_bytes: of the copy that is made of a weight whose rows cannot be read where they are; else 0.
     """
 
     launches: tuple[Launch, ...] = ()
-    weight_copy_bytes: int = 0
 
 
 class TopKFinder(Protocol):

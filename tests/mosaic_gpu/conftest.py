@@ -17,10 +17,9 @@ from jax._src import callback as jax_callback
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-import pallas_ce.backends.mosaic_gpu
-from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu.backend import MosaicGpuBackend
+from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm import launch
+from pallas_ce.backends.mosaic_gpu.kernels import logits_kernel, product_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import Config
 from pallas_ce.head import Batch, Head, HeadSpec
 
@@ -71,7 +70,7 @@ RACE = "RACE DETECTED"
 
 
 @pytest.fixture
-def interpreted(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+def interpreted(capfd: pytest.CaptureFixture[str], tiles: Any) -> Iterator[Callable[..., Any]]:
     """The interpreter runs a test's kernels, which fails where it sees a race; `interpreted(f)(*args)` runs f."""
 
     def run(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,16 +109,17 @@ def maxima_keep_nan() -> Iterator[None]:
 
 
 @pytest.fixture
-def local_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is taken to have an H100; nothing can be run with it."""
-    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives the kernels tiles that suit the interpreter, which `tiles(**options)` changes."""
 
+    def use(**options: Any) -> None:
+        config = Config(**{"rows": 64, "columns": 64, "stages": 3, "sms": 4, **options})
+        monkeypatch.setattr(schedule, "rule", lambda *given: config)
+        monkeypatch.setattr(product_kernel, "_TILES", (config,))
+        monkeypatch.setattr(logits_kernel, "CONFIG", config)
 
-@pytest.fixture
-def small_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend with tiles that suit the interpreter."""
-    backend = MosaicGpuBackend(Config(rows=64, columns=64, stages=3, sms=4))
-    monkeypatch.setattr(pallas_ce.backends.mosaic_gpu, "BACKEND", backend)
+    use()
+    return use
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_ce import chunked_cross_entropy, cross_entropy, selective_log_softmax
+from pallas_ce.backends import device as targets
 from pallas_ce.backends.mosaic_gpu.kernels import materialized_kernel
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
 from tests import compile_for_h200 as h200
@@ -158,8 +159,8 @@ def test_metrics_and_values_alone(interpreted: Any) -> None:
     assert_close(interpreted(loss("mosaic_gpu"))(logits), jax.tree.map(np.asarray, loss("xla")(logits)), 1e-5)
 
 
-@pytest.mark.usefixtures("local_h100")
-def test_what_they_cannot_serve_is_named() -> None:
+def test_what_they_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA H100")
     labels = jnp.zeros(8, jnp.int32)
     with pytest.raises(ValueError, match="one index for each row"):
         selective_log_softmax(jnp.zeros((8, 32)), jnp.zeros((8, 2), jnp.int32), implementation="mosaic_gpu")

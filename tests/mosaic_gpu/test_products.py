@@ -9,14 +9,10 @@ import pytest
 
 from pallas_ce.backends.mosaic_gpu.kernels import narrow_sum, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
-from pallas_ce.backends.mosaic_gpu.schedule import Config, cost
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, Config, cost
 
 # First column, width and valid columns of each part of 272; the last part is narrower.
 PARTS = ((128, 144, 144), (256, 128, 16))
-
-
-def tiles(**options: Any) -> Config:
-    return Config(**{"rows": 64, "columns": 64, "stages": 3, "sms": 4, **options})
 
 
 def matrices(n: int, v: int, h: int, vocab_axis: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -57,7 +53,7 @@ def test_for_hidden(
     monkeypatch.setattr(product_kernel, "parts", lambda *given: parts)
     stored, weight, _ = matrices(192, 528, 272, vocab_axis)
     valid = None if live is None else jnp.int32(live)
-    got = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, tiles(), valid))(stored, weight)
+    got = interpreted(lambda a, b: product_kernel.for_hidden(a, b, vocab_axis, valid))(stored, weight)
     assert_summed(got[:live], exact(stored[:live], laid_out(weight, vocab_axis)))
     if live is not None:  # the interpreter's uninitialised memory
         assert np.isnan(np.asarray(got[-(-live // 128) * 128 :])).all()
@@ -78,7 +74,7 @@ def test_weight_sums_go_on_from_block_to_block(vocab_axis: int, first: int, seco
         total = jnp.full(weight.shape, jnp.nan, jnp.float32)
         for i, (stored, rows, valid) in enumerate(blocks):
             total = product_kernel.for_weight(
-                stored, rows, vocab_axis, tiles(), total, replaced=jnp.bool_(i == 0), valid_rows=valid
+                stored, rows, vocab_axis, total, replaced=jnp.bool_(i == 0), valid_rows=valid
             )
         return total
 
@@ -92,19 +88,19 @@ def test_weight_sums_go_on_from_block_to_block(vocab_axis: int, first: int, seco
     ("options", "lives"), [({}, (None,) * 4), ({"stages": 2}, (192, 0, 70, 0)), ({"row_group": 1}, (0, 192))]
 )
 def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
-    vocab_axis: int, options: dict[str, Any], lives: tuple[int | None, ...], interpreted: Any
+    vocab_axis: int, options: dict[str, Any], lives: tuple[int | None, ...], interpreted: Any, monkeypatch: Any
 ) -> None:
     """Beside float32 sums; blocks without a valid row change nothing, but the last one rounds."""
     stored, weight, rows = matrices(192, 272, 320, vocab_axis)
-    config = tiles(columns=256, **options)
+    monkeypatch.setattr(narrow_sum, "CONFIG", Config(rows=64, columns=256, sms=4, **{"stages": 3, **options}))
     half = jnp.float32(0.5)
 
     def run(stored: jax.Array, rows: jax.Array) -> Any:
-        shape = narrow_sum.lower_shape(*weight.shape, config)
+        shape = narrow_sum.lower_shape(*weight.shape)
         total = jnp.full(weight.shape, jnp.nan, jnp.bfloat16), jnp.full(shape, jnp.nan, jnp.bfloat16)
         for i, live in enumerate(lives):
             total = narrow_sum.add_for_weight(
-                *(stored * (i + 1), rows if live is None else rows.at[live:].set(0)), vocab_axis, total, config=config,
+                *(stored * (i + 1), rows if live is None else rows.at[live:].set(0)), vocab_axis, total,
                 first=jnp.bool_(i == 0), last=jnp.bool_(i == len(lives) - 1), multiplier=half,
                 valid_rows=None if live is None else jnp.int32(live),
             )  # fmt: skip
@@ -123,16 +119,16 @@ def test_narrow_sums_are_off_by_less_than_a_32768th_at_each_block(
 @pytest.mark.parametrize("options", [{}, {"row_group": 1, "sms": 3}])
 @pytest.mark.parametrize("to_row", [None, 64])
 def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
-    vocab_axis: int, options: Any, to_row: int | None, interpreted: Any
+    vocab_axis: int, options: Any, to_row: int | None, tiles: Any, interpreted: Any
 ) -> None:
     stored, weight, total = matrices(192, 272, 256, vocab_axis)
-    config = tiles(**options)
+    tiles(**options)
     total = jnp.concatenate([total, total]).astype(jnp.float32)[: 192 + (to_row or 0)]
 
     def run(stored: Any, weight: Any, total: Any, first: Any, valid: Any) -> jax.Array:
         part = Part(stored.shape[1], first, valid)
         where = None if to_row is None else jnp.int32(to_row)
-        return product_kernel.add_for_hidden(stored, weight, vocab_axis, config, total, to_row=where, part=part)
+        return product_kernel.add_for_hidden(stored, weight, vocab_axis, total, to_row=where, part=part)
 
     for first, width, valid in PARTS:
         own = stored[:, :width].at[:, valid:].set(0)
@@ -146,20 +142,21 @@ def test_a_part_of_the_vocabulary_adds_to_the_hidden_sum(
 @pytest.mark.parametrize(("parts", "valid_rows"), [(((0, 272, 272),), None), (PARTS, None), (PARTS, 0), (PARTS, 70)])
 @pytest.mark.parametrize("options", [{}, {"columns": 128, "row_group": 1}])
 def test_the_weights_gradient_is_written_where_it_belongs(
-    vocab_axis: int, parts: Any, valid_rows: int | None, options: dict[str, Any], interpreted: Any
+    vocab_axis: int, parts: Any, valid_rows: int | None, options: dict[str, Any], tiles: Any, interpreted: Any
 ) -> None:
     """In whole or part; rows behind the valid ones are never read."""
+    tiles(**options)
     stored, weight, rows = matrices(192, 272, 256, vocab_axis)
     counted = 192 if valid_rows is None else valid_rows
     live = None if valid_rows is None else jnp.int32(valid_rows)
 
     def run(stored: Any, rows: Any, weight: Any, first: Any, valid: Any) -> jax.Array:
-        given = stored, rows, vocab_axis, tiles(**options)
+        given = stored, rows, vocab_axis
         half = jnp.float32(0.5)
         if parts is PARTS:
             part = Part(stored.shape[1], first, valid)
             return product_kernel.for_weight(*given, weight, multiplier=half, valid_rows=live, part=part)
-        return product_kernel.for_weight(*given, jax.ShapeDtypeStruct(weight.shape, weight.dtype), multiplier=half)
+        return product_kernel.for_weight(*given, jax.lax.empty(weight.shape, weight.dtype), multiplier=half)
 
     for first, width, valid in parts:
         own = stored[:, :width].at[counted:].set(0)
@@ -175,7 +172,7 @@ def test_the_weights_gradient_is_written_where_it_belongs(
 @pytest.mark.parametrize("columns", [256, 2816, 5376, 11264, 19200, 131072])
 def test_tiles_of_the_weights_gradient_end_where_parts_do(columns: int, vocab_axis: int) -> None:
     config = product_kernel.weight_config(columns, 4096, vocab_axis)
-    assert product_kernel.COLUMN_STEP % (config.tile_rows if vocab_axis == 0 else config.columns) == 0
+    assert COLUMN_STEP % (config.tile_rows if vocab_axis == 0 else config.columns) == 0
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,16 @@ def make(seed: int, n: int, h: int, v: int, scale: float = 1.0, vocab_axis: int 
 
 
 def readable(p: Problem) -> Problem:
-    """The same for the Hopper kernels: a `[V, H]` weight that they do not copy is padded to a multiple of 8 entries."""
+    """The same for the Hopper kernels: H a multiple of 16, and V of 8 or, where the weight is `[H, V]`, of 16."""
     v, h = p.arrays["weight"].shape
-    padding = -v % 8 if p.vocab_axis == 0 and h % 16 == 0 else 0
-    by_entry = {name: p.arrays[name] for name in ("weight", "bias", "up") if name in p.arrays}
-    padded = {name: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for name, x in by_entry.items()}
-    options = {"vocab_size": v, **p.options} if padding else p.options
+    padding = {"v": -v % (16 if p.vocab_axis else 8), "h": -h % 16}
+    axes = {"hidden": "nh", "weight": "vh", "bias": "v", "up": "vr", "down": "rh"}
+    padded = {
+        name: np.pad(x, [(0, padding.get(axis, 0)) for axis in axes[name]])
+        for name, x in p.arrays.items()
+        if name in axes
+    }
+    options = {"vocab_size": v, **p.options} if padding["v"] else p.options
     return dataclasses.replace(p, arrays=p.arrays | padded, options=options)
 
 

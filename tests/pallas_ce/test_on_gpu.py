@@ -94,9 +94,7 @@ def test_a_drawn_problem_is_added_to_sums(seed: int) -> None:
         *(((1024, 4096, 8192), vocab_axis, 0.3, None) for vocab_axis in (0, 1)),  # few rows that fill the chip
         *(((2304, 512, 4096), 0, ignored, 4090) for ignored in (0.0, 0.7)),  # a little padding
         *(((4096, 2048, 8192), 0, ignored, None) for ignored in (0.0, 0.7)),  # more than a forward alone packs at once
-        *(
-            ((300, 32, classes), vocab_axis, 0.0, None) for classes, vocab_axis in ((49, 1), (64, 0))
-        ),  # rows as long as a stored block
+        *(((300, 32, 64), vocab_axis, 0.0, None) for vocab_axis in (0, 1)),  # rows as long as a stored block
     ],
 )
 def test_a_chosen_problem(
@@ -136,7 +134,7 @@ def test_slices_may_begin_anywhere(v: int, backward: Any) -> None:
 
 @both_modes
 def test_a_single_class_has_no_gradient(backward: str) -> None:
-    p = narrow(make(4, 300, 32, 1))
+    p = readable(narrow(make(4, 300, 32, 1)))
     loss, gradients = library_results(p, "mosaic_gpu", backward)
     assert abs(float(loss)) <= 1e-6
     assert all(np.max(np.abs(np.asarray(g, np.float32))) <= 1e-6 for g in gradients.values())

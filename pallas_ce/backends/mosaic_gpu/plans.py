@@ -1,19 +1,15 @@
 """Block sizes: as much work at a time as the scratch budget holds, in full tiles."""
 
 import functools
+import math
 
-from pallas_ce.backends import device as targets
-from pallas_ce.backends.mosaic_gpu import recomputation
 from pallas_ce.backends.mosaic_gpu.kernels import operands, product_kernel
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, TALL, Config, cost, rule
+from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, PARTIALS_BYTES, TALL, Config, cost, rule
 from pallas_ce.backends.protocol import Mode, Plan
 from pallas_ce.head import HeadSpec
 
 # Scratch of the recompute mode at most; with more, larger tiles save less than a per cent.
 _RECOMPUTE_BYTES = 184 * 2**20
-
-# 16-bit numbers of a row that XLA's products read at once.
-_ALIGNED_COLUMNS = 8
 
 # Statistics that a tile leaves of each row at most: in the forward, and for the losses that in_forward serves.
 _PARTIAL_FIELDS = 7
@@ -21,6 +17,9 @@ _LOSS_FIELDS = 3
 
 # Blocks of rows are multiples of this where the problem is large enough, so that tiles are full.
 _ROW_STEP = 128
+
+# Recompute's blocks of several are multiples of this: a block's sum begins where a copy may.
+_BLOCK_ROWS = 64
 
 # In_forward: the rows of two tiles; the rows whose products take as long as adding a block's product to the sum for the
 # weight; and the operations in the 80 us that a block's small kernels take. Adding moves 8 bytes an entry at 4 TB/s, a
@@ -44,9 +43,11 @@ _OPERATIONS_PER_TILE = 14 * 10**9
 
 
 def minimum(spec: HeadSpec, mode: Mode | None) -> int:
-    """Bytes for one row at a time, or for one row of a small tile."""
-    columns = spec.vocab_size if mode == "in_forward" else min(spec.vocab_size, operands.LENGTH_MULTIPLE)
-    return _scratch(spec, mode, 1, columns, blocks=2)
+    """Bytes for one row at a time, or for the least tile of a block that others follow."""
+    if mode == "recompute":
+        columns = min(spec.vocab_size, COLUMN_STEP)
+        return max(_scratch(spec, mode, rows, columns) for rows in (_BLOCK_ROWS - 1, _BLOCK_ROWS))  # padded or not
+    return _scratch(spec, mode, 1, spec.vocab_size)
 
 
 def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, spare_bytes: int) -> Plan:
@@ -69,48 +70,27 @@ def by_rows(spec: HeadSpec, tokens: int, mode: Mode | None, scratch_bytes: int, 
     needed = bytes_beside(rows, blocks, splits=splits)
     if mode is None:
         needed += _partial_bytes(spec, rows) - _partial_bytes(spec, 1)
-    skips = mode is None or recomputation.in_place(spec, rows, spec.vocab_size)
-    slower = _slower(spec) if mode == "in_forward" else None
-    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips, splits, slower)
-
-
-def _slower(spec: HeadSpec) -> str | None:
-    """Why in_forward is slow: XLA's products read recompute's tiles in 16 bytes, but not such rows of exponentials.
-
-    On an H200 GPT-2's head takes 1.5 times as long as three bare products in in_forward, and 0.7 times in recompute.
-    """
-    if spec.weight_rows % _ALIGNED_COLUMNS == 0:
-        return None
-    return (
-        f"products over all of {spec.weight_rows} vocabulary entries, no multiple of {_ALIGNED_COLUMNS}, take "
-        "twice as long as over tiles"
-    )
-
-
-def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int) -> Plan:
-    """Plans recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`."""
-    return _recompute(spec, tokens, scratch_bytes, targets.multiprocessors())
+    return Plan(rows, spec.vocab_size, min(needed, scratch_bytes), spec.vocab_size, skips_rows=True, splits=splits)
 
 
 @functools.lru_cache(maxsize=1024)
-def _recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan:
-    """`recompute`, cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work."""
+def recompute(spec: HeadSpec, tokens: int, scratch_bytes: int, sms: int) -> Plan:
+    """Plans recompute: blocks of rows and tiles of the vocabulary that cost the least; see `_recompute_cost`.
+
+    Cached for each number of SMs: a call outside of `jit` would repeat these 10 ms of work.
+    """
     del sms
     budget = min(scratch_bytes, _RECOMPUTE_BYTES)
     choices = []
     for blocks in range(1, 1 + min(tokens, _MOST_BLOCKS)):
-        rows = _even_rows(tokens, blocks)
+        rows = min(tokens, operands.round_up(_even_rows(tokens, blocks), _BLOCK_ROWS))
         for columns in _tile_columns(spec, rows, budget, blocks):
             cost = _recompute_cost(spec, tokens, blocks, rows, columns)
             choices.append((cost, blocks, rows, columns))
-    if choices:
-        _, blocks, rows, columns = min(choices)
-    else:
-        blocks, columns = 2, min(spec.vocab_size, operands.LENGTH_MULTIPLE)
-        fitting = (r for r in (128, 64, 32, 16, 8, 4, 2) if _scratch(spec, "recompute", r, columns) <= scratch_bytes)
-        rows = min(next(fitting, 1), tokens)
+    least = 2, min(tokens, _BLOCK_ROWS), min(spec.vocab_size, COLUMN_STEP)
+    blocks, rows, columns = min(choices)[1:] if choices else least
     scratch = _scratch(spec, "recompute", rows, columns, blocks=blocks)
-    return Plan(rows, columns, scratch, spec.vocab_size, recomputation.in_place(spec, rows, columns))
+    return Plan(rows, columns, scratch, spec.vocab_size, skips_rows=True)
 
 
 def _in_forward_cost(spec: HeadSpec, tokens: int, blocks: int) -> int:
@@ -131,7 +111,7 @@ def _tile_columns(spec: HeadSpec, rows: int, budget: int, blocks: int) -> list[i
     def scratch(columns: int) -> int:
         return _scratch(spec, "recompute", rows, columns, blocks=blocks)
 
-    step = product_kernel.COLUMN_STEP
+    step = COLUMN_STEP
     if scratch(spec.vocab_size) <= budget:
         return [spec.vocab_size]
     most = spec.vocab_size // step
@@ -168,37 +148,30 @@ def _scratch(
 
     Every mode holds the operands of a low-rank term. The forward holds partial statistics of at least one row of tiles.
     In_forward holds the stash, and a block of hidden states as scaled operand and as product, in parts where it
-    `splits`. Recompute holds a tile's dlogits; with several blocks, hidden states and a sum for the tile's weight; and,
-    unless it works in place, a slice of the weight and products. Hidden states that are gathered once lie where their
-    gradient will.
+    `splits`. Recompute holds a tile's dlogits and, with several blocks, hidden states and a sum for the tile's weight.
+    Hidden states that are gathered once lie where their gradient will.
     """
     narrow, wide = spec.dtype.itemsize, spec.accumulator.itemsize
-    stored_rows = operands.round_up(rows, operands.ROW_MULTIPLE)
-    term = narrow * operands.round_up(spec.rank, _DEPTH) * (stored_rows + spec.weight_rows)
-    copied, several = operands.weight_copy_bytes(spec), blocks > 1
+    shape = operands.stored_shape(rows, columns)
+    term = narrow * operands.round_up(spec.rank, _DEPTH) * (shape[0] + spec.weight_rows)
+    several, block = blocks > 1, rows * spec.hidden_size
     if mode is None:
-        return term + copied + _partial_bytes(spec, 1) + (narrow * rows * spec.hidden_size if several else 0)
-    # Where `columns` is no multiple, rows of the stash are padded, and products read a copy without the padding.
-    stored = term + _stash(spec, rows, columns)
-    if columns % operands.LENGTH_MULTIPLE:
-        stored += narrow * stored_rows * columns
-    if mode == "in_forward":
-        parts = 1
-        if splits and product_kernel.serves(spec, rows):
-            config = product_kernel.hidden_config(rows, spec.hidden_size)
-            parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
-        partial = _LOSS_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
-        return copied + partial + stored + (2 * narrow + parts * wide) * rows * spec.hidden_size
-    tile, block = columns * spec.hidden_size, rows * spec.hidden_size
-    if recomputation.in_place(spec, rows, columns):
-        return stored + (narrow * block + wide * tile) * several
-    return stored + (narrow + wide * (1 + several)) * tile + (narrow + wide) * block * several
+        return term + _partial_bytes(spec, 1) + narrow * block * several
+    # Where it is padded, products read a copy with zeros for padding.
+    total = term + _stash(spec, rows, columns) * (1 if shape == (rows, columns) else 2)
+    if mode == "recompute":
+        return total + (narrow * block + wide * columns * spec.hidden_size) * several
+    parts = 1
+    if splits:
+        config = product_kernel.hidden_config(rows, spec.hidden_size)
+        parts = product_kernel.parts(config, rows, spec.hidden_size, columns)
+    partial = _LOSS_FIELDS * 4 * TALL.column_blocks(columns) * operands.round_up(rows, TALL.tile_rows)
+    return total + partial + (2 * narrow + parts * wide) * block
 
 
 def _stash(spec: HeadSpec, rows: int, columns: int) -> int:
     """Bytes of the stash, a 16-bit number for each logit."""
-    stored_rows, stored_columns = operands.stored_shape(rows, columns)
-    return spec.dtype.itemsize * stored_rows * stored_columns
+    return spec.dtype.itemsize * math.prod(operands.stored_shape(rows, columns))
 
 
 def _partial_bytes(spec: HeadSpec, rows: int) -> int:

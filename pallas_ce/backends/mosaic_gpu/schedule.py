@@ -23,6 +23,10 @@ RESERVED_BYTES = 3072
 BLOCK = 64
 BLOCK_BYTES = 128
 
+# Parts of the vocabulary are multiples of this wide, and tiles of the weight's gradient divide it, so that a part's
+# product ends where the next part's begins, or padding that nothing may be written to.
+COLUMN_STEP = 256
+
 _COMPUTE_CAPABILITY = "9.0"
 
 
@@ -32,7 +36,7 @@ class Config:
 
     Attributes:
         rows: rows of a warpgroup's half of a tile, a multiple of 64; two halves are stacked.
-        columns: columns of a tile.
+        columns: columns of a tile, a multiple of 16 up to 256.
         depth: numbers of each row in one step.
         stages: slots of the ring, in shared memory.
         row_group: row blocks that are worked on at one time; their rows should stay in the L2 cache.
@@ -49,16 +53,6 @@ class Config:
     piece: int | None = None
     staged: int = 2
     sms: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows % 64:
-            raise ValueError(f"rows={self.rows} must be a multiple of 64, the rows of one wgmma instruction")
-        if self.columns % 16 or not 64 <= self.columns <= 256:
-            raise ValueError(f"columns={self.columns} must be a multiple of 16 from 64 to 256")
-        if self.width % 16 or self.columns % self.width:
-            raise ValueError(f"piece={self.piece} must be a multiple of 16 that divides columns={self.columns}")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2")
 
     @property
     def width(self) -> int:

@@ -55,7 +55,7 @@ class StoredBlocks:
         """See `protocol.TopKFinder`."""
         del plan
         rows = batch.hidden.shape[0]
-        stored = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature, logits_kernel.CONFIG)
+        stored = logits_kernel.logits(head, batch.hidden, batch.inverse_temperature)
         # Padding's rows are undefined, and dropped at the end: a slice of the stored array might be a copy.
         padded = stored.logits.shape[0]
         groups, maxima = stored.logits.reshape(padded, -1, GROUP), stored.maxima.T[:padded]
@@ -63,10 +63,9 @@ class StoredBlocks:
         return jax.tree.map(lambda x: x[:rows], found), stored.partial
 
     def _scratch(self, rows: int) -> int:
-        """Bytes of logits in whole groups, maxima in full tiles, candidates, a copied weight and hidden states."""
+        """Bytes of logits in whole groups, maxima in full tiles, candidates and hidden states."""
         groups = logits_kernel.groups_of(self.spec.vocab_size)
         stored = 4 * logits_kernel.stored_rows(rows) * groups * GROUP
         maxima = 4 * _MAXIMA_ARRAYS * operands.round_up(rows, logits_kernel.CONFIG.tile_rows) * groups
         candidates = 4 * _CANDIDATE_ARRAYS * rows * min(self.k, groups) * GROUP
-        copied = operands.weight_copy_bytes(self.spec)
-        return stored + maxima + candidates + copied + self.spec.dtype.itemsize * rows * self.spec.hidden_size
+        return stored + maxima + candidates + self.spec.dtype.itemsize * rows * self.spec.hidden_size

@@ -1,6 +1,8 @@
 """How a kernel is launched: a persistent thread block of two warpgroups on each multiprocessor."""
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,9 +16,6 @@ from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
 
-# A kernel gets its numbers packed into one array, so that XLA prepares them in one operation.
-Numbers = dict[str, jax.Array]
-
 _NUMBERS = "numbers"
 
 
@@ -27,7 +26,7 @@ def run(
     epilogue: Epilogue,
     inputs: dict[str, Any],
     outputs: dict[str, Any],
-    numbers: Numbers | None = None,
+    numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Runs one kernel; returns its outputs by name.
 
@@ -36,17 +35,24 @@ def run(
         product: the product, or the stored tiles to read.
         matrices: the arrays that TMA loads.
         epilogue: its work on each tile.
-        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes.
-        outputs: shapes and dtypes that it writes, by name.
-        numbers: `[]` int32 by name; the epilogue finds each as `[1]`.
+        inputs: arrays that the epilogue reads, by name, and `jax.Ref`s that it changes; it does not find None.
+        outputs: shapes and dtypes that it writes, by name, or arrays that it changes in place.
+        numbers: `[]` int32 by name; the epilogue finds each as `[1]`, and does not find None.
     """
-    numbers = numbers or {}
+    if any(isinstance(x, jax.Array) for x in outputs.values()):
+        before = {k: x if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
+
+        def write(refs: dict[str, Any]) -> None:
+            run(name, product, matrices, epilogue, inputs | refs, {}, numbers)
+
+        return pl.run_state(write)(before)
+    inputs, given = ({key: x for key, x in of.items() if x is not None} for of in (inputs, numbers))
     shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
-    function = kernel_function(name, product, len(matrices), epilogue, tuple(inputs), tuple(numbers), shapes)
+    function = kernel_function(name, product, len(matrices), epilogue, tuple(inputs), tuple(given), shapes)
     with jax.named_scope(name):
         others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values()]
-        if numbers:
-            others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers.values()])))
+        if given:  # packed into one array, so that XLA prepares them in one operation
+            others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in given.values()])))
         results = function(*matrices, *others)
     return dict(zip(outputs, results, strict=True))
 

@@ -61,13 +61,14 @@ def swizzled(dtype: Any, *lengths: int) -> tuple[Any, ...]:
 
 
 def tile_staging(config: Config, columns: int, dtype: Any) -> Any:
-    """Shared memory from which `store_piece` stores to an array with `columns` columns."""
-    shape = (WARPGROUPS, config.staged, BLOCK, _block_columns(dtype))
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))
+    """Shared memory from which `store_piece` stores to an array with `columns` columns.
 
-
-def _block_columns(dtype: Any) -> int:
-    return BLOCK_BYTES // jnp.dtype(dtype).itemsize
+    Rows exactly as long as a block's are stored in halves: along an axis of a single block TMA ignores the block's
+    number, and would write a tile's second block over its first.
+    """
+    wide = BLOCK_BYTES // jnp.dtype(dtype).itemsize
+    transforms = swizzled(dtype, columns // 2 if columns == wide else columns)
+    return plgpu.SMEM((WARPGROUPS, config.staged, BLOCK, wide), dtype, transforms=transforms)
 
 
 def store_piece(

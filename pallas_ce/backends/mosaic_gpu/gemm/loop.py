@@ -68,9 +68,9 @@ class Epilogue(abc.ABC):
         return
 
 
-def number(refs: dict[str, Any], name: str) -> jax.Array | int:
-    """The offset of that name, a multiple of `STEP`; 0 if it is not given."""
-    return pl.multiple_of(refs[name][0], STEP) if name in refs else 0
+def number(refs: dict[str, Any], name: str, multiple: int = STEP) -> jax.Array | int:
+    """The offset of that name, a multiple of a number, which Mosaic wants to know; 0 if it is not given."""
+    return pl.multiple_of(refs[name][0], multiple) if name in refs else 0
 
 
 def _blocks(refs: dict[str, Any], name: str, size: int, most: int) -> jax.Array | int:

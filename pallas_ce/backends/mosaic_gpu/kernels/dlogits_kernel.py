@@ -28,13 +28,11 @@ def dlogits(
     hidden: jax.Array,
     reference: jax.Array | None,
     coefficients: Coefficients,
-    config: Config,
     *,
     part: operands.Part | None = None,
-    first: jax.Array | None = None,
-    into: Any | None = None,
+    into: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
-) -> jax.Array | None:
+) -> jax.Array:
     """dlogits in the compute dtype, of the shape `operands.stored_shape`, without single entries (see `entries`).
 
     The same entries are undefined as in `stash_kernel.stash`, and columns behind `part` from the next tile on.
@@ -44,28 +42,20 @@ def dlogits(
         hidden: `[N, H]`.
         reference: `[N]`, from which logits are measured, where terms need it.
         coefficients: `[N]` each; neither target nor argmax.
-        config: of the kernel.
         part: the vocabulary entries; None: all.
-        first: `[]` int32: columns before it get 0.
-        into: a `jax.Ref` to write to; then nothing is returned.
+        into: an array to write to; None: a new one.
         valid_rows: `[]` int32: rows from there on are undefined, and whole tiles of them skipped; None: none.
     """
-    spec, width = head.spec, None if part is None else part.width
-    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, width)
-    vectors = vectors_by_row(coefficients, reference)
-    inputs: dict[str, Any] = {name: given.by_row(x) for name, x in vectors.items()}
-    numbers = {} if part is None else {"first_column": part.first, "valid_columns": part.valid}
-    if first is not None:
-        numbers["zeros_before"] = first
-    if valid_rows is not None:
-        numbers["valid_rows"] = valid_rows
-    shape = operands.stored_shape(given.rows, width or spec.vocab_size)
-    outputs = {"dlogits": jax.ShapeDtypeStruct(shape, spec.dtype)}
-    if into is not None:
-        inputs, outputs = {**inputs, "dlogits": into}, {}
+    part, vectors = part or operands.Part(head.spec.vocab_size), vectors_by_row(coefficients, reference)
     present = frozenset(vectors) - {"reference"}
-    epilogue = DlogitsEpilogue(given.logits, present, shape[1], spec.dtype, config.rows, config.width)
-    return given.run("pallas_ce_dlogits", epilogue, outputs, inputs, numbers).get("dlogits")
+    config = operands.tiles_of("dlogits", head, len(present))
+    given = operands.operands(head, hidden, config, coefficients.logit_weights is not None, part.width)
+    inputs = {name: given.by_row(x) for name, x in vectors.items()}
+    numbers = {"first_column": part.first, "valid_columns": part.valid, "valid_rows": valid_rows}
+    out = jax.ShapeDtypeStruct(operands.stored_shape(hidden.shape[0], part.width), head.spec.dtype)
+    epilogue = DlogitsEpilogue(given.logits, present, out.shape[1], out.dtype, config)
+    outputs = {"dlogits": out if into is None else into}
+    return given.run("pallas_ce_dlogits", epilogue, outputs, inputs, numbers)["dlogits"]
 
 
 def vectors_by_row(coefficients: Coefficients, reference: jax.Array | None) -> dict[str, jax.Array]:
@@ -88,8 +78,7 @@ class DlogitsEpilogue(Epilogue):
     present: frozenset[str]
     columns: int
     dtype: Any
-    rows: int
-    width: int
+    config: Config
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for the stores."""
@@ -98,11 +87,11 @@ class DlogitsEpilogue(Epilogue):
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads vectors by row, and numbers."""
         names = (*sorted(self.present), "reference", "labels", "argmax_column", "counts")
-        carry = {name: layouts.rows_of(refs[name], place.row, self.rows) for name in names if name in refs}
+        carry = {name: layouts.rows_of(refs[name], place.row, self.config.rows) for name in names if name in refs}
         if "reference" in carry:
             # A row of only -inf has no distribution: measured from +inf, its probabilities and its gradient are 0.
             carry["reference"] = jnp.where(carry["reference"] == -jnp.inf, jnp.inf, carry["reference"])
-        return carry | {name: refs[name][0] for name in ("first_column", "zeros_before") if name in refs}
+        return carry | {"first_column": refs["first_column"][0]} if "first_column" in refs else carry
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> Carry:
         """Stores the gradient, 0 in columns that are not valid, and in rows that do not count."""
@@ -110,15 +99,12 @@ class DlogitsEpilogue(Epilogue):
             # Rows that do not count have coefficients of 0. Their logits become 0: a nan or inf must not matter.
             values = jnp.where(layouts.along_columns(carry["counts"], values.shape) > 0, values, 0.0)
         target = refs["dlogits"] if "dlogits" in refs else refs["matrix"]
-        for first, piece in epilogues.pieces(values, self.width):
+        for first, piece in epilogues.pieces(values, self.config.width):
             column = carry.get("first_column", 0) + place.column + first
             z = self.logits.logits(refs, column, piece)
             gradient = self._gradient(refs, column, z, carry)
             if self.logits.ragged:
                 gradient = jnp.where(self.logits.valid(refs, column, z.shape), gradient, 0.0)
-            if "zeros_before" in carry:
-                before = layouts.column_ids(z.shape) < carry["zeros_before"] - column
-                gradient = jnp.where(before, 0.0, gradient)
             layouts.store_piece(refs["dlogits_smem"], place.warpgroup, target, place.row, place.column, first, gradient)
         return carry
 

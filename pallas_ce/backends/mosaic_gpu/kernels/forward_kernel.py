@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
 from pallas_ce.backends.mosaic_gpu.kernels import epilogues, operands, partials
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES
 from pallas_ce.head import Head
 from pallas_ce.statistics.logits import reference_of
 from pallas_ce.statistics.row import Partial, add, fields_for, merge, reads_logit_weights
@@ -23,7 +23,6 @@ def statistics(
     head: Head,
     hidden: jax.Array,
     names: frozenset[str],
-    config: Config,
     partial_bytes: int = PARTIALS_BYTES,
     valid_rows: jax.Array | None = None,
 ) -> Partial:
@@ -35,18 +34,11 @@ def statistics(
     fields = fields_for(names)
     if not fields:
         return Partial()
-    rows, columns = hidden.shape[0], head.spec.vocab_size
+    config = operands.tiles_of("forward", head, partials.vectors(names))
     given = operands.operands(head, hidden, config, reads_logit_weights(names))
     epilogue = StatisticsEpilogue(given.logits, fields, config.width)
-
-    def launch(first: Any, at_once: int) -> Partial:
-        numbers = {} if valid_rows is None else {"valid_rows": jnp.clip(valid_rows - first, 0, at_once)}
-        if at_once < rows:
-            numbers["first_row"] = first
-        outputs = partials.outputs(fields, config.column_blocks(columns), at_once)
-        return partials.read(given.part(at_once).run("pallas_ce_forward", epilogue, outputs, numbers=numbers), fields)
-
-    return partials.in_launches(rows, config.column_blocks(columns), len(fields), config, launch, partial_bytes)
+    rows = hidden.shape[0]
+    return partials.in_launches("pallas_ce_forward", given, epilogue, fields, rows, partial_bytes, valid_rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Stored(NamedTuple):
 
 
 def groups_of(columns: int) -> int:
-    """How many groups the columns make; at least two, see `operands.stored_shape`."""
-    return max(2, -(-columns // GROUP))
+    """How many groups the columns make."""
+    return -(-columns // GROUP)
 
 
 def stored_rows(rows: int) -> int:
@@ -54,24 +54,24 @@ def stored_rows(rows: int) -> int:
     return operands.round_up(rows, operands.ROW_MULTIPLE)
 
 
-def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None, config: Config) -> Stored:
+def logits(head: Head, hidden: jax.Array, inverse_temperature: jax.Array | None) -> Stored:
     """Stores the logits of `hidden [N, H]`.
 
     `inverse_temperature [N]`, positive, multiplies the logits in `partial` only.
     """
-    given = operands.operands(head, hidden, config, weighted_mean=False)
-    groups = groups_of(given.logits.columns)
+    given = operands.operands(head, hidden, CONFIG, weighted_mean=False)
+    rows, groups = hidden.shape[0], groups_of(given.logits.columns)
     outputs = {
         **partials.outputs(_FIELDS, given.product.column_blocks, given.padded_rows),
-        "logits": jax.ShapeDtypeStruct((stored_rows(given.rows), groups * GROUP), jnp.float32),
+        "logits": jax.ShapeDtypeStruct((stored_rows(rows), groups * GROUP), jnp.float32),
         "maxima": jax.ShapeDtypeStruct((groups, given.padded_rows), jnp.float32),
     }
     inputs = {}
     if inverse_temperature is not None:
         inputs["inverse_temperature"] = given.by_row(inverse_temperature.astype(jnp.float32), 1)
-    epilogue = LogitsEpilogue(given.logits, groups * GROUP, config.rows)
+    epilogue = LogitsEpilogue(given.logits, groups * GROUP, CONFIG.rows)
     found = given.run("pallas_ce_logits", epilogue, outputs, inputs)
-    partial = jax.tree.map(lambda x: x[: given.rows], partials.read(found, _FIELDS))
+    partial = jax.tree.map(lambda x: x[:rows], partials.read(found, _FIELDS))
     return Stored(found["logits"], found["maxima"], partial)
 
 

@@ -11,7 +11,6 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
@@ -51,40 +50,29 @@ def tiles(itemsize: int, piece: int | None = None) -> Config:
     return dataclasses.replace(config, stages=free // (config.tile_rows * _TILE_BYTES))
 
 
-def statistics(head: Head, logits: jax.Array, names: frozenset[str], config: Config | None = None) -> Partial:
-    """See `protocol.Materialized`; `config` is for tests.
+def statistics(head: Head, logits: jax.Array, names: frozenset[str]) -> Partial:
+    """See `protocol.Materialized`.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
     if not (fields := fields_for(names)):
         return Partial()
-    config = config or tiles(head.spec.dtype.itemsize)
-    side_by_side = max(1, _PARTIAL_COLUMNS // config.columns)
-    product, of_logits, inputs = _prepare(head, logits, config, reads_logit_weights(names), side_by_side)
-    epilogue = StatisticsEpilogue(of_logits, fields, config.width, config.rows)
-    rows, aligned = logits.shape[0], _aligned(logits)
-
-    def launch(first: Any, count: int) -> Partial:
-        numbers = {} if count >= rows else {"first_row": first}
-        some = dataclasses.replace(product, row_blocks=count // config.tile_rows)
-        outputs = partials.outputs(fields, product.column_blocks, count)
-        name = "pallas_ce_materialized_statistics"
-        return partials.read(launching.run(name, some, (aligned,), epilogue, inputs, outputs, numbers), fields)
-
-    return partials.in_launches(rows, product.column_blocks, len(fields), config, launch)
+    config = tiles(head.spec.dtype.itemsize)
+    given = _prepare(head, logits, config, reads_logit_weights(names), max(1, _PARTIAL_COLUMNS // config.columns))
+    given = given._replace(matrices=(_aligned(logits),))
+    epilogue = StatisticsEpilogue(given.logits, fields, config.width, config.rows)
+    return partials.in_launches("pallas_ce_materialized_statistics", given, epilogue, fields, logits.shape[0])
 
 
-def dlogits(
-    head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None, config: Config | None = None
-) -> jax.Array:
-    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them. `config` is for tests.
+def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | None) -> jax.Array:
+    """See `protocol.Materialized`; dlogits overwrite the logits where XLA need not keep them.
 
     Raises:
         ValueError: the kernel cannot read such logits where they are.
     """
     spec, logits, labels = head.spec, batch.hidden, batch.labels
-    config = config or tiles(spec.dtype.itemsize, _PIECE)
+    config = tiles(spec.dtype.itemsize, _PIECE)
     by_row = dlogits_kernel.vectors_by_row(gradient.coefficients, gradient.reference)
     present = frozenset(by_row) - {"reference"}
     if "target" in present:
@@ -94,12 +82,12 @@ def dlogits(
         by_row["argmax_column"] = gradient.argmax
     if valid is not None:
         by_row["counts"] = valid.astype(jnp.float32)
-    product, of_logits, inputs = _prepare(head, logits, config, "logit_weights" in present)
-    inputs = {name: operands.pad(x, (product.row_blocks * config.tile_rows,)) for name, x in by_row.items()} | inputs
-    epilogue = DlogitsEpilogue(of_logits, present, spec.weight_rows, spec.dtype, config.rows, config.width)
+    given = _prepare(head, logits, config, "logit_weights" in present)
+    given = given._replace(inputs={name: given.by_row(x) for name, x in by_row.items()} | given.inputs)
+    epilogue = DlogitsEpilogue(given.logits, present, spec.weight_rows, spec.dtype, config)
 
     def write(stored: Any) -> None:
-        launching.run("pallas_ce_materialized_dlogits", product, (stored,), epilogue, inputs, {})
+        given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", epilogue, {})
 
     return pl.run_state(write)(_aligned(logits))
 
@@ -109,10 +97,8 @@ def _aligned(logits: jax.Array) -> jax.Array:
     return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else operands.apart(logits)
 
 
-def _prepare(
-    head: Head, logits: jax.Array, config: Config, weighted: bool, side_by_side: int = 1
-) -> tuple[Product, LogitSpec, dict[str, jax.Array]]:
-    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it, if it is given."""
+def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, side_by_side: int = 1) -> operands.Operands:
+    """Which tiles there are, how stored numbers become logits, and u as an epilogue reads it; without the matrix."""
     spec, u = head.spec, head.logit_weights
     if reason := refusal(spec, logits.shape[0]):
         raise ValueError(f"implementation='mosaic_gpu' cannot serve this call: {reason}")
@@ -129,8 +115,8 @@ def _prepare(
         softcap=spec.softcap,
         uniform_weight=spec.uniform_weight,
     )
-    given = {"u": operands.pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
-    return product, of_logits, given
+    inputs = {"u": operands.pad(u.astype(jnp.float32), (columns,))} if weighted and u is not None else {}
+    return operands.Operands(product, of_logits, (), inputs)
 
 
 def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
@@ -143,6 +129,4 @@ def refusal(spec: HeadSpec, rows: int | None = None) -> str | None:
             f"its kernels read rows in multiples of {operands.ROW_MULTIPLE} and columns in multiples of "
             f"{operands.LENGTH_MULTIPLE}, and these logits are {shape}; pad them, or use 'xla'"
         )
-    if spec.weight_rows * spec.dtype.itemsize == BLOCK_BYTES:  # see `operands.stored_shape`
-        return f"its kernels cannot write rows of exactly {BLOCK_BYTES} bytes; use 'xla'"
     return device_refusal() if rows is None else None  # asked when the call was made, where its arrays are known

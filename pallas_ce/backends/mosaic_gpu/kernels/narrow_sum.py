@@ -21,8 +21,9 @@ from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts
 from pallas_ce.backends.mosaic_gpu.gemm.loop import STEP, Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels.operands import apart, round_up
-from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WIDE, Config, Product
+from pallas_ce.backends.mosaic_gpu.kernels.operands import round_up
+from pallas_ce.backends.mosaic_gpu.kernels.product_kernel import as_input, weight_product
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WIDE, Config
 
 Sum = tuple[jax.Array, jax.Array]
 
@@ -30,9 +31,9 @@ Sum = tuple[jax.Array, jax.Array]
 CONFIG = WIDE
 
 
-def lower_shape(rows: int, columns: int, config: Config = CONFIG) -> tuple[int, int]:
+def lower_shape(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the lower bits of a sum `[rows, columns]`."""
-    return rows, config.column_blocks(columns) * config.columns // 2
+    return rows, CONFIG.column_blocks(columns) * CONFIG.columns // 2
 
 
 def add_for_weight(
@@ -45,7 +46,6 @@ def add_for_weight(
     last: jax.Array,
     valid_rows: jax.Array | None = None,
     multiplier: jax.Array | None = None,
-    config: Config = CONFIG,
 ) -> Sum:
     """`total` with `multiplier·storedᵀ·rows` added, in place.
 
@@ -58,24 +58,17 @@ def add_for_weight(
         last: `[]` bool: the upper bits are rounded to nearest, and the lower ones left undefined.
         valid_rows: `[]` int32: rows from there on are left out; None: none.
         multiplier: `[]` float32; None: 1.
-        config: for tests.
     """
-    left, right = (stored, apart(rows)) if vocab_axis == 0 else (apart(rows), stored)
-    blocks = config.row_blocks(left.shape[1]), config.column_blocks(right.shape[1])
+    product, matrices = weight_product(stored, rows, vocab_axis, CONFIG)
     numbers = {"first": first, "last": last}
     if valid_rows is not None:
         needed = first | last | (valid_rows > 0)
-        numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, left.shape[1], 0)}
-    inputs = {} if multiplier is None else {"multiplier": multiplier.astype(jnp.float32).reshape(1)}
-    product = Product(config, *blocks, stored.shape[0], left_axis=1, right_axis=1, held=True)
-    epilogue = NarrowSumEpilogue(right.shape[1])
-
-    def write(refs: tuple[Any, Any]) -> None:
-        arrays = {**inputs, "upper": refs[0], "lower": refs[1]}
-        launch.run("pallas_ce_add_for_weight", product, (left, right), epilogue, arrays, {}, numbers)
-
-    upper, lower = pl.run_state(write)(total)
-    return upper, lower
+        numbers |= {"valid_length": valid_rows, "valid_rows": jnp.where(needed, matrices[0].shape[1], 0)}
+    product, epilogue = dataclasses.replace(product, held=True), NarrowSumEpilogue(total[0].shape[1])
+    outputs = dict(zip(("upper", "lower"), total, strict=True))
+    name, inputs = "pallas_ce_add_for_weight", {"multiplier": as_input(multiplier)}
+    found = launch.run(name, product, matrices, epilogue, inputs, outputs, numbers)
+    return found["upper"], found["lower"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Partial statistics on their way from a kernel's registers to XLA: one `Partial` for each row and column block."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.backends.mosaic_gpu.gemm.loop import Place
-from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Config
+from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue, Place
+from pallas_ce.backends.mosaic_gpu.kernels.operands import Operands
+from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES
 from pallas_ce.statistics.row import Partial, fields_for, joined, merge
 from pallas_ce.streaming.loops import fori_loop
 
@@ -51,25 +53,30 @@ def read(
 
 
 def in_launches(
+    name: str,
+    given: Operands,
+    epilogue: Epilogue,
+    fields: tuple[str, ...],
     rows: int,
-    column_blocks: int,
-    fields: int,
-    config: Config,
-    launch: Callable[[Any, int], Partial],
     partial_bytes: int = PARTIALS_BYTES,
+    valid_rows: jax.Array | None = None,
 ) -> Partial:
     """The `Partial` `[rows]`, from launches of nearly equal size whose partial statistics fit in `partial_bytes`.
 
-    Args:
-        rows: how many in all.
-        column_blocks: how many parts of each row leave partial statistics.
-        fields: how many each leaves.
-        config: the tiles.
-        launch: `(first, count)` to the `Partial` `[count]` of `count` rows from `first` on, in whole tiles.
-        partial_bytes: bound of the partial statistics; one row of tiles is made in any case.
+    One row of tiles is made in any case. Rows from `valid_rows []` on are undefined, and whole tiles of them skipped.
     """
+    config, column_blocks = given.product.config, given.product.column_blocks
+
+    def launch(first: Any, count: int) -> Partial:
+        """The `Partial` `[count]` of whole tiles of rows from `first` on."""
+        valid = None if valid_rows is None else jnp.clip(valid_rows - first, 0, count)
+        numbers = {"valid_rows": valid, "first_row": first if count < rows else None}
+        product = dataclasses.replace(given.product, row_blocks=config.row_blocks(count))
+        some = given._replace(product=product)
+        return read(some.run(name, epilogue, outputs(fields, column_blocks, count), numbers=numbers), fields)
+
     blocks = config.row_blocks(rows)
-    fit = partial_bytes // (4 * fields * column_blocks) // config.tile_rows
+    fit = partial_bytes // (4 * len(fields) * column_blocks) // config.tile_rows
     launches = -(-blocks // max(1, fit))
     count = -(-blocks // launches) * config.tile_rows
     launches = -(-rows // count)

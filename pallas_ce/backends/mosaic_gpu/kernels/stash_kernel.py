@@ -29,7 +29,6 @@ def stash(
     hidden: jax.Array,
     reference: jax.Array,
     names: frozenset[str],
-    config: Config,
     valid_rows: jax.Array | None = None,
     into: jax.Array | None = None,
 ) -> tuple[Callable[[], Partial], jax.Array]:
@@ -42,25 +41,26 @@ def stash(
     spec = head.spec
     # The sums of u are the same for all rows.
     fields = tuple(field for field in fields_for(names | {"lse"}) if field != "sum_weights")
-    given = operands.operands(head, hidden, config, reads_logit_weights(names))
-    shape = operands.stored_shape(given.rows, spec.vocab_size)
-    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config.rows, config.width)
+    config = operands.tiles_of("stash", head, 1 + partials.vectors(names))
+    given, rows = operands.operands(head, hidden, config, reads_logit_weights(names)), hidden.shape[0]
+    shape = operands.stored_shape(rows, spec.vocab_size)
+    epilogue = StashEpilogue(given.logits, fields, shape[1], spec.dtype, config)
     # One kernel serves a program that learns at run time whether rows are skipped, or E is to be made again: the kernel
     # always reads how many rows are valid, and always writes into an array.
-    numbers = {"valid_rows": jnp.int32(given.rows) if valid_rows is None else valid_rows}
+    numbers = {"valid_rows": jnp.int32(rows) if valid_rows is None else valid_rows}
     outputs = partials.outputs(fields, given.product.column_blocks, given.padded_rows)
     outputs["stash"] = lax.empty(shape, spec.dtype) if into is None else into
     found = given.run("pallas_ce_stash", epilogue, outputs, {"reference": given.by_row(reference)}, numbers)
     stored = found.pop("stash")
 
     def partial() -> Partial:
-        whole = jax.tree.map(lambda x: x[: given.rows], partials.read(found, fields, add))
+        whole = jax.tree.map(lambda x: x[:rows], partials.read(found, fields, add))
         if whole.weighted_sum is None:
             return whole
         u = head.tile_logit_weights(0, given.logits.columns)
         if head.valid_columns is not None:
             u = jnp.where(jnp.arange(given.logits.columns) < head.valid_columns, u, 0.0)
-        return whole._replace(sum_weights=jnp.full(given.rows, u.sum()))
+        return whole._replace(sum_weights=jnp.full(rows, u.sum()))
 
     return partial, stored
 
@@ -73,8 +73,7 @@ class StashEpilogue(Epilogue):
     fields: tuple[str, ...]
     columns: int
     dtype: Any
-    rows: int
-    width: int
+    config: Config
 
     def scratch(self, config: Config) -> dict[str, Any]:
         """Staging for the stores."""
@@ -82,17 +81,17 @@ class StashEpilogue(Epilogue):
 
     def start(self, refs: dict[str, Any], place: Place) -> Carry:
         """Reads the rows' references; tall tiles leave no register to hold them during the product."""
-        return self._reference(refs, place) if self.rows <= BLOCK else None
+        return self._reference(refs, place) if self.config.rows <= BLOCK else None
 
     def _reference(self, refs: dict[str, Any], place: Place) -> jax.Array:
-        return layouts.rows_of(refs["reference"], place.row, self.rows)
+        return layouts.rows_of(refs["reference"], place.row, self.config.rows)
 
     def tile(self, refs: dict[str, Any], place: Place, values: jax.Array, carry: Carry) -> None:
         """Stores exponentials rounded, and sums them unrounded."""
         whole, reference = None, self._reference(refs, place) if carry is None else carry
         of_logits = tuple(field for field in self.fields if field in _OF_LOGITS)
         of_exponentials = tuple(field for field in self.fields if field not in _OF_LOGITS)
-        for first, piece in epilogues.pieces(values, self.width):
+        for first, piece in epilogues.pieces(values, self.config.width):
             column = place.column + first
             z = self.logits.mask(refs, column, self.logits.logits(refs, column, piece))
             # In this order no register spills: each piece leaves the registers as soon as it can.
