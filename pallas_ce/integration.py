@@ -11,7 +11,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `read_ids`, `label_array`,
+- A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
   `canonical_labels`, `check_label_values`, `counted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
@@ -29,10 +29,10 @@ from pallas_ce.api.checks import normalizer as check_normalizer
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.inputs import read_head
 from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
+from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.protocol import Backward, Implementation
@@ -61,6 +61,7 @@ __all__ = [
     "MaterializedSettings",
     "NeedsGrad",
     "PrecisionLike",
+    "Problem",
     "Reduction",
     "canonical_labels",
     "check_label_values",
@@ -80,7 +81,6 @@ __all__ = [
     "materialized_row_gradient",
     "materialized_row_statistics",
     "precision_name",
-    "read_head",
     "read_ids",
     "read_ignore_index",
     "read_logits_spec",

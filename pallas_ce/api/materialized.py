@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.inputs import read_labels
 from pallas_ce.api.options import Options, call_metrics, read_options
+from pallas_ce.api.problem import read_labels
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import LogitsSpec
 from pallas_ce.modes import evaluate

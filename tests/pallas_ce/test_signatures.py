@@ -34,6 +34,15 @@ def test_no_argument_or_default_has_changed() -> None:
 def test_every_argument_is_described(name: str) -> None:
     described = inspect.getdoc(FUNCTIONS[name]) or ""
     section = re.search(r"^Args:\n(.*?)\n\n(?=\S)", described, re.MULTILINE | re.DOTALL)
-    entries = re.findall(r"^    \**(\w+): (.{2,})", section[1] if section else "", re.MULTILINE)
+    entries = re.findall(r"^    \**(\w+): (.{4,})", section[1] if section else "", re.MULTILINE)
     names = list(inspect.signature(FUNCTIONS[name]).parameters)
     assert sorted(entry for entry, _ in entries) == sorted(names)
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"chunked_cross_entropy"}))
+def test_no_other_argument_is_taken(name: str) -> None:
+    own = set(inspect.signature(FUNCTIONS[name]).parameters)
+    of_others = {word for function in FUNCTIONS.values() for word in inspect.signature(function).parameters}
+    for word in ("misspelt", *sorted(of_others - own)):
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{word}'"):
+            FUNCTIONS[name](**{word: None})

@@ -1,15 +1,16 @@
-"""From public arguments to a checked call of a head: what the public functions share."""
+"""`Problem`: from the arguments of a public function of a head to rows, a head and how it is carried out."""
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import low_rank, specs
-from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.api.options import Options, read_options
+from pallas_ce.backends.protocol import Implementation
 from pallas_ce.dispatch.select import warn_once
 from pallas_ce.dispatch.settings import Settings, decide
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec, LogitsSpec
@@ -20,12 +21,12 @@ from pallas_ce.streaming.rows import flat_rows
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CheckedCall:
+class Problem:
     """The checked arguments that all functions of a head share: a pytree of arrays, with static facts.
 
     Arrays are as the caller gave them, None where absent; `up`, `down` and `term_scale` are a low-rank term's.
     `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
-    another number that the head has been divided by.
+    another number that the head has been divided by. `options` say how losses by row become what a call returns.
     """
 
     hidden: jax.Array
@@ -38,6 +39,7 @@ class CheckedCall:
     temperature: jax.Array | None
     labels: jax.Array | None
     row_mask: jax.Array | None
+    options: Options
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
     ignore_index: int | None = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
@@ -45,6 +47,86 @@ class CheckedCall:
     mesh_axes: MeshAxes | None = dataclasses.field(metadata={"static": True})
     shift: int = dataclasses.field(metadata={"static": True})
     term_scale: float = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def read(
+        cls,
+        hidden: Any,
+        weight: Any,
+        labels: Any | None = None,
+        *,
+        bias: Any | None = None,
+        vocab_axis: int = 0,
+        vocab_size: int | None = None,
+        logit_softcap: float | None = None,
+        logit_scale: Any = 1.0,
+        logit_weights: Any | None = None,
+        temperature: Any = 1.0,
+        row_mask: Any | None = None,
+        ignore_index: int | None = -100,
+        dtype: Any | None = None,
+        precision: Any | None = None,
+        implementation: Implementation | None = None,
+        scratch_bytes: int | None = None,
+        mesh_axes: MeshAxes | None = None,
+        validate_labels: bool = False,
+        shift: int = 0,
+        several: bool = False,
+        **of_loss: Any,
+    ) -> Self:
+        """Checks the arguments of a public function, by their public names.
+
+        A number as temperature goes into the head; see also `tempered`. `several`: whether a row may have several
+        labels. `of_loss` is for `read_options`.
+        """
+        ignore_index = arguments.ignored(ignore_index)
+        hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+        bias = None if bias is None else arguments.array("bias", bias)
+        mesh_axes = arguments.mesh_axes(mesh_axes)
+        parts = (1, 1) if mesh_axes is None else mesh_axes.parts
+        spec = specs.head_spec(hidden, given, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
+        leading = hidden.shape[:-1]
+        logit_scale = arguments.scalar("logit_scale", logit_scale)
+        logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
+        logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
+        temperature = arguments.temperature(temperature, leading)
+        if isinstance(temperature, float):
+            if temperature != 1.0:
+                spec, logit_scale = _folded(spec, logit_scale, temperature)
+            temperature = None
+        if labels is not None:
+            labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+        elif validate_labels:
+            raise ValueError("validate_labels=True needs labels, which is None")
+        row_mask = arguments.row_mask(row_mask, leading)
+        if shift := arguments.shift(shift, labels, leading):
+            refuse_shift(shift, (hidden, labels))
+        check_split(mesh_axes, given.weight, hidden, (labels, row_mask))
+        return cls(
+            hidden=hidden,
+            weight=given.weight,
+            up=given.up,
+            down=given.down,
+            bias=bias,
+            logit_scale=logit_scale,
+            logit_weights=logit_weights,
+            temperature=temperature,
+            labels=labels,
+            row_mask=row_mask,
+            options=read_options(leading, spec.vocab_size, **of_loss),
+            spec=spec,
+            ignore_index=ignore_index,
+            implementation=implementation,
+            scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+            mesh_axes=mesh_axes,
+            shift=shift,
+            term_scale=given.scale,
+        )
+
+    def tempered(self, temperature: Any, zero: bool = False) -> Self:
+        """At a temperature beside the head, whose logits are needed without it; with `zero` it may be 0."""
+        read = arguments.temperature(temperature, self.leading, zero)
+        return dataclasses.replace(self, temperature=None if arguments.is_known(read, 1.0) else jnp.asarray(read))
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -56,21 +138,36 @@ class CheckedCall:
         """N."""
         return math.prod(self.leading)
 
-    def settings(self, others: Any = (), *, scalar_loss: bool = False, backward: Backward = "auto") -> Settings:
-        """How the call is carried out; `others` are its further arrays."""
+    def settings(
+        self, others: Any = (), *, arrays: Any | None = None, padded_share: HeadSpec | None = None
+    ) -> Settings:
+        """How the call is carried out.
+
+        Args:
+            others: its further arrays.
+            arrays: what may know the device; by default hidden states and weight.
+            padded_share: see `decide`.
+        """
         if doubt := check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask)):
             warn_once(doubt)
         return decide(
             self.spec,
             self.tokens,
-            (self.hidden, self.weight),
-            scalar_loss=scalar_loss,
-            rows=batch_spec(self.leading, self.labels, self.temperature),
-            backward=backward,
+            (self.hidden, self.weight) if arrays is None else arrays,
+            scalar_loss=not self.options.by_row,
+            rows=self.batch_spec,
+            backward=self.options.backward,
             implementation=self.implementation,
             scratch_bytes=self.scratch_bytes,
             shards=shards_of(self.mesh_axes, self, others),
+            padded_share=padded_share,
         )
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The static facts of the rows."""
+        targets = () if self.labels is None else self.labels.shape[len(self.leading) :]
+        return BatchSpec(targets[0] if targets else None, self.temperature is not None)
 
     def rows(self) -> tuple[Batch, Head]:
         """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
@@ -109,94 +206,12 @@ class CheckedCall:
         return batch, head, mask
 
 
-def read_head(
-    hidden: Any,
-    weight: Any,
-    labels: Any | None = None,
-    *,
-    bias: Any | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: Any = 1.0,
-    logit_weights: Any | None = None,
-    temperature: Any = 1.0,
-    row_mask: Any | None = None,
-    ignore_index: int | None = None,
-    dtype: Any | None = None,
-    precision: Any | None = None,
-    implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
-    mesh_axes: MeshAxes | None = None,
-    validate_labels: bool = False,
-    shift: int = 0,
-    needs_labels: bool = False,
-    several: bool = False,
-    folds: bool = True,
-    zero: bool = False,
-) -> CheckedCall:
-    """The checked call.
-
-    `needs_labels`: whether None is a mistake. `several`: whether a row may have several labels. `folds`: whether a
-    number as temperature goes into the head; not where the logits are needed without it. `zero`: whether it may be 0.
-    """
-    ignore_index = arguments.ignored(ignore_index)
-    hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
-    weight, up, down = given.weight, given.up, given.down
-    bias = None if bias is None else arguments.array("bias", bias)
-    mesh_axes = arguments.mesh_axes(mesh_axes)
-    parts = (1, 1) if mesh_axes is None else mesh_axes.parts
-    spec = specs.head_spec(
-        hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts, up, down
-    )
-    leading = hidden.shape[:-1]
-    logit_scale = arguments.scalar("logit_scale", logit_scale)
-    logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
-    logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
-    temperature = arguments.temperature(temperature, leading, zero)
-    if isinstance(temperature, float) and (folds or temperature == 1.0):
-        if temperature != 1.0:
-            spec, logit_scale = _folded(spec, logit_scale, temperature)
-        temperature = None
-    if labels is not None or needs_labels:
-        labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
-    row_mask = arguments.row_mask(row_mask, leading)
-    if shift := arguments.shift(shift, labels, leading):
-        refuse_shift(shift, (hidden, labels))
-    check_split(mesh_axes, weight, hidden, (labels, row_mask))
-    return CheckedCall(
-        hidden,
-        weight,
-        up,
-        down,
-        bias,
-        logit_scale,
-        logit_weights,
-        None if temperature is None else jnp.asarray(temperature),
-        labels,
-        row_mask,
-        spec,
-        ignore_index,
-        implementation,
-        arguments.check_scratch_bytes(scratch_bytes),
-        mesh_axes,
-        shift,
-        given.scale,
-    )
-
-
 def _folded(spec: HeadSpec, logit_scale: jax.Array | None, temperature: float) -> tuple[HeadSpec, jax.Array]:
     """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
     inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
     softcap = None if spec.softcap is None else spec.softcap / temperature
     scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
     return dataclasses.replace(spec, softcap=softcap), scale
-
-
-def batch_spec(leading: tuple[int, ...], labels: Any | None, temperature: Any | None) -> BatchSpec:
-    """The static facts of rows, from labels and temperatures or anything with their shape; None where absent."""
-    several = labels is not None and labels.ndim > len(leading)
-    return BatchSpec(labels.shape[-1] if labels is not None and several else None, temperature is not None)
 
 
 def read_labels(
