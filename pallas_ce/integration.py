@@ -35,6 +35,7 @@ from pallas_ce.api.precision import name as precision_name
 from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
+from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.gradient_products import NeedsGrad
 from pallas_ce.head import LogitsSpec
@@ -49,7 +50,6 @@ from pallas_ce.statistics.labels import as_array as label_array
 from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
-from pallas_ce.versions import refuse_older
 
 __all__ = [
     "NO_TARGET",

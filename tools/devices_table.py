@@ -1,4 +1,4 @@
-"""Prints the README's table of devices: where each implementation serves, where it was run, and what is the default."""
+"""Prints the README's table of devices: where each implementation serves, where it was run, and the default."""
 
 from typing import Literal
 

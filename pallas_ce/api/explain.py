@@ -154,12 +154,12 @@ def explain(
         >>> explain(hidden, weight, reduction="none").gemms
         4
     """
-    arrays = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
+    arrays: Any = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
     arguments.check_reduction(reduction, None, backward)
     differentiate = arguments.sequence_of_names("differentiate", differentiate)
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
-    given = {"bias": bias, "temperature": temperature, "logit_scale": options.pop("logit_scale", 1.0)}
+    given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": options.pop("logit_scale", 1.0)}
     known = {name: value for name, value in given.items() if not hasattr(value, "shape")}
     read = functools.partial(
         Problem.read,
@@ -182,9 +182,9 @@ def explain(
         exists.discard("logit_scale")
     needs_grad = NeedsGrad(**{name: name in exists for name in differentiate})
     told = _explained(problem, arrays, needs_grad, backward)
-    other: Backward | None = {"in_forward": "recompute", "recompute": "in_forward"}.get(told.backward or "")
-    if other is None or problem.options.by_row:
+    if told.backward is None or problem.options.by_row:
         return told
+    other: Mode = "recompute" if told.backward == "in_forward" else "in_forward"
     try:
         return dataclasses.replace(told, alternative=_explained(problem, arrays, needs_grad, other))
     except ValueError:  # it does not fit

@@ -20,7 +20,7 @@ from pallas_ce.streaming.rows import flat_rows
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """The checked arguments that all functions of a head share: a pytree of arrays, with static facts.
 
@@ -31,22 +31,22 @@ class Problem:
 
     hidden: jax.Array
     weight: jax.Array
-    up: jax.Array | None
-    down: jax.Array | None
-    bias: jax.Array | None
-    logit_scale: jax.Array | None
-    logit_weights: jax.Array | None
-    temperature: jax.Array | None
-    labels: jax.Array | None
-    row_mask: jax.Array | None
+    up: jax.Array | None = None
+    down: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
+    logit_weights: jax.Array | None = None
+    temperature: jax.Array | None = None
+    labels: jax.Array | None = None
+    row_mask: jax.Array | None = None
     options: Options
     spec: HeadSpec = dataclasses.field(metadata={"static": True})
-    ignore_index: int | None = dataclasses.field(metadata={"static": True})
-    implementation: Implementation | None = dataclasses.field(metadata={"static": True})
-    scratch_bytes: int | None = dataclasses.field(metadata={"static": True})
-    mesh_axes: MeshAxes | None = dataclasses.field(metadata={"static": True})
-    shift: int = dataclasses.field(metadata={"static": True})
-    term_scale: float = dataclasses.field(metadata={"static": True})
+    ignore_index: int | None = dataclasses.field(default=None, metadata={"static": True})
+    implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
+    scratch_bytes: int | None = dataclasses.field(default=None, metadata={"static": True})
+    mesh_axes: MeshAxes | None = dataclasses.field(default=None, metadata={"static": True})
+    shift: int = dataclasses.field(default=0, metadata={"static": True})
+    term_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     @classmethod
     def read(
