@@ -160,7 +160,7 @@ def explain(
     if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
         raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
     given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": options.pop("logit_scale", 1.0)}
-    known = {name: value for name, value in given.items() if not hasattr(value, "shape")}
+    known = {name: x for name, x in given.items() if arguments.is_plain(x) or not hasattr(x, "shape")}
     read = functools.partial(
         Problem.read,
         logit_softcap=logit_softcap,
@@ -194,8 +194,9 @@ def explain(
 def _explained(problem: Problem, arrays: Any, needs_grad: NeedsGrad, backward: Backward) -> Explanation:
     """Of a problem of shapes; `arrays` are the caller's hidden states, weight and labels, which may know their mesh."""
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
-    part = share(*arrays, problem.spec)
-    how = problem.settings(arrays=arrays[:2], padded_share=part.spec if part.padded else None)
+    hidden, weight, labels = arrays
+    part = share(hidden, weight, labels, problem.spec)
+    how = problem.settings(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
     spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     mode = how.mode if needs_grad else None
     logits = tokens * spec.vocab_size * wide
@@ -228,7 +229,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: NeedsGrad, backward: B
     passes: tuple[Mode | None, ...] = (None, mode) if mode == "recompute" else (mode,)
     options = sum(x is not None for x in (problem.bias, problem.logit_scale, spec.softcap))
     describe = how.backend.describe or (lambda *_: Description())
-    with known_device(arrays[:2]):
+    with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     plan = plans[-1]
