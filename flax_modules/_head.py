@@ -30,7 +30,7 @@ class Projection(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class HeadOptions:
+class LossHeadOptions:
     """The options of a loss head, which are its attributes and the arguments of its constructor.
 
     Not frozen: a Linen module inherits these fields and freezes itself; an NNX module lets them be changed.
@@ -116,7 +116,7 @@ class HeadOptions:
         return columns
 
 
-class HeadCalls(HeadOptions):
+class HeadCalls(LossHeadOptions):
     """What a head computes from its options and its parameters."""
 
     @classmethod
@@ -269,6 +269,6 @@ class HeadCalls(HeadOptions):
 
 def with_options_documented[T](cls: type[T]) -> type[T]:
     """The class, the options described where its docstring says `{options}`."""
-    options = (inspect.getdoc(HeadOptions) or "").partition("Attributes:\n")[2]
+    options = (inspect.getdoc(LossHeadOptions) or "").partition("Attributes:\n")[2]
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{options}", options.strip())  # as Python 3.13 keeps it
     return cls

@@ -12,7 +12,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `MaterializedRows`,
   carried out as `MaterializedSettings` says; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
-  `canonical_labels`, `check_label_values`, `counted_labels`, `NO_TARGET`.
+  `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
@@ -50,6 +50,7 @@ from pallas_ce.statistics.labels import as_array as label_array
 from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
+from pallas_ce.statistics.labels import shifted as shifted_labels
 
 __all__ = [
     "NO_TARGET",
@@ -87,4 +88,5 @@ __all__ = [
     "read_low_rank",
     "refuse_older",
     "row_statistics_steps",
+    "shifted_labels",
 ]
