@@ -12,7 +12,7 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
+from pallas_ce.backends.protocol import IMPLEMENTATIONS, Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
@@ -99,31 +99,21 @@ def linear_top_k(
 
 def _finders(k: int, problem: Problem) -> tuple[TopKFinder, ...]:
     """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
-    spec, scratch_bytes = problem.spec, problem.scratch_bytes
+    spec, asked = problem.spec, problem.implementation
 
-    def none(name: str) -> bool:
+    def lacking(name: str) -> bool:
         return name == "reference" or (select.load(name).top_k is None and select.load(name).capabilities.cuda_only)
 
-    def refused(name: str) -> str | None:
-        # By default another serves; whoever asks by name is told below.
-        if problem.implementation is None and none(name):
-            return "it has no top-k"
-        return select.load(name).refusal(spec)
-
     def finder(name: str) -> TopKFinder:
-        if none(name):
-            raise ValueError(
-                f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits"
-            )
         own = select.load(name).top_k
-        if own is not None:
-            return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled((spec,), scratch_bytes, 4, least_columns=k)
+        return _Tiled((spec,), problem.scratch_bytes, 4, k) if own is None else own(spec, k, problem.scratch_bytes)
 
+    if asked in IMPLEMENTATIONS and lacking(asked):
+        raise ValueError(f"implementation={asked!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
     name, _, default = select.select(
-        problem.implementation,
-        refused,
+        asked,
+        lambda name: "it has no top-k" if lacking(name) else select.load(name).refusal(spec),
         (problem.hidden, problem.weight),
         checked=bool(varying(problem)),
     )
