@@ -25,7 +25,7 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=annotation)
         for name, annotation in options.__annotations__.items()
     ]
-    known = {parameter.name for parameter in (*own, *shared)}
+    known = {parameter.name for parameter in (*own, *shared) if parameter.kind is not parameter.VAR_POSITIONAL}
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Out:
