@@ -80,15 +80,11 @@ class LabelledOptions(StreamedOptions, total=False):
     validate_labels: bool
 
 
-class CrossEntropyOptions(LabelledOptions, total=False):
-    """The cross entropy of a streamed head.
+class LossOptions(LabelledOptions, total=False):
+    """A loss by row of a streamed head, reduced.
 
     Attributes:
         token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
-        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
-        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
-            term out.
-        z_loss: β; may be traced. The number 0 leaves the term out.
         reduction: "mean", "sum", or "none" for `[...]`.
         normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
         backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
@@ -96,9 +92,21 @@ class CrossEntropyOptions(LabelledOptions, total=False):
     """
 
     token_weights: ArrayLike | None
-    class_weights: ArrayLike | None
-    label_smoothing: ArrayLike
-    z_loss: ArrayLike
     reduction: Reduction
     normalizer: ArrayLike | None
     backward: Backward
+
+
+class CrossEntropyOptions(LossOptions, total=False):
+    """The cross entropy of a streamed head.
+
+    Attributes:
+        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
+        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
+            term out.
+        z_loss: β; may be traced. The number 0 leaves the term out.
+    """
+
+    class_weights: ArrayLike | None
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike

@@ -10,16 +10,15 @@ from jax.extend import core as jex
 
 from pallas_ce.api.checks import ArrayLike, array
 from pallas_ce.api.documented import documented
-from pallas_ce.api.head_options import LabelledOptions
+from pallas_ce.api.head_options import LossOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.backends.protocol import Backward
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
+from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
 from pallas_ce.streaming.rows import flat_rows
 
@@ -33,15 +32,11 @@ def linear_loss(
     weight: WeightLike,
     labels: ArrayLike | None,
     *row_inputs: ArrayLike,
-    reduction: Reduction = "mean",
-    backward: Backward = "auto",
     shift: int = 0,
     row_mask: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    normalizer: ArrayLike | None = None,
     logit_weights: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    **options: Unpack[LabelledOptions],
+    **options: Unpack[LossOptions],
 ) -> jax.Array:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
@@ -60,14 +55,12 @@ def linear_loss(
         *row_inputs: `[..., *K]` with `hidden`'s leading shape (advantages, old log-probabilities, …), or scalars shared
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
-        backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
         shift: a row meets the label and the token weight `shift` positions later; see `linear_cross_entropy`. Row
             inputs, `row_mask` and `temperature` stay with their row.
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
         row_mask: `[...]` bool; rows where it is False do not count.
-        token_weights: w `[...]`, differentiable.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
         logit_weights: `[V]`, u of `mean_logit`.
         temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
@@ -100,12 +93,8 @@ def linear_loss(
         hidden,
         weight,
         labels,
-        reduction=reduction,
-        backward=backward,
         shift=shift,
         row_mask=row_mask,
-        token_weights=token_weights,
-        normalizer=normalizer,
         logit_weights=logit_weights,
         temperature=temperature,
         several=True,
