@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import LowRank, MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.integration import Backward, Implementation, PrecisionLike, Reduction, read_head
+from pallas_ce.integration import Backward, Implementation, PrecisionLike, Problem, Reduction
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()
@@ -30,7 +30,7 @@ class Projection(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class HeadOptions:
+class LossHeadOptions:
     """The options of a loss head, which are its attributes and the arguments of its constructor.
 
     Not frozen: a Linen module inherits these fields and freezes itself; an NNX module lets them be changed.
@@ -116,7 +116,7 @@ class HeadOptions:
         return columns
 
 
-class HeadCalls(HeadOptions):
+class HeadCalls(LossHeadOptions):
     """What a head computes from its options and its parameters."""
 
     @classmethod
@@ -224,11 +224,11 @@ class HeadCalls(HeadOptions):
         Raises:
             ValueError: the last axis of `hidden` is not `features`.
         """
-        call = read_head(hidden, **self._options(logit_scale))
-        batch, head, _ = call.flat_rows_that_count()
+        problem = Problem.read(hidden, **self._options(logit_scale))
+        batch, head, _ = problem.flat_rows_that_count()
         # Padding is cut from the result and not from the weight, which would be copied for it.
         values = head.logits(head.with_low(batch))[:, : head.spec.vocab_size]
-        return values.reshape(*call.leading, head.spec.vocab_size)
+        return values.reshape(*problem.leading, head.spec.vocab_size)
 
     def row_statistics(
         self,
@@ -269,6 +269,6 @@ class HeadCalls(HeadOptions):
 
 def with_options_documented[T](cls: type[T]) -> type[T]:
     """The class, the options described where its docstring says `{options}`."""
-    options = (inspect.getdoc(HeadOptions) or "").partition("Attributes:\n")[2]
+    options = (inspect.getdoc(LossHeadOptions) or "").partition("Attributes:\n")[2]
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{options}", options.strip())  # as Python 3.13 keeps it
     return cls

@@ -21,6 +21,7 @@ from pallas_ce.integration import (
     label_array,
     precision_name,
     read_ids,
+    shifted_labels,
 )
 
 
@@ -114,7 +115,7 @@ class MultiTokenCalls:
         for i, (x, label) in enumerate(zip(inputs, head_labels, strict=True)):
             if i and token_weights is not None:
                 # A token weight belongs to the label it came with, so it moves with it.
-                token_weights = shift(jnp.asarray(token_weights), 0)
+                token_weights = _later(jnp.asarray(token_weights), 0)
             if total is not None:
                 # One head at a time: left alone, XLA may interleave the heads and hold the scratch of several.
                 x, total = jax.lax.optimization_barrier((x, total))
@@ -183,15 +184,14 @@ class MultiTokenCalls:
         shifted = jnp.where(counts, ids, ignored)
         for _ in range(1, heads.count):
             # One step at a time, so that each position's own label stops everything behind it.
-            shifted = jnp.where(counts, shift(shifted, ignored), ignored)
+            shifted = jnp.where(counts, _later(shifted, ignored), ignored)
             result.append(shifted)
         return tuple(result)
 
 
-def shift(values: jax.Array, fill: ArrayLike) -> jax.Array:
-    """`values [..., T]` moved one position earlier; the last position of every row becomes `fill`."""
-    last = jnp.full_like(values[..., :1], fill)
-    return jnp.concatenate([values[..., 1:], last], axis=-1)
+def _later(values: jax.Array, fill: int) -> jax.Array:
+    """Of `values [..., T]` those one position later, `fill` at the end of every row."""
+    return shifted_labels(values, 1, values.ndim - 1, fill)
 
 
 def per_head(name: str, value: ArrayLike | Sequence[float], count: int) -> jax.Array:

@@ -7,7 +7,7 @@ there, `cross_entropy` and `selective_log_softmax`. DESIGN.md has the idea.
 """
 
 # First: it refuses a jax with which the others could not be imported.
-import pallas_ce.versions  # noqa: F401
+import pallas_ce.backends.packages  # noqa: F401
 from pallas_ce.api.distillation import linear_distillation
 from pallas_ce.api.explain import Explanation, explain
 from pallas_ce.api.linear_cross_entropy import linear_cross_entropy

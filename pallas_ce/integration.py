@@ -11,8 +11,8 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   `compute`, which takes that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
   `Batch` and a `Head` of `NO_WEIGHT`, carried out as `Settings` say; `materialized_refusal` says why a backend cannot.
-- A head's arrays, and the rule for labels: `read_head`, `read_low_rank`, `read_ids`, `label_array`,
-  `canonical_labels`, `check_label_values`, `counted_labels`, `NO_TARGET`.
+- A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
+  `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
   what a precision may be.
@@ -28,12 +28,13 @@ from pallas_ce.api.checks import is_int as is_int
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
-from pallas_ce.api.inputs import read_head
 from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
+from pallas_ce.api.problem import Problem
 from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
+from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.gradient_products import PerInput
@@ -48,7 +49,7 @@ from pallas_ce.statistics.labels import as_array as label_array
 from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
-from pallas_ce.versions import refuse_older
+from pallas_ce.statistics.labels import shifted as shifted_labels
 
 __all__ = [
     "NO_TARGET",
@@ -62,6 +63,7 @@ __all__ = [
     "Operands",
     "PerInput",
     "PrecisionLike",
+    "Problem",
     "Reduction",
     "Settings",
     "canonical_labels",
@@ -81,11 +83,11 @@ __all__ = [
     "materialized_row_gradient",
     "materialized_row_statistics",
     "precision_name",
-    "read_head",
     "read_ids",
     "read_ignore_index",
     "read_logits_spec",
     "read_low_rank",
     "refuse_older",
     "row_statistics_steps",
+    "shifted_labels",
 ]

@@ -165,12 +165,7 @@ def temperature(value: Any, leading: tuple[int, ...], zero: bool = False) -> flo
             )
         if not many:
             return float(value)
-    values = floating("temperature", value if isinstance(value, jax.ShapeDtypeStruct) else array("temperature", value))
-    if values.shape not in ((), leading):
-        raise ValueError(
-            f"temperature has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
-        )
-    return values
+    return _scalar_or_by_row("temperature", value, leading)
 
 
 def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float, zero: bool) -> jax.Array | None:
@@ -186,8 +181,12 @@ def share(name: str, value: Any | None, leading: tuple[int, ...], absent: float,
         if not right.all():
             wrong = shown(value) if is_plain(value) else f"{known[~right].flat[0]:g}"
             raise ValueError(f"{name}={wrong} must be {'at least' if zero else 'above'} 0 and at most 1")
-    values = array(name, float(value) if is_plain(value) else value)
-    if floating(name, values).shape not in ((), leading):
+    return _scalar_or_by_row(name, float(value) if is_plain(value) else value, leading)
+
+
+def _scalar_or_by_row(name: str, value: Any, leading: tuple[int, ...]) -> jax.Array:
+    values: jax.Array = floating(name, array(name, value))
+    if values.shape not in ((), leading):
         raise ValueError(
             f"{name} has shape {values.shape}; it must be a scalar or have hidden's leading shape {leading}"
         )

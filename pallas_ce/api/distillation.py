@@ -1,6 +1,6 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,11 @@ from jax import lax
 
 from pallas_ce.api.checks import ArrayLike, DTypeLike, choice
 from pallas_ce.api.checks import beta as check_beta
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.options import Options, read_options, split
 from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.problem import Problem
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
 from pallas_ce.modes import two_heads
@@ -23,6 +24,7 @@ from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
 
 
+@documented
 def linear_distillation(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -38,13 +40,6 @@ def linear_distillation(
     token_weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
     normalizer: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
     teacher_bias: ArrayLike | None = None,
     teacher_vocab_axis: int | None = None,
     teacher_logit_softcap: float | None = None,
@@ -52,7 +47,7 @@ def linear_distillation(
     teacher_dtype: DTypeLike | None = None,
     teacher_precision: PrecisionLike | None = None,
     implementation: Literal["xla", "reference"] | None = None,
-    scratch_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> jax.Array:
     r"""A divergence between a student's and a teacher's next-token distributions, without storing either's logits.
 
@@ -87,7 +82,6 @@ def linear_distillation(
         reduction: "mean", "sum", or "none" for `w_i·divergence_i` `[...]`.
         normalizer: scalar for the mean; by default Σ w over the rows that count.
         bias: the student's `[V']`.
-        vocab_axis: the student's weight's vocabulary axis.
         vocab_size: V; entries from there on are padding in both heads. By default all, if both have as many.
         logit_softcap: the cap of the student's logits.
         logit_scale: their scale, differentiable.
@@ -128,19 +122,29 @@ def linear_distillation(
         "Distilling the Knowledge in a Neural Network" (Hinton, Vinyals, Dean), section 2. "On-Policy Distillation of
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
-    return _checked(**locals())
-
-
-def _checked(*, divergence: Name, beta: float, implementation: str | None, **arguments: Any) -> jax.Array:
-    of_loss, of_heads = split(arguments)
-    # The teacher's arguments are the student's, under names that begin so.
-    of_student = {name: value for name, value in of_heads.items() if not name.startswith("teacher_")}
-    of_teacher = {name: of_heads[f"teacher_{name}"] for name in of_student if f"teacher_{name}" in of_heads}
-    if of_teacher["vocab_axis"] is None:
-        of_teacher["vocab_axis"] = of_student["vocab_axis"]
-    student = read_head(**of_student, folds=False)
+    student = Problem.read(
+        hidden,
+        weight,
+        labels,
+        row_mask=row_mask,
+        ignore_index=ignore_index,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+        **options,
+    ).tempered(temperature)
     try:
-        teacher = read_head(**of_teacher, vocab_size=of_student["vocab_size"])
+        teacher = Problem.read(
+            teacher_hidden,
+            teacher_weight,
+            bias=teacher_bias,
+            vocab_axis=student.spec.vocab_axis if teacher_vocab_axis is None else teacher_vocab_axis,
+            vocab_size=options.get("vocab_size"),
+            logit_softcap=teacher_logit_softcap,
+            logit_scale=teacher_logit_scale,
+            dtype=teacher_dtype,
+            precision=teacher_precision,
+        )
     except (ValueError, TypeError) as error:
         error.add_note("This is about the teacher's head: teacher_hidden, teacher_weight and the others of that name.")
         raise
@@ -154,14 +158,12 @@ def _checked(*, divergence: Name, beta: float, implementation: str | None, **arg
             f"weight has {student.spec.weight_rows} vocabulary entries and teacher_weight {teacher.spec.weight_rows}; "
             "pass vocab_size, the entries that both have"
         )
-    options = read_options(student.leading, student.spec.vocab_size, **of_loss)
     # Six tiles: logits and log-probabilities of each head, their difference or slope, and the rounded dlogits.
     streams = Streams((student.spec, teacher.spec), student.scratch_bytes, 6)
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
-    shards = shards_of(MeshAxes(), student, (teacher, options))
-    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards)
-    return _linear_distillation(pair, _streamed(implementation), student, teacher, options)
+    pair = two_heads.Pair(_divergence(divergence, beta), streams, shards_of(MeshAxes(), student, teacher))
+    return _linear_distillation(pair, _streamed(implementation), student, teacher)
 
 
 def _divergence(name: Name, beta: float) -> Divergence:
@@ -178,10 +180,8 @@ def _streamed(implementation: str | None) -> bool:
     return implementation != "reference"
 
 
-@program(static=2, by_row=lambda pair, streamed, student, teacher, options: options.by_row)
-def _linear_distillation(
-    pair: two_heads.Pair, streamed: bool, student: CheckedCall, teacher: CheckedCall, options: Options
-) -> jax.Array:
+@program(static=2, by_row=lambda pair, streamed, student, teacher: student.options.by_row)
+def _linear_distillation(pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem) -> jax.Array:
     batch, head, mask = student.flat_rows_that_count()
     batch = batch._replace(labels=None)
     constant, constant_head, _ = lax.stop_gradient(teacher.flat_rows_that_count())
@@ -194,4 +194,4 @@ def _linear_distillation(
         values = reference.divergences(
             pair.divergence, batch.hidden, head, mask, constant.hidden, constant_head, batch.inverse_temperature
         )
-    return options.reduced(values, mask, student.leading)
+    return student.options.reduced(values, mask, student.leading)

@@ -1,23 +1,23 @@
 """`explain`: what a call will do, before it is made."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api import inputs, low_rank, specs
-from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api import low_rank
+from pallas_ce.api.checks import ArrayLike
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import WeightOptions
 from pallas_ce.api.low_rank import LowRank, WeightLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.problem import Problem
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
-from pallas_ce.dispatch.settings import WeightSum, decide
-from pallas_ce.gradient_products import PerInput, needed_products
-from pallas_ce.head import HeadSpec
+from pallas_ce.dispatch.settings import WeightSum
+from pallas_ce.gradient_products import NO_GRADIENT, PerInput, needed_products
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
@@ -96,24 +96,20 @@ class Explanation:
         return f"{mode}, predicted peak {_mib(self.peak_bytes)}"
 
 
+@documented
 def explain(
     hidden: ArrayLike | jax.ShapeDtypeStruct,
     weight: WeightLike | jax.ShapeDtypeStruct,
     labels: ArrayLike | jax.ShapeDtypeStruct | None = None,
     *,
     bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
     logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
     temperature: ArrayLike | jax.ShapeDtypeStruct = 1.0,
     reduction: Reduction = "mean",
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
     backward: Backward = "auto",
     implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
     differentiate: Sequence[str] = _DIFFERENTIABLE,
+    **options: Unpack[WeightOptions],
 ) -> Explanation:
     """Tells which implementation and backward mode a call takes and why, its products, tiles and memory.
 
@@ -129,17 +125,12 @@ def explain(
         labels: `[...]` or `[..., K]` integers, likewise, or None: K of them for each row are not served by every
             implementation.
         bias: `[V']`, likewise, or None.
-        vocab_axis: as in `linear_cross_entropy`, like all that follow.
-        vocab_size: V, where the weight is padded.
         logit_softcap: the cap of the logits.
-        logit_scale: their scale.
         temperature: as in `linear_row_statistics`; an array only by its shape and dtype, as above.
         reduction: "mean", "sum" or "none"; "none" also describes `linear_row_statistics`.
-        dtype: compute dtype.
         precision: how operands are multiplied; one that the kernels do not know keeps them out.
         backward: "auto", "recompute" or "in_forward".
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
-        scratch_bytes: bound on scratch memory.
         differentiate: which of "hidden", "weight", "bias", "logit_scale" and, of a `LowRank`, "up" and "down" are
             differentiated; () describes evaluation.
 
@@ -163,87 +154,64 @@ def explain(
         >>> explain(hidden, weight, reduction="none").gemms
         4
     """
-    given = locals()
-    told = _explain(**given)
-    other = {"in_forward": "recompute", "recompute": "in_forward"}.get(told.backward or "")
-    if other is None or reduction == "none":
+    arrays: Any = hidden, weight.weight if isinstance(weight, LowRank) else weight, labels
+    arguments.check_reduction(reduction, None, backward)
+    differentiate = arguments.sequence_of_names("differentiate", differentiate)
+    if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
+        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
+    given: dict[str, Any] = {"bias": bias, "temperature": temperature, "logit_scale": options.pop("logit_scale", 1.0)}
+    known = {name: x for name, x in given.items() if arguments.is_plain(x) or not hasattr(x, "shape")}
+    read = functools.partial(
+        Problem.read,
+        logit_softcap=logit_softcap,
+        reduction=reduction,
+        implementation=implementation,
+        several=True,
+        **known,
+        **options,
+    )
+    problem: Problem = jax.eval_shape(
+        read,
+        _described("hidden", hidden),
+        low_rank.read(weight, _described) if isinstance(weight, LowRank) else _described("weight", weight),
+        None if labels is None else _described("labels", labels),
+        **{name: _described(name, value) for name, value in given.items() if name not in known},
+    )
+    exists = {name for name in _DIFFERENTIABLE if getattr(problem, name) is not None}
+    if arguments.is_known(given["logit_scale"], 1.0):  # a number as temperature makes one, which has no gradient
+        exists.discard("logit_scale")
+    needs_grad = NO_GRADIENT._replace(**{name: name in exists for name in differentiate})
+    told = _explained(problem, arrays, needs_grad, backward)
+    if told.backward is None or problem.options.by_row:
         return told
+    other: Mode = "recompute" if told.backward == "in_forward" else "in_forward"
     try:
-        return dataclasses.replace(told, alternative=_explain(**given | {"backward": other}))
+        return dataclasses.replace(told, alternative=_explained(problem, arrays, needs_grad, other))
     except ValueError:  # it does not fit
         return told
 
 
-def _explain(
-    *,
-    hidden: Any,
-    weight: Any,
-    labels: Any | None,
-    bias: Any | None,
-    vocab_axis: int,
-    vocab_size: int | None,
-    logit_softcap: float | None,
-    logit_scale: Any,
-    temperature: Any,
-    reduction: Reduction,
-    dtype: Any | None,
-    precision: PrecisionLike | None,
-    backward: Backward,
-    implementation: Implementation | None,
-    scratch_bytes: int | None,
-    differentiate: Sequence[str],
-) -> Explanation:
-    arguments.check_reduction(reduction, None, backward)
-    arguments.scalar("logit_scale", logit_scale)
-    arrays = (hidden, weight.weight if isinstance(weight, LowRank) else weight)
-    hidden, of_weight = _described("hidden", hidden), low_rank.read(weight, _described)
-    weight, up, down = of_weight.weight, of_weight.up, of_weight.down
-    bias = None if bias is None else _described("bias", bias)
-    spec = specs.head_spec(
-        hidden, weight, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, up=up, down=down
-    )
-    leading, of_labels = hidden.shape[:-1], labels
-    if labels is not None:
-        labels = _described("labels", labels)
-        arguments.check_labels(labels, leading, several=True)
-    temperature = arguments.temperature(temperature, leading)
-    rows = inputs.batch_spec(leading, labels, None if isinstance(temperature, float) else temperature)
-    differentiate = arguments.sequence_of_names("differentiate", differentiate)
-    if unknown := [name for name in differentiate if name not in _DIFFERENTIABLE]:
-        raise ValueError(f"differentiate names {unknown}, which are unknown; choose from {_DIFFERENTIABLE}")
-    scaled = not arguments.is_known(logit_scale, 1.0)
-    exists = {"hidden": True, "weight": True, "bias": bias is not None, "logit_scale": scaled}
-    exists |= {"up": up is not None, "down": down is not None}
-    needs_grad = PerInput(**{name: there and name in differentiate for name, there in exists.items()})
+def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backward: Backward) -> Explanation:
+    """Of a problem of shapes; `arrays` are the caller's hidden states, weight and labels, which may know their mesh."""
+    problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, backward=backward))
+    hidden, weight, labels = arrays
+    part = share(hidden, weight, labels, problem.spec)
+    how = problem.settings(arrays=(hidden, weight), padded_share=part.spec if part.padded else None)
+    spec, tokens, wide = part.spec, part.tokens, part.spec.accumulator.itemsize
     differentiated, needed = any(needs_grad), needed_products(needs_grad, spec.rank)
-    part = share(*arrays, of_labels, spec)
-    how = decide(
-        spec,
-        math.prod(leading),
-        arrays,
-        scalar_loss=reduction != "none",
-        rows=rows,
-        backward=backward,
-        implementation=implementation,
-        scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
-        padded_share=part.spec if part.padded else None,
+    mode = how.mode if differentiated else None
+    logits = tokens * spec.vocab_size * wide
+    parts = {"hidden": part.hidden, "weight": part.weight}
+    of_gradients = {name: x for name in _DIFFERENTIABLE if (x := getattr(problem, name)) is not None and x.ndim}
+    gradients = sum(
+        x.size * x.dtype.itemsize // parts.get(name, 1) for name, x in of_gradients.items() if getattr(needs_grad, name)
     )
-    tokens, spec, alone = part.tokens, part.spec, not part.words
-    logits = tokens * spec.vocab_size * spec.accumulator.itemsize
-    sizes: tuple[tuple[Any, bool, int], ...] = (
-        (hidden, needs_grad.hidden, part.hidden),
-        (weight, needs_grad.weight, part.weight),
-        (bias, needs_grad.bias, 1),
-        (up, needs_grad.up, 1),
-        (down, needs_grad.down, 1),
-    )
-    gradients = sum(x.size * jnp.dtype(x.dtype).itemsize // n for x, flag, n in sizes if flag and x is not None)
     told = Explanation(
         how.implementation,
         how.implementation_reason,
-        how.mode if differentiated else None,
-        how.mode_reason if differentiated else "nothing is differentiated",
-        gemms=1 + needed.hidden + needed.weight,
+        mode,
+        how.mode_reason if differentiated or how.mode is None else "nothing is differentiated",
+        gemms=1 + needed.hidden + needed.weight + (mode == "recompute"),
         rows=None,
         columns=None,
         # Logits, probabilities and their gradient, as plain differentiation keeps them.
@@ -255,39 +223,42 @@ def _explain(
         stored_bytes=(2 if differentiated else 1) * logits + gradients,
     )
     if how.mode is None:
-        return dataclasses.replace(told, backward_reason=how.mode_reason)
-    mode = how.mode if differentiated else None
-    passes: tuple[Mode | None, ...] = (None, "recompute") if mode == "recompute" else (mode,)
-    weight_sum = WeightSum()
-    if mode == "in_forward" and alone:
-        weight_sum = how.weight_sum(spec, np.dtype(of_weight.weight.dtype), needs_grad, Shards())
-    scaled = scaled or (isinstance(temperature, float) and temperature != 1.0)
+        return told
+    # What the mesh splits is summed up in the accumulator dtype, without the ways of a single device.
+    alone = mode == "in_forward" and not part.words
+    weight_sum = how.weight_sum(spec, problem.weight.dtype, needs_grad, Shards()) if alone else WeightSum()
+    passes: tuple[Mode | None, ...] = (None, mode) if mode == "recompute" else (mode,)
+    options = sum(x is not None for x in (problem.bias, problem.logit_scale, spec.softcap))
     describe = how.backend.describe or (lambda *_: Description())
-    with known_device(arrays):
+    with known_device((hidden, weight)):
         plans = [how.block_sizes(spec, max(tokens, 1), needed, weight_sum) for needed in passes]
-        options = sum([bias is not None, scaled, logit_softcap is not None])
         described = [describe(spec, options, *needed) for needed in zip(passes, plans, strict=True)]
     plan = plans[-1]
     scratch = max(plan.scratch_bytes for plan in plans) + part.gathered_bytes
-    rounded = mode == "in_forward" and alone and not needs_grad.logit_scale
-    of_hidden = how.kept_dtype(spec, np.dtype(hidden.dtype)) if rounded else spec.accumulator
-    of_weight_sum = spec.weight_rows * spec.hidden_size * spec.accumulator.itemsize
+    of_hidden = spec.accumulator
+    if alone and not needs_grad.logit_scale:
+        of_hidden = how.kept_dtype(spec, problem.hidden.dtype)
+    of_weight = spec.weight_rows * spec.hidden_size * wide
     if weight_sum.bytes:
-        of_weight_sum = 0 if plan.rows >= tokens else weight_sum.bytes
-    accumulators = _accumulator_bytes(spec, tokens, mode, needs_grad.down, needed, of_hidden, of_weight_sum)
+        of_weight = 0 if plan.rows >= tokens else weight_sum.bytes
+    sums = 0
+    if mode is not None:  # in_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's
+        numbers = spec.weight_rows * (needed.bias + spec.rank * needed.up)
+        numbers += spec.rank * (tokens * needed.down + spec.hidden_size * needs_grad.down)
+        sums = numbers * wide + tokens * spec.hidden_size * needed.hidden * of_hidden.itemsize
+        sums += of_weight * (mode == "in_forward" and needed.weight)
     copied = 0  # a weight that is gathered is rounded before
-    if how.backend.capabilities.casts_whole and weight.dtype != spec.dtype and not part.gathered_bytes:
+    if how.backend.capabilities.casts_whole and problem.weight.dtype != spec.dtype and not part.gathered_bytes:
         copied = spec.weight_rows * spec.hidden_size * spec.dtype.itemsize
     # Statistics, coefficients, order: a few numbers each; and for each further target.
-    row_bytes = (16 + 8 * (rows.targets or 0)) * tokens * spec.accumulator.itemsize
+    by_row = (16 + 8 * (problem.batch_spec.targets or 0)) * tokens * wide
     return dataclasses.replace(
         told,
-        gemms=told.gemms + (mode == "recompute"),
         rows=plan.rows,
         columns=plan.columns,
         scratch_bytes=scratch,
-        accumulator_bytes=accumulators,
-        peak_bytes=scratch + copied + accumulators + gradients + row_bytes,
+        accumulator_bytes=sums,
+        peak_bytes=scratch + copied + sums + gradients + by_row,
         weight_copy_bytes=copied,
         launches=tuple(launch for of_pass in described for launch in of_pass.launches),
         parallelism=part.words,
@@ -295,23 +266,10 @@ def _explain(
 
 
 def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as the call itself would see them: without the 64-bit mode, float64 arrays become float32."""
     if not hasattr(given, "shape") or not hasattr(given, "dtype"):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")
     return jax.ShapeDtypeStruct(given.shape, jnp.float32 if narrowed else given.dtype)
-
-
-def _accumulator_bytes(
-    spec: HeadSpec, tokens: int, mode: str | None, down: bool, needed: PerInput[bool], of_hidden: Any, of_weight: int
-) -> int:
-    """In_forward sums both gradients, recompute only hidden's, in its own dtype, and bias's."""
-    if mode is None:
-        return 0
-    elements = spec.weight_rows * (needed.bias + spec.rank * needed.up)
-    elements += spec.rank * (tokens * needed.down + spec.hidden_size * down)
-    hidden = tokens * spec.hidden_size * needed.hidden * of_hidden.itemsize
-    return elements * spec.accumulator.itemsize + hidden + of_weight * (mode == "in_forward" and needed.weight)
 
 
 def _launch(launch: Launch) -> str:

@@ -2,57 +2,41 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike, array
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.checks import ArrayLike, array
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import LossOptions
 from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.options import Options, read_options, split
-from pallas_ce.api.precision import PrecisionLike
-from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.api.problem import Problem
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.parallel.mesh_axes import MeshAxes
-from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse, zero_safe_product
+from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct
 from pallas_ce.streaming.rows import flat_rows
 
 RowLoss = Callable[..., jax.Array]
 
 
+@documented
 def linear_loss(
     row_loss: RowLoss,
     hidden: ArrayLike,
     weight: WeightLike,
     labels: ArrayLike | None,
     *row_inputs: ArrayLike,
-    reduction: Reduction = "mean",
-    backward: Backward = "auto",
     shift: int = 0,
-    ignore_index: int | None = -100,
     row_mask: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    normalizer: ArrayLike | None = None,
     logit_weights: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
     temperature: ArrayLike = 1.0,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
-    implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
-    mesh_axes: MeshAxes | None = None,
-    validate_labels: bool = False,
+    **options: Unpack[LossOptions],
 ) -> jax.Array:
     r"""Reduces `row_loss(statistics, *row_inputs)`, any row-wise loss, without storing logits.
 
@@ -71,28 +55,15 @@ def linear_loss(
         *row_inputs: `[..., *K]` with `hidden`'s leading shape (advantages, old log-probabilities, …), or scalars shared
             by all rows. Differentiable where floating.
         reduction: "mean", "sum", or "none" for `w_i·row_loss_i` `[...]`, 0 in rows that do not count.
-        backward: "in_forward" (scalar reductions: three products), "recompute" (four, O(N) kept), or "auto".
         shift: a row meets the label and the token weight `shift` positions later; see `linear_cross_entropy`. Row
             inputs, `row_mask` and `temperature` stay with their row.
         ignore_index: rows with this label do not count; None: no label is special. Rows whose label lies outside the
             vocabulary never count. With K labels a row counts where one of them does, and those that do not have
             `target_logit` 0.
         row_mask: `[...]` bool; rows where it is False do not count.
-        token_weights: w `[...]`, differentiable.
         normalizer: scalar for `reduction="mean"`; by default Σ w over the rows that count.
         logit_weights: `[V]`, u of `mean_logit`.
-        bias: `[V']`.
-        vocab_axis: see `linear_row_statistics`, as for all that follow.
-        vocab_size: V, where the weight is padded.
-        logit_softcap: the cap of the logits.
-        logit_scale: their scale.
         temperature: what the capped logits are divided by: a number, `[]` or `[...]`.
-        dtype: compute dtype.
-        precision: how float32 operands are multiplied.
-        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
-        scratch_bytes: bound on scratch memory.
-        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
-        validate_labels: raise on labels outside the vocabulary; only outside jit.
 
     Returns:
         Array: `[]`, or `[...]` for "none"; float32 (float64 for float64). 0.0 when no row counts.
@@ -116,24 +87,25 @@ def linear_loss(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 2 to 4.
     """
-    return _checked(**locals())
+    if not callable(row_loss) or not isinstance(row_loss, Hashable):
+        raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
+    problem = Problem.read(
+        hidden,
+        weight,
+        labels,
+        shift=shift,
+        row_mask=row_mask,
+        logit_weights=logit_weights,
+        temperature=temperature,
+        several=True,
+        **options,
+    )
+    inputs = _read_inputs(row_inputs, problem.leading)
+    return _linear_loss(problem.settings(inputs), row_loss, problem, inputs)
 
 
 # Row inputs by their position: first the inputs with a value for each row, then the inputs that all rows share.
 _Inputs = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-def _checked(*, row_loss: RowLoss, row_inputs: tuple[Any, ...], **arguments: Any) -> jax.Array:
-    if arguments["validate_labels"] and arguments["labels"] is None:
-        raise ValueError("validate_labels=True needs labels, which is None")
-    if not callable(row_loss) or not isinstance(row_loss, Hashable):
-        raise TypeError(f"row_loss={row_loss!r} must be a hashable function (statistics, *row_inputs) -> [n]")
-    of_loss, of_head = split(arguments)
-    call = read_head(**of_head, several=True)
-    options = read_options(call.leading, call.spec.vocab_size, **of_loss)
-    inputs = _read_inputs(row_inputs, call.leading)
-    settings = call.settings((options, inputs), scalar_loss=not options.by_row, backward=options.backward)
-    return _linear_loss(settings, row_loss, call, options, inputs)
 
 
 def _read_inputs(row_inputs: tuple[Any, ...], leading: tuple[int, ...]) -> _Inputs:
@@ -185,24 +157,22 @@ class _RowTotal:
         return values * inverse_normalizer
 
 
-@program(static=2, by_row=lambda settings, row_loss, call, options, inputs: options.by_row)
-def _linear_loss(
-    settings: Settings, row_loss: RowLoss, call: CheckedCall, options: Options, inputs: _Inputs
-) -> jax.Array:
-    wide, (by_row, shared) = call.spec.accumulator, inputs
-    batch, head, mask = call.rows_that_count()
-    options = options.of_rows(call.shifted)
+@program(static=2, by_row=lambda settings, row_loss, problem, inputs: problem.options.by_row)
+def _linear_loss(settings: Settings, row_loss: RowLoss, problem: Problem, inputs: _Inputs) -> jax.Array:
+    wide, (by_row, shared) = problem.spec.accumulator, inputs
+    batch, head, mask = problem.rows_that_count()
+    options = problem.options.of_rows(problem.shifted)
     weights = None if options.token_weights is None else options.token_weights.astype(wide)
     inverse = jnp.ones((), wide)
     if options.reduction == "mean":
-        each = jnp.ones(call.leading, wide) if weights is None else weights
+        each = jnp.ones(problem.leading, wide) if weights is None else weights
         default = settings.total(jnp.sum(each if mask is None else jnp.where(mask, each, 0)))
         inverse = safe_inverse(default if options.normalizer is None else jnp.asarray(options.normalizer, wide))
 
-    examples = _in_order((flat_rows(call.leading, by_row), shared))
-    read = _statistics_read(row_loss, wide, batch, examples, call.tokens)
+    examples = _in_order((flat_rows(problem.leading, by_row), shared))
+    read = _statistics_read(row_loss, wide, batch, examples, problem.tokens)
     unread = tuple(name for name in _available(batch) if name not in read)
-    row_total = _RowTotal(row_loss, read, unread, wide, call.tokens, batch.targets)
+    row_total = _RowTotal(row_loss, read, unread, wide, problem.tokens, batch.targets)
     static = Call(settings, row_total.names, row_total)
     operands = Operands(batch, head, mask, ((by_row, weights), (shared, inverse)))
     return evaluate.loss(static, operands, options.by_row)[0]

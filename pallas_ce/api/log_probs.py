@@ -1,21 +1,20 @@
 """`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.checks import ArrayLike, ids
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import LabelledOptions
 from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
-from pallas_ce.backends.protocol import Implementation
+from pallas_ce.api.problem import Problem
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.parallel.mesh_axes import MeshAxes
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
@@ -38,6 +37,7 @@ class LogProbs(NamedTuple):
     hit: jax.Array | None = None
 
 
+@documented
 def linear_log_probs(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -47,19 +47,8 @@ def linear_log_probs(
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
-    bias: ArrayLike | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
     shift: int = 0,
-    ignore_index: int | None = -100,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
-    implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
-    mesh_axes: MeshAxes | None = None,
-    validate_labels: bool = False,
+    **options: Unpack[LabelledOptions],
 ) -> Any:
     r"""Log-probabilities of `labels` under `softmax(z)`, without storing logits.
 
@@ -80,24 +69,12 @@ def linear_log_probs(
         return_entropy: return `LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a label is the most likely token.
-        bias: `[V']`.
-        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
-        logit_scale: scalar, may be traced and differentiated.
-        vocab_axis: the weight's vocabulary axis.
-        vocab_size: V; entries of the weight from there on are padding. Default V'.
         shift: a row meets the labels `shift` positions later, at its own temperature; see `linear_cross_entropy`.
         ignore_index: this label is ignored: log-probability and gradient exactly 0. The work of rows whose labels are
             all ignored is skipped, and what they hold does not matter.
         dtype: compute dtype of the products' operands; by default the inputs' common one. With `jnp.float32`, the
             float32 head of reinforcement learning, bfloat16 inputs are cast tile by tile, and the gradient products
             take dlogits that are not rounded to bfloat16; sums and log-probabilities are float32 in any case.
-        precision: how float32 operands are multiplied; see `linear_cross_entropy`.
-        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs;
-            a number as temperature), "triton" or None; see `linear_row_statistics`.
-        scratch_bytes: bound on the memory of tiles; see `linear_row_statistics`.
-        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`.
-        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
-            `ignore_index`. Reads the labels' values, so only outside jit.
 
     Returns:
         The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked.
@@ -131,33 +108,54 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    found = compute(*read(**locals()))
+    found = compute(
+        *read(
+            hidden,
+            weight,
+            labels,
+            return_entropy=return_entropy,
+            return_sum_sq_probs=return_sum_sq_probs,
+            return_hit=return_hit,
+            temperature=temperature,
+            shift=shift,
+            **options,
+        )
+    )
     return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], CheckedCall]
+Checked = tuple[Settings, tuple[str, ...], Problem]
 
 
-def read(*, return_entropy: bool, return_sum_sq_probs: bool, return_hit: bool, **head: Any) -> Checked:
+def read(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    return_entropy: bool,
+    return_sum_sq_probs: bool,
+    return_hit: bool,
+    **options: Any,
+) -> Checked:
     """Checks the arguments of `linear_log_probs`."""
-    call = read_head(**head, needs_labels=True, several=True)
+    problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
-    return call.settings(), tuple(name for name, wanted in asked.items() if wanted), call
+    return problem.settings(), tuple(name for name, wanted in asked.items() if wanted), problem
 
 
 @program(static=2)
-def compute(settings: Settings, names: tuple[str, ...], call: CheckedCall, known: Known | None = None) -> LogProbs:
+def compute(settings: Settings, names: tuple[str, ...], problem: Problem, known: Known | None = None) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
-    batch, head, mask = call.rows_that_count()
+    batch, head, mask = problem.rows_that_count()
     operands = Operands(batch, head, mask, known=known)
     found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
-    ids = present(batch.labels)
-    counts = ids != NO_TARGET
-    hit = None if found.argmax is None else counts & (spread(found.argmax, ids) == ids)
+    targets = present(batch.labels)
+    counts = targets != NO_TARGET
+    hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def keep(settings: Settings, names: tuple[str, ...], call: CheckedCall, needs_grad: PerInput[bool]) -> Known | None:
+def keep(settings: Settings, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`."""
-    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*call.rows_that_count()), needs_grad)
+    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*problem.rows_that_count()), needs_grad)

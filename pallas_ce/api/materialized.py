@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_ce.api import checks as arguments
 from pallas_ce.api import linear_cross_entropy, log_probs, specs
 from pallas_ce.api.checks import ArrayLike
-from pallas_ce.api.inputs import CheckedCall, read_labels
 from pallas_ce.api.options import read_options
+from pallas_ce.api.problem import Problem, read_labels
 from pallas_ce.backends.protocol import Implementation, Mode
 from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NO_WEIGHT, HeadSpec
@@ -171,13 +171,13 @@ def mean_squared_lse(
         >>> print(mean_squared_lse(jnp.ones((2, 1)), jnp.array([0, -100])))
         1.0
     """
-    call = _read(logits, labels, ignore_index, logit_softcap, vocab_size)
-    return _mean_squared_lse(materialized.decide(call.spec, call.hidden, None, "recompute"), call)
+    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size)
+    return _mean_squared_lse(materialized.decide(problem.spec, problem.hidden, None, "recompute"), problem)
 
 
 @program(static=1, by_row=lambda *_: False)
-def _mean_squared_lse(settings: Settings, call: CheckedCall) -> jax.Array:
-    operands = Operands(*call.rows_that_count())
+def _mean_squared_lse(settings: Settings, problem: Problem) -> jax.Array:
+    operands = Operands(*problem.rows_that_count())
     lse = evaluate.statistics(Call(settings, frozenset({"lse"})), operands)["lse"]
     return jnp.sum(lse * lse) * safe_inverse(jnp.sum(present(operands.mask), dtype=lse.dtype))
 
@@ -233,8 +233,8 @@ def selective_log_softmax(
     settings = materialized.decide(spec, logits, implementation, "recompute", several=index.ndim == logits.ndim)
     if index.size == 0:
         return jnp.zeros(index.shape, spec.accumulator)
-    call = _call(spec, logits, label_rule.as_array(index), None)
-    return log_probs.compute(settings, ("log_prob",), call).log_probs
+    problem = _problem(spec, logits, label_rule.as_array(index), None)
+    return log_probs.compute(settings, ("log_prob",), problem).log_probs
 
 
 def _checked(
@@ -249,12 +249,11 @@ def _checked(
     chunk: int | None = None,
     **of_loss: Any,
 ) -> Any:
-    call = _read(logits, labels, ignore_index, logit_softcap, vocab_size, validate_labels)
-    options = read_options(call.leading, call.spec.vocab_size, "logits'", **of_loss)
-    mode: Mode = "recompute" if options.by_row else "in_forward"
-    settings = materialized.decide(call.spec, call.hidden, implementation, mode, chunk=chunk)
-    loss, metrics = linear_cross_entropy.compute(settings, call, options)
-    return (loss, metrics) if options.return_metrics else loss
+    problem = _read(logits, labels, ignore_index, logit_softcap, vocab_size, validate_labels, **of_loss)
+    mode: Mode = "recompute" if problem.options.by_row else "in_forward"
+    settings = materialized.decide(problem.spec, problem.hidden, implementation, mode, chunk=chunk)
+    loss, metrics = linear_cross_entropy.compute(settings, problem)
+    return (loss, metrics) if problem.options.return_metrics else loss
 
 
 def _read(
@@ -264,31 +263,17 @@ def _read(
     logit_softcap: float | None,
     vocab_size: int | None,
     validate_labels: bool = False,
-) -> CheckedCall:
+    **of_loss: Any,
+) -> Problem:
     logits, ignore_index = arguments.array("logits", logits), arguments.ignored(ignore_index)
     spec = specs.logits_spec(logits, vocab_size, logit_softcap)
     labels = read_labels(labels, logits.shape[:-1], spec, ignore_index, validate_labels, "logits'")
-    return _call(spec, logits, labels, ignore_index)
+    return _problem(spec, logits, labels, ignore_index, **of_loss)
 
 
-def _call(spec: HeadSpec, logits: jax.Array, labels: jax.Array, ignore_index: int | None) -> CheckedCall:
+def _problem(spec: HeadSpec, logits: jax.Array, labels: jax.Array, ignore_index: int | None, **of_loss: Any) -> Problem:
     """The logits as hidden states of a head of `NO_WEIGHT`."""
-    return CheckedCall(
-        hidden=logits,
-        weight=NO_WEIGHT,
-        up=None,
-        down=None,
-        bias=None,
-        logit_scale=None,
-        logit_weights=None,
-        temperature=None,
-        labels=labels,
-        row_mask=None,
-        spec=spec,
-        ignore_index=ignore_index,
-        implementation=None,
-        scratch_bytes=None,
-        mesh_axes=None,
-        shift=0,
-        term_scale=1.0,
+    options = read_options(logits.shape[:-1], spec.vocab_size, "logits'", **of_loss)
+    return Problem(
+        hidden=logits, weight=NO_WEIGHT, labels=labels, options=options, spec=spec, ignore_index=ignore_index
     )

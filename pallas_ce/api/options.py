@@ -53,7 +53,7 @@ class Options:
         return jax.lax.stop_gradient(self.class_weights.astype(wide)) / vocab_size
 
     def of_rows(self, shifted: Callable[[jax.Array, int], jax.Array]) -> Self:
-        """With token weights at the rows that predict these, by `CheckedCall.shifted`."""
+        """With token weights at the rows that predict these, by `Problem.shifted`."""
         weights = None if self.token_weights is None else shifted(self.token_weights, 0)
         return dataclasses.replace(self, token_weights=weights)
 
@@ -127,13 +127,6 @@ def read_options(
         backward,
         return_metrics,
     )
-
-
-def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A function's arguments by name: those that `read_options` reads, and the others."""
-    names = read_options.__kwdefaults__ or {}
-    mine = {name: value for name, value in arguments.items() if name in names}
-    return mine, {name: value for name, value in arguments.items() if name not in names}
 
 
 def call_metrics(

@@ -1,16 +1,17 @@
 """`linear_sample`: samples from the softmax of each row and their log-probabilities, without storing all logits."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike, count, share
+from pallas_ce.api.checks import ArrayLike, count, share
 from pallas_ce.api.checks import key as check_key
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.problem import Problem
 from pallas_ce.api.top_k import TopK, linear_top_k
 from pallas_ce.backends.protocol import Plan
 from pallas_ce.head import Batch, Head, tempered
@@ -35,6 +36,7 @@ class Samples(NamedTuple):
     log_probs: jax.Array
 
 
+@documented
 def linear_sample(
     key: ArrayLike,
     hidden: ArrayLike,
@@ -45,14 +47,7 @@ def linear_sample(
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
     row_mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
-    scratch_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Samples:
     r"""Samples each row of `softmax(logits / temperature)`, without storing all logits.
 
@@ -84,13 +79,6 @@ def linear_sample(
         min_p: in [0, 1], a number, `[]` or `[...]`: sample among columns at least `min_p` times as likely as the most
             likely one; after `top_k` and `top_p`.
         row_mask: `[...]` bool; rows where it is False hold id -1 and log-probability 0, and their work is skipped.
-        bias: `[V']`.
-        vocab_axis: see `linear_row_statistics`, as for all that follow.
-        vocab_size: V, where the weight is padded.
-        logit_softcap: the cap of the logits.
-        logit_scale: their scale.
-        dtype: compute dtype.
-        precision: how float32 operands are multiplied.
         scratch_bytes: bound on scratch memory.
 
     Returns:
@@ -115,26 +103,23 @@ def linear_sample(
     References:
         "A* Sampling" (Maddison, Tarlow, Minka), section 2: the Gumbel-max trick.
     """
-    return _checked(**locals())
-
-
-def _checked(*, key: Any, top_k: int | None, top_p: Any, min_p: Any, temperature: Any, **head: Any) -> Samples:
-    call, key = read_head(**head, temperature=temperature, folds=False, zero=True), check_key(key)
+    problem = Problem.read(hidden, weight, row_mask=row_mask, **options).tempered(temperature, zero=True)
+    key, spec = check_key(key), problem.spec
     limits = _Limits(
-        share("top_p", top_p, call.leading, absent=1.0, zero=False),
-        share("min_p", min_p, call.leading, absent=0.0, zero=True),
+        share("top_p", top_p, problem.leading, absent=1.0, zero=False),
+        share("min_p", min_p, problem.leading, absent=0.0, zero=True),
     )
     if top_k is not None:
-        k = count("top_k", top_k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
-        return _sample_of_best(call, key, limits, linear_top_k(**head, k=k))
+        k = count("top_k", top_k, spec.vocab_size, f"vocab_size={spec.vocab_size}")
+        return _sample_of_best(problem, key, limits, linear_top_k(hidden, weight, k, row_mask=row_mask, **options))
     if jax.tree.leaves(limits):
         # XLA's program for a CPU has eight arrays of whole rows at a time, a GPU's has four and what its sort takes.
-        streams = Streams((call.spec,), call.scratch_bytes, tile_arrays=1, row_arrays=8)
+        streams = Streams((spec,), problem.scratch_bytes, tile_arrays=1, row_arrays=8)
     else:
         # The logits, their exponentials, two words of random bits, the noise and its sum with the logits.
-        streams = Streams((call.spec,), call.scratch_bytes, tile_arrays=6)
-    streams.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
-    return _linear_sample(streams, call, key, limits)
+        streams = Streams((spec,), problem.scratch_bytes, tile_arrays=6)
+    streams.block_sizes(max(problem.tokens, 1))  # raises where the budget is too small
+    return _linear_sample(streams, problem, key, limits)
 
 
 class _Limits(NamedTuple):
@@ -233,31 +218,31 @@ def _block(by_row: tuple[Batch, jax.Array, _Limits], head: Head, plan: Plan) -> 
 
 
 @program(static=1)
-def _linear_sample(streams: Streams, call: CheckedCall, key: Any, limits: _Limits) -> Samples:
-    (batch, head, mask), wide = lax.stop_gradient(call.flat_rows_that_count()), call.spec.accumulator
+def _linear_sample(streams: Streams, problem: Problem, key: Any, limits: _Limits) -> Samples:
+    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
 
     def empty(rows: int) -> Samples:
         return Samples(jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, wide))
 
     with jax.named_scope("pallas_ce.sample"):
-        by_row = (batch, noise.row_keys(key, call.tokens), _by_row(call, limits))
+        by_row = (batch, noise.row_keys(key, problem.tokens), _by_row(problem, limits))
         found = over_rows_that_count(_block, streams.block_sizes, empty, by_row, head, mask)
-    return jax.tree.map(lambda x: x.reshape(call.leading), found)
+    return jax.tree.map(lambda x: x.reshape(problem.leading), found)
 
 
-def _by_row(call: CheckedCall, limits: _Limits) -> _Limits:
+def _by_row(problem: Problem, limits: _Limits) -> _Limits:
     """`[N]` each, in the accumulator dtype."""
-    wide = call.spec.accumulator
-    return jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), call.leading).reshape(-1), limits)
+    wide = problem.spec.accumulator
+    return jax.tree.map(lambda x: jnp.broadcast_to(x.astype(wide), problem.leading).reshape(-1), limits)
 
 
 @program()
-def _sample_of_best(call: CheckedCall, key: Any, limits: _Limits, best: TopK) -> Samples:
+def _sample_of_best(problem: Problem, key: Any, limits: _Limits, best: TopK) -> Samples:
     """A sample among the `best` of each row."""
-    batch, _, mask = call.flat_rows_that_count()
-    logits, ids, _ = flat_rows(call.leading, best)
-    keys = noise.row_keys(key, call.tokens)
-    found = _sample_of_kept(keys, _by_row(call, limits), logits, ids, batch.inverse_temperature)
+    batch, _, mask = problem.flat_rows_that_count()
+    logits, ids, _ = flat_rows(problem.leading, best)
+    keys = noise.row_keys(key, problem.tokens)
+    found = _sample_of_kept(keys, _by_row(problem, limits), logits, ids, batch.inverse_temperature)
     if mask is not None:
         found = Samples(jnp.where(mask, found.ids, -1), zeroed(mask, found.log_probs))
-    return jax.tree.map(lambda x: x.reshape(call.leading), found)
+    return jax.tree.map(lambda x: x.reshape(problem.leading), found)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.api import checks
+from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.precision import resolve
 from pallas_ce.head import HeadSpec, common_dtype
 
@@ -19,22 +20,18 @@ _LEAST_CAP, _MOST_CAP = 1e-8, 1e33
 
 
 def head_spec(
-    hidden: Any,
-    weight: Any,
-    bias: Any | None,
+    hidden: jax.Array,
+    given: LowRank,
+    bias: jax.Array | None,
     vocab_axis: int,
     vocab_size: int | None,
     dtype: Any | None,
     precision: Any | None,
     logit_softcap: float | None,
-    parts: tuple[int, int] = (1, 1),
-    up: Any | None = None,
-    down: Any | None = None,
+    parts: tuple[int, int],
 ) -> HeadSpec:
-    """The static facts of a head, from arrays or anything with `shape` and `dtype`.
-
-    The weight is one of `parts` parts of the vocabulary and of H; `up` and `down` belong to a low-rank term.
-    """
+    """The static facts of a head; the weight is one of `parts` parts of the vocabulary and of H."""
+    weight = given.weight
     if not checks.is_int(vocab_axis) or vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis={vocab_axis!r} must be 0 (weight [V, H]) or 1 (weight [H, V])")
     if hidden.ndim < 1:
@@ -67,12 +64,13 @@ def head_spec(
             f"{parts[0]} parts: it holds the vocabulary alone. Pass each device its part, or name no vocabulary axes"
         )
     chosen = _compute_dtype(hidden, weight, dtype)
-    how, rank = resolve(precision, chosen), 0 if up is None else _rank(up, down, held, width, vocab_axis)
+    how, rank = resolve(precision, chosen), 0 if given.up is None else _rank(given, held, width, vocab_axis)
     return HeadSpec(width, rows, vocab_size, int(vocab_axis), chosen, _cap(logit_softcap), precision=how, rank=rank)
 
 
-def _rank(up: Any, down: Any, entries: int, width: int, vocab_axis: int) -> int:
+def _rank(given: LowRank, entries: int, width: int, vocab_axis: int) -> int:
     """The r of a low-rank term, beside a weight of `entries` entries of size `width`."""
+    up, down = given.up, given.down
     rank = up.shape[1 - vocab_axis] if up.ndim == 2 else 0
     for name, values, shape in (("up", up, (entries, max(rank, 1))), ("down", down, (max(rank, 1), width))):
         checks.floating(f"weight.{name}", values)

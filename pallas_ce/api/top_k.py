@@ -1,17 +1,18 @@
 """`linear_top_k`: the largest logits of each row, without storing the others."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ce.api.checks import ArrayLike, DTypeLike, count
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.checks import ArrayLike, count
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
-from pallas_ce.api.precision import PrecisionLike
-from pallas_ce.backends.protocol import Implementation, Plan, TopKFinder
+from pallas_ce.api.problem import Problem
+from pallas_ce.backends.protocol import IMPLEMENTATIONS, Implementation, Plan, TopKFinder
 from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
@@ -37,6 +38,7 @@ class TopK(NamedTuple):
     log_probs: jax.Array
 
 
+@documented
 def linear_top_k(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -44,15 +46,8 @@ def linear_top_k(
     *,
     temperature: ArrayLike = 1.0,
     row_mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: ArrayLike = 1.0,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> TopK:
     r"""The k largest of each row of `logits = softcap(logit_scale · (hidden·weight + bias))`, without storing logits.
 
@@ -70,13 +65,6 @@ def linear_top_k(
         temperature: T > 0, a scalar or `[...]`; changes `log_probs` only.
         row_mask: `[...]` bool; rows where it is False hold logits 0, ids -1 and log-probabilities 0, and their work is
             skipped.
-        bias: `[V']`.
-        vocab_axis: see `linear_row_statistics`, as for all that follow.
-        vocab_size: V, where the weight is padded.
-        logit_softcap: the cap of the logits.
-        logit_scale: their scale.
-        dtype: compute dtype.
-        precision: how float32 operands are multiplied.
         implementation: "xla" (any platform), "mosaic_gpu" (a Hopper kernel that stores the float32 logits of as
             many rows as `scratch_bytes` holds), or None: that one in programs for a Hopper GPU where it can, else
             "xla".
@@ -100,47 +88,34 @@ def linear_top_k(
         [[1 2]
          [0 3]]
     """
-    return _checked(**locals())
-
-
-def _checked(*, k: int, **head: Any) -> TopK:
-    call = read_head(**head, folds=False)
-    k = count("k", k, call.spec.vocab_size, f"vocab_size={call.spec.vocab_size}")
-    finders = _finders(k, call)
+    problem = Problem.read(hidden, weight, row_mask=row_mask, implementation=implementation, **options)
+    problem = problem.tempered(temperature)
+    k = count("k", k, problem.spec.vocab_size, f"vocab_size={problem.spec.vocab_size}")
+    finders = _finders(k, problem)
     for finder in finders:
-        finder.block_sizes(max(call.tokens, 1))  # raises where the budget is too small
-    return _linear_top_k(k, finders, call)
+        finder.block_sizes(max(problem.tokens, 1))  # raises where the budget is too small
+    return _linear_top_k(k, finders, problem)
 
 
-def _finders(k: int, call: CheckedCall) -> tuple[TopKFinder, ...]:
+def _finders(k: int, problem: Problem) -> tuple[TopKFinder, ...]:
     """The finders of the implementations that may serve the call; see `entry.at_lowering`."""
-    spec, scratch_bytes = call.spec, call.scratch_bytes
+    spec, asked = problem.spec, problem.implementation
 
-    def none(name: str) -> bool:
+    def lacking(name: str) -> bool:
         return name == "reference" or (select.load(name).top_k is None and select.load(name).capabilities.cuda_only)
 
-    def refused(name: str) -> str | None:
-        # By default another serves; whoever asks by name is told below.
-        if call.implementation is None and none(name):
-            return "it has no top-k"
-        return select.load(name).refusal(spec)
-
     def finder(name: str) -> TopKFinder:
-        if none(name):
-            raise ValueError(
-                f"implementation={name!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits"
-            )
         own = select.load(name).top_k
-        if own is not None:
-            return own(spec, k, scratch_bytes)
         # Beside the logits: their exponentials, and what selecting from them takes.
-        return _Tiled((spec,), scratch_bytes, 4, least_columns=k)
+        return _Tiled((spec,), problem.scratch_bytes, 4, k) if own is None else own(spec, k, problem.scratch_bytes)
 
+    if asked in IMPLEMENTATIONS and lacking(asked):
+        raise ValueError(f"implementation={asked!r} has no top-k: use 'xla', or jax.lax.top_k of materialized logits")
     name, _, default = select.select(
-        call.implementation,
-        refused,
-        (call.hidden, call.weight),
-        checked=bool(varying(call)),
+        asked,
+        lambda name: "it has no top-k" if lacking(name) else select.load(name).refusal(spec),
+        (problem.hidden, problem.weight),
+        checked=bool(varying(problem)),
     )
     chosen = finder(name)
     return (chosen,) if default is None else default.variants(chosen, finder(default.instead), _holds_a_row(chosen))
@@ -155,8 +130,8 @@ def _holds_a_row(finder: TopKFinder) -> bool:
 
 
 @program(static=2)
-def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) -> TopK:
-    (batch, head, mask), wide = lax.stop_gradient(call.flat_rows_that_count()), call.spec.accumulator
+def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], problem: Problem) -> TopK:
+    (batch, head, mask), wide = lax.stop_gradient(problem.flat_rows_that_count()), problem.spec.accumulator
 
     def empty(rows: int) -> TopK:
         zeros = jnp.zeros((rows, k), wide)
@@ -167,7 +142,7 @@ def _linear_top_k(k: int, finders: tuple[TopKFinder, ...], call: CheckedCall) ->
 
     with jax.named_scope("pallas_ce.top_k"):
         found = at_lowering(finders, search, batch, head, mask)
-    return jax.tree.map(lambda x: x.reshape(*call.leading, k), found)
+    return jax.tree.map(lambda x: x.reshape(*problem.leading, k), found)
 
 
 def _block(finder: TopKFinder, batch: Batch, head: Head, plan: Plan) -> TopK:

@@ -1,8 +1,11 @@
-"""The device that a call is traced for, as far as the process tells: `parallel.target` has what the arrays tell."""
+"""The device that a call is traced for, as far as the process tells, and the table of GPUs.
+
+`parallel.target` has what the arrays tell.
+"""
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import config  # JAX has no public way to ask whether kernels are traced for Pallas' interpreter
@@ -56,17 +59,36 @@ def _local_multiprocessors() -> int:
         return 132
 
 
-# Compute capabilities, and names of GPUs that have them, in which an x stands for any digit. By their names are known
-# those that a program is compiled for and that are not there to be asked.
-MODELS: dict[str, tuple[str, ...]] = {
-    "8.0": ("A100", "A800", "A30"),
-    "8.6": ("A10", "A10G", "A16", "A2", "A40", "RTX Axxxx", "GeForce RTX 30xx"),
-    "8.9": ("L4", "L20", "L40", "L40S", "RTX xxxx Ada", "RTX xxxx SFF Ada", "GeForce RTX 40xx"),
-    "9.0": ("H100", "H200", "H800", "H20", "GH200"),
-    "10.0": ("B200", "GB200"),
-    "10.3": ("B300", "GB300"),
-    "12.0": ("GeForce RTX 50xx", "RTX PRO xxxx Blackwell"),
-    "12.1": ("GB10",),
+class Gpus(NamedTuple):
+    """GPUs of one compute capability.
+
+    Attributes:
+        models: names, in which an x stands for any digit. By them are known those that a program is compiled for and
+            that are not there to be asked.
+        kernels: the implementations that are for them, in the order in which one is chosen by default. With each the
+            file of its results on such a GPU, or None where it was compiled for one and never run: who has one finds
+            out by `python -m pallas_ce.check_device`, and the file that it writes belongs in `experiments/results`.
+    """
+
+    models: tuple[str, ...]
+    kernels: dict[str, str | None]
+
+
+GPUS: dict[str, Gpus] = {
+    "8.0": Gpus(("A100", "A800", "A30"), {"triton": None}),
+    "8.6": Gpus(("A10", "A10G", "A16", "A2", "A40", "RTX Axxxx", "GeForce RTX 30xx"), {"triton": None}),
+    "8.9": Gpus(("L4", "L20", "L40", "L40S", "RTX xxxx Ada", "RTX xxxx SFF Ada", "GeForce RTX 40xx"), {"triton": None}),
+    "9.0": Gpus(
+        ("H100", "H200", "H800", "H20", "GH200"),
+        {
+            "mosaic_gpu": "experiments/results/gpu_report.md",
+            "triton": "experiments/results/check_device_h200.json",
+        },
+    ),
+    "10.0": Gpus(("B200", "GB200"), {"triton": None}),
+    "10.3": Gpus(("B300", "GB300"), {"triton": None}),
+    "12.0": Gpus(("GeForce RTX 50xx", "RTX PRO xxxx Blackwell"), {"triton": None}),
+    "12.1": Gpus(("GB10",), {"triton": None}),
 }
 
 
@@ -79,7 +101,9 @@ def compute_capability(kind: str) -> str | None:
     for device in local:
         if device.device_kind == kind:
             return str(device.compute_capability)
-    return next((capability for capability, names in MODELS.items() if any(_names(name, kind) for name in names)), None)
+    return next(
+        (capability for capability, gpus in GPUS.items() if any(_names(name, kind) for name in gpus.models)), None
+    )
 
 
 def _names(name: str, kind: str) -> bool:

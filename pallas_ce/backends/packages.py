@@ -1,39 +1,43 @@
-"""What a backend imports beside JAX: whether it is installed, in a version that works with JAX's own parts."""
+"""Packages that this library needs: whether they are installed, in a version that works.
+
+pip sees to it, unless it is told not to; without this, a name would be missing.
+"""
 
 import functools
 import importlib.util
 import re
 from importlib import metadata
-from typing import NamedTuple
+
+import jax
+
+# What a backend imports beside JAX. Kernels by Triton 3.6 were run on GPUs; 3.7 to 3.9 have compiled them for every
+# architecture.
+_NEEDED = {"triton": "triton>=3.6,<3.10"}
 
 
-class _Range(NamedTuple):
-    """Versions of a package that work, from the first on and before the last."""
+def refuse_older(user: str, package: str, found: str, least: tuple[int, ...]) -> None:
+    """Refuses a version below the least that `user` works with.
 
-    package: str
-    first: tuple[int, int]
-    last: tuple[int, int]
-
-    def __str__(self) -> str:
-        return f"{self.package}>={_words(self.first)},<{_words(self.last)}"
-
-
-# By backend. Kernels by Triton 3.6 were run on GPUs; 3.7 to 3.9 have compiled them for every architecture.
-_NEEDED = {"triton": _Range("triton", (3, 6), (3, 10))}
+    Raises:
+        ImportError: it is older.
+    """
+    if _numbers(found)[: len(least)] < least:
+        needed = f"{package}>={'.'.join(map(str, least))}"
+        raise ImportError(f"{user} needs {needed}, and {found} is installed: pip install --upgrade '{needed}'")
 
 
 def refusal(backend: str) -> str | None:
     """Why a backend cannot work with the installed packages, as the end of a sentence; None where it can."""
-    needed = _NEEDED.get(backend)
-    if needed is None:
+    if backend not in _NEEDED:
         return None
-    if importlib.util.find_spec(needed.package) is None:
-        return f"it needs the package {needed.package}: pip install '{needed}'"
-    found = _version(needed.package)
-    version = re.match(r"(\d+)\.(\d+)", found)
-    if version is None or needed.first <= (int(version[1]), int(version[2])) < needed.last:
+    needed = _NEEDED[backend]
+    package, first, last = re.split(">=|,<", needed)
+    if importlib.util.find_spec(package) is None:
+        return f"it needs the package {package}: pip install '{needed}'"
+    found = _version(package)
+    if not (numbers := _numbers(found)) or _numbers(first) <= numbers[:2] < _numbers(last):
         return None
-    return f"it does not work with {needed.package} {found}: pip install '{needed}'"
+    return f"it does not work with {package} {found}: pip install '{needed}'"
 
 
 @functools.cache
@@ -45,5 +49,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _words(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+refuse_older("pallas_ce", "jax", jax.__version__, (0, 11, 2))

@@ -12,23 +12,13 @@ from jax.sharding import AbstractDevice
 from pallas_ce.backends import device as targets
 from pallas_ce.backends import packages
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Backend
-from pallas_ce.dispatch import devices
 from pallas_ce.parallel.target import known_device
-
-# The choices of `implementation=None`, by compute capability of the CUDA device lowered for: the first that serves.
-DEFAULTS: dict[str, tuple[str, ...]] = {
-    "8.0": ("triton",),
-    "8.6": ("triton",),
-    "8.9": ("triton",),
-    "9.0": ("mosaic_gpu", "triton"),
-    "10.0": ("triton",),
-    "10.3": ("triton",),
-    "12.0": ("triton",),
-    "12.1": ("triton",),
-}
 
 # The backend for every other device, and for every call that the choices refuse.
 _EVERYWHERE = "xla"
+
+# The command that finds out whether kernels work.
+_CHECK = "python -m pallas_ce.check_device"
 
 # The warnings that this process has given.
 _TOLD: set[str] = set()
@@ -114,7 +104,7 @@ def select(
     with known_device(arrays) as device:
         reason = refused(implementation)
         elsewhere = device is None and targets.on_cpu(arrays) and not targets.interpreted()
-        told = (by_name, devices.note(implementation, _kind(device)), slower(implementation))
+        told = (by_name, _never_run(implementation, _kind(device)), slower(implementation))
     if load(implementation).capabilities.cuda_only and elsewhere:
         reason = reason or "its kernels are for CUDA devices, and the arrays lie on a CPU; use 'xla'"
     if reason:
@@ -128,20 +118,34 @@ def _default(refusal: Callable[[str], str | None], arrays: Any) -> Chosen:
         if kind is None:
             return Chosen(_EVERYWHERE, "it serves every platform, and this process has no CUDA device")
         passed_over: list[str] = []
-        for name in DEFAULTS.get(targets.compute_capability(kind) or "", ()):
+        for name in _kernels(kind):
             if reason := refusal(name):
                 passed_over.append(f"not {name}: {reason}")
                 if reason == packages.refusal(name):
                     warn_once(f"implementation={name!r} is for {kind}, but {reason}; {_EVERYWHERE!r} serves instead")
                 continue
-            if note := devices.note(name, kind):
-                warn_once(f"implementation={name!r} is {note}")
+            if doubt := _never_run(name, kind):
+                warn_once(f"implementation={name!r} is {doubt}")
             reason = f"the call is for {kind}"
             if device is None:
                 reason = f"this process has {kind}; programs for other platforms take {_EVERYWHERE}"
-            told = "; ".join(filter(None, (reason, note, *passed_over)))
+            told = "; ".join(filter(None, (reason, doubt, *passed_over)))
             return Chosen(name, told, Default(_EVERYWHERE, certain=device is not None))
     return Chosen(_EVERYWHERE, "; ".join(passed_over) or f"no kernels of this library are for {kind}")
+
+
+def _kernels(kind: str | None) -> dict[str, str | None]:
+    """See `Gpus.kernels`."""
+    capability = None if kind is None else targets.compute_capability(kind)
+    return targets.GPUS[capability].kernels if capability in targets.GPUS else {}
+
+
+def _never_run(implementation: str, kind: str | None) -> str | None:
+    """A warning for users of a device of this model; None where the implementation was run on one."""
+    if _kernels(kind).get(implementation, "") is not None:
+        return None
+    capability = targets.compute_capability(str(kind))
+    return f"compiled, but never run on a GPU of compute capability {capability}: `{_CHECK}` checks it there"
 
 
 def _kind(device: AbstractDevice | None) -> str | None:

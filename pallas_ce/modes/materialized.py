@@ -268,5 +268,5 @@ def _capped(head: Head, logits: jax.Array) -> jax.Array:
 def _columns(head: Head) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """A row's columns, which of them are not padding (None: all), and their u."""
     count = head.spec.weight_rows
-    columns, u = jnp.arange(count, dtype=jnp.int32), head.with_padding().tile_logit_weights(0, count)
+    columns, u = jnp.arange(count, dtype=jnp.int32), head.with_padding(count).tile_logit_weights(0, count)
     return columns, None if count == head.spec.vocab_size else columns < head.spec.vocab_size, u

@@ -1,18 +1,18 @@
 """`sampled_softmax_cross_entropy`: training with a softmax over the label and a sample of the other classes."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.api import checks as arguments
-from pallas_ce.api.checks import ArrayLike, DTypeLike
-from pallas_ce.api.inputs import CheckedCall, read_head
+from pallas_ce.api.checks import ArrayLike, ids
+from pallas_ce.api.documented import documented
+from pallas_ce.api.head_options import WeightOptions
 from pallas_ce.api.low_rank import LowRank, WeightLike
-from pallas_ce.api.options import Options, read_options, split
-from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.api.problem import Problem
 from pallas_ce.api.row_statistics import linear_row_statistics
 from pallas_ce.backends.protocol import Implementation
 from pallas_ce.head import Batch
@@ -25,6 +25,7 @@ from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
 
 
+@documented
 def sampled_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: WeightLike,
@@ -39,13 +40,8 @@ def sampled_softmax_cross_entropy(
     reduction: Reduction = "mean",
     normalizer: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    vocab_axis: int = 0,
-    vocab_size: int | None = None,
-    logit_scale: ArrayLike = 1.0,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike | None = None,
     implementation: Implementation | None = None,
-    scratch_bytes: int | None = None,
+    **options: Unpack[WeightOptions],
 ) -> jax.Array:
     r"""Cross entropy over each token's label and S sampled classes, which all tokens share.
 
@@ -78,13 +74,8 @@ def sampled_softmax_cross_entropy(
         reduction: "mean", "sum" or "none" for `[...]`.
         normalizer: scalar for the mean; by default Σ w over the tokens that count.
         bias: `[V']`.
-        vocab_axis: see `linear_cross_entropy`, as for all that follow.
-        vocab_size: V, where the weight is padded.
         logit_scale: the logits' scale; not 0 where a correction is subtracted.
-        dtype: compute dtype.
-        precision: how float32 operands are multiplied.
         implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
-        scratch_bytes: bound on scratch memory.
 
     Returns:
         Array: `[]`, or `[...]` for "none", float32 (float64 for float64); 0.0 when no token counts.
@@ -111,41 +102,37 @@ def sampled_softmax_cross_entropy(
     References:
         "On Using Very Large Target Vocabulary for Neural Machine Translation" (Jean et al.), section 3.
     """
-    return _checked(**locals())
-
-
-def _checked(
-    *,
-    key: Any,
-    num_samples: int,
-    sampler: Name | ClassSampler,
-    log_expected_correction: bool,
-    logit_scale: Any,
-    **rest: Any,
-) -> jax.Array:
-    of_loss, of_head = split(rest)
-    call = read_head(**of_head, logit_scale=logit_scale, needs_labels=True)
-    vocab_size = call.spec.vocab_size
+    problem = Problem.read(
+        hidden,
+        weight,
+        ids("labels", labels),
+        bias=bias,
+        ignore_index=ignore_index,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+        implementation=implementation,
+        **options,
+    )
+    vocab_size = problem.spec.vocab_size
     num_samples = arguments.count("num_samples", num_samples, vocab_size, f"vocab_size={vocab_size}")
-    if log_expected_correction and arguments.is_known(logit_scale, 0.0):
-        raise ValueError(f"logit_scale={logit_scale!r} takes away the logits that log_expected_correction corrects")
-    options = read_options(call.leading, vocab_size, **of_loss)
+    scale = options.get("logit_scale", 1.0)
+    if log_expected_correction and arguments.is_known(scale, 0.0):
+        raise ValueError(f"logit_scale={scale!r} takes away the logits that log_expected_correction corrects")
     sampler, correction = class_samplers.find(sampler), bool(log_expected_correction)
-    return _sampled_softmax(num_samples, sampler, correction, call, arguments.key(key), options)
+    return _sampled_softmax(num_samples, sampler, correction, problem, arguments.key(key))
 
 
-@program(static=3, by_row=lambda count, sampler, correction, call, key, options: options.by_row)
-def _sampled_softmax(
-    count: int, sampler: ClassSampler, correction: bool, call: CheckedCall, key: Any, options: Options
-) -> jax.Array:
-    spec = call.spec
-    batch, head, mask = call.flat_rows_that_count()
-    hidden, ids = batch.hidden, batch.labels
-    assert ids is not None
+@program(static=3, by_row=lambda count, sampler, correction, problem, key: problem.options.by_row)
+def _sampled_softmax(count: int, sampler: ClassSampler, correction: bool, problem: Problem, key: Any) -> jax.Array:
+    spec = problem.spec
+    batch, head, mask = problem.flat_rows_that_count()
+    hidden, labels = batch.hidden, batch.labels
+    assert labels is not None
     assert mask is not None
     # Rows that do not count must not reach the gradients: neither a nan nor its product with a gradient of 0.
     hidden = jnp.where(mask[:, None], hidden, 0)
-    targets = jnp.where(mask, ids, 0)
+    targets = jnp.where(mask, labels, 0)
     drawn = class_samplers.draw(sampler, key, count, spec.vocab_size)
     order = jnp.arange(count, dtype=jnp.int32)
     # An id that is drawn twice keeps the first place, so that the second does not find itself there.
@@ -169,7 +156,7 @@ def _sampled_softmax(
     own = columns.columns(lambda x, axis: lax.slice_in_dim(x, count, gathered.size, axis=axis))
     weight: Any = samples.weight
     if samples.up is not None:
-        weight = LowRank(weight, samples.up if axis == 0 else samples.up.T, call.down, call.term_scale)
+        weight = LowRank(weight, samples.up if axis == 0 else samples.up.T, problem.down, problem.term_scale)
     found = linear_row_statistics(
         hidden,
         weight,
@@ -180,8 +167,8 @@ def _sampled_softmax(
         logit_scale=1.0 if scale is None else scale,
         dtype=spec.dtype,
         precision=spec.precision,
-        implementation=call.implementation,
-        scratch_bytes=call.scratch_bytes,
+        implementation=problem.implementation,
+        scratch_bytes=problem.scratch_bytes,
         mesh_axes=MeshAxes(),  # gathered for this device's labels
     )
 
@@ -203,4 +190,4 @@ def _sampled_softmax(
     values = jnp.where(drawn_by_accident, lse - target_in_sum, joined)
     # A label of logit +inf has no probability, as in a softmax whose sum is +inf.
     values = values * jnp.where(different & ~jnp.isposinf(target), 1.0, jnp.nan)  # and so are the gradients
-    return options.reduced(values, mask, call.leading)
+    return problem.options.reduced(values, mask, problem.leading)

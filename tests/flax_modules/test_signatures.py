@@ -1,5 +1,6 @@
 """What `help` and `inspect.signature` show of the heads: names, types and defaults, the same for Linen and NNX."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -7,6 +8,8 @@ from flax import nnx
 
 from flax_modules import linen
 from flax_modules import nnx as on_nnx
+from flax_modules._head import HeadCalls, LossHeadOptions
+from pallas_ce import linear_cross_entropy
 
 METADATA = {f"{x}_metadata" for x in ("kernel", "bias", "lora_a", "lora_b", "projection")}
 OF_ONE_FRAMEWORK = {"parent", "name", "rngs", "linear"} | METADATA
@@ -40,3 +43,13 @@ def test_arrays_are_shown_as_arrays(framework, head):
 def test_every_option_is_described(framework):
     for name in inspect.signature(framework.LossHead).parameters.keys() - {"parent", "name"}:
         assert f"\n    {name}: " in framework.LossHead.__doc__
+
+
+def test_a_head_has_every_option_of_the_loss_with_its_default():
+    of_loss = {n: p.default for n, p in inspect.signature(linear_cross_entropy).parameters.items()}
+    of_head = {field.name: field.default for field in dataclasses.fields(LossHeadOptions)}
+    of_call = inspect.signature(HeadCalls.__call__).parameters
+    of_projection = {"weight", "bias", "vocab_axis"}
+    assert of_loss.keys() - of_projection <= of_head.keys() | of_call.keys()
+    shared = of_loss.keys() & of_head.keys() - {"vocab_size"}
+    assert {n: of_head[n] for n in shared} == {n: of_loss[n] for n in shared}

@@ -35,7 +35,7 @@ def test_version_extras_and_the_oldest_supported_versions_are_declared():
 def test_an_extra_for_a_gpu_brings_the_triton_that_the_kernels_take(extra):
     lines = [line for line in metadata.requires("pallas-ce") if line.endswith(f"extra == '{extra}'")]
     (versions,) = (line.removeprefix("triton").partition(";")[0] for line in lines if line.startswith("triton"))
-    assert set(versions.split(",")) == set(str(packages._NEEDED["triton"]).removeprefix("triton").split(","))
+    assert set(versions.split(",")) == set(packages._NEEDED["triton"].removeprefix("triton").split(","))
 
 
 @pytest.mark.parametrize("package", ["pallas_ce", "torch_bridge"])

@@ -3,16 +3,17 @@
 import re
 from pathlib import Path
 
+import devices_table
 import jax.numpy as jnp
 import pytest
 
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.triton import configs
-from pallas_ce.dispatch import devices, select
+from pallas_ce.dispatch import select
 from pallas_ce.head import HeadSpec
 
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = [*targets.MODELS, "7.5"]
+CAPABILITIES = [*targets.GPUS, "7.5"]
 
 # As CUDA names them.
 KINDS = {
@@ -49,13 +50,14 @@ def test_a_model_is_known_by_its_name(kind: str, capability: str | None) -> None
 
 
 def test_each_name_stands_for_one_architecture() -> None:
-    for capability, names in targets.MODELS.items():
-        for name in names:
+    for capability, gpus in targets.GPUS.items():
+        for name in gpus.models:
             assert targets.compute_capability(f"NVIDIA {name.replace('x', '0')} 80GB") == capability
 
 
 def test_the_facts_have_each_architecture_that_triton_has_tiles_for() -> None:
-    assert {int(capability.replace(".", "")) for capability in devices.RESULTS["triton"]} == set(configs.NARROW)
+    found = {int(capability.replace(".", "")) for capability, gpus in targets.GPUS.items() if "triton" in gpus.kernels}
+    assert found == set(configs.NARROW)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -65,17 +67,16 @@ def test_the_facts_are_those_of_the_backends(capability: str, dtype: str, monkey
     monkeypatch.setattr(targets, "local_cuda", lambda: "NVIDIA Test")
     monkeypatch.setattr(targets, "compute_capability", lambda kind: capability)
     spec = HeadSpec(64, 128, 128, 0, jnp.dtype(dtype), None)
-    for name in devices.RESULTS:
+    for name in devices_table.IMPLEMENTATIONS:
         served = select.load(name).refusal(spec) is None
-        assert (devices.status(name, capability, dtype) is not None) == served, name
+        assert (devices_table.status(name, capability, dtype) is not None) == served, name
 
 
-def test_what_is_taken_by_default_serves_there() -> None:
-    for capability, names in select.DEFAULTS.items():
-        assert all(devices.status(name, capability) in ("tested", "compiled") for name in names)
-
-
-FILES = sorted({file for results in devices.RESULTS.values() for file in results.values() if file})
+RESULTS = [
+    *devices_table.XLA_RESULTS.values(),
+    *(file for gpus in targets.GPUS.values() for file in gpus.kernels.values()),
+]
+FILES = sorted({file for file in RESULTS if file})
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -86,4 +87,4 @@ def test_what_is_called_tested_has_its_results_in_the_repository(file: str) -> N
 def test_the_readme_has_the_table_of_the_facts() -> None:
     found = re.search(r"^\| compute capability .*?\n(?=\n)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
-    assert found[0].rstrip("\n") == devices.table(select.DEFAULTS)
+    assert found[0].rstrip("\n") == devices_table.table()

@@ -12,7 +12,7 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import pallas_ce
 from pallas_ce import Task, linear_log_probs, multi_task_cross_entropy
-from pallas_ce.api.inputs import read_head
+from pallas_ce.api.problem import Problem
 from tests.pallas_ce.checks import assert_close, with_gradients
 from tests.pallas_ce.functions import DISTILLATIONS, FUNCTIONS, SERVED, total
 
@@ -109,9 +109,9 @@ def test_a_teacher_has_a_precision_of_its_own() -> None:
     ],
 )
 def test_what_means_the_same_is_one_program(dtype: Any, alike: Any) -> None:
-    specs = {read_head(HIDDEN, WEIGHT, dtype=dtype, **options).spec for options in alike}
+    specs = {Problem.read(HIDDEN, WEIGHT, dtype=dtype, **options).spec for options in alike}
     assert len(specs) == 1
-    other = read_head(HIDDEN, WEIGHT, dtype=dtype, precision="TF32_TF32_F32_X3").spec
+    other = Problem.read(HIDDEN, WEIGHT, dtype=dtype, precision="TF32_TF32_F32_X3").spec
     assert other not in specs
     assert other.precision == DotAlgorithmPreset.TF32_TF32_F32_X3
 

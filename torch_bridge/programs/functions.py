@@ -107,8 +107,8 @@ def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> A
 
     A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
     """
-    _, call, _ = checked
-    if known is None or call.logit_scale is not None:
+    _, problem = checked
+    if known is None or problem.logit_scale is not None:
         return {}
     sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
     return {name: x for name, x in sums.items() if x is not None}
@@ -116,9 +116,9 @@ def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> A
 
 def _adds_to_sum(checked: cross_entropy_steps.Checked, known: Known | None) -> frozenset[str]:
     """Where a backward recomputes, for a cotangent that is one number."""
-    _, call, options = checked
+    _, problem = checked
     made = known is None or any(x is not None for x in known.sums)
-    return frozenset() if made or options.by_row or call.up is not None else _OF_SUMS
+    return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
 
 
 def _add_loss(

@@ -1,0 +1,50 @@
+"""Public functions show the options that they share with others: in `help`, in an editor, and on the API's pages."""
+
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from pallas_ce.api.options import read_options
+from pallas_ce.api.problem import Problem
+
+_DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
+
+
+def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
+    """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
+
+    A text of the function's own goes before the shared one.
+    """
+    *own, last = inspect.signature(function).parameters.values()
+    (options,) = typing.get_args(last.annotation)
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=annotation)
+        for name, annotation in options.__annotations__.items()
+    ]
+    known = {parameter.name for parameter in (*own, *shared) if parameter.kind is not parameter.VAR_POSITIONAL}
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Out:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        return function(*args, **kwargs)
+
+    public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    before, returns, after = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:\n")
+    texts = [text for name, text in _texts(options).items() if f"\n    {name}: " not in before]
+    public.__doc__ = "\n".join([before, *texts]) + returns + after
+    return public
+
+
+def _texts(options: type) -> dict[str, str]:
+    """By name, the entries of all options, in the order of the fields."""
+    texts: dict[str, str] = {}
+    for base in types.get_original_bases(options):
+        if isinstance(base, type):  # `TypedDict` itself is none
+            texts |= _texts(base)
+    section = inspect.cleandoc(options.__doc__ or "").partition("Attributes:\n")[2]
+    return texts | {entry.split(":")[0].strip(): entry for entry in re.split(r"\n(?=    \S)", section)}

@@ -1,0 +1,112 @@
+"""The keyword arguments that functions of a head share: their types and texts, once."""
+
+from typing import TypedDict
+
+from pallas_ce.api.checks import ArrayLike, DTypeLike
+from pallas_ce.api.precision import PrecisionLike
+from pallas_ce.backends.protocol import Backward, Implementation
+from pallas_ce.parallel.mesh_axes import MeshAxes
+from pallas_ce.statistics.cross_entropy import Reduction
+
+
+class WeightOptions(TypedDict, total=False):
+    """How a weight is read and multiplied.
+
+    Attributes:
+        vocab_axis: the weight's vocabulary axis: 0 for `[V', H]` (tied embeddings, PyTorch), 1 for `[H, V']` (Flax
+            Dense kernels).
+        vocab_size: V; entries of the weight from there on are padding: no probability, zero gradient. Default V'.
+        logit_scale: scalar, may be traced and differentiated.
+        dtype: compute dtype of the products' operands; by default hidden's and weight's common one. Products and sums
+            accumulate in float32 (float64 for float64).
+        precision: how float32 operands are multiplied, as in `jax.lax.dot_general`: a name ("tensorfloat32",
+            "BF16_BF16_F32_X3", ...), a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`, for the products of
+            forward and backward alike. None: what `jax.default_matmul_precision` says where that is set, else full
+            float32 (a GPU's own default is TF32). 16-bit operands need none, as their products are exact. JAX raises
+            an error where the platform does not have the algorithm.
+        scratch_bytes: bound on scratch memory; by default 4 KiB for each vocabulary entry but at least 512 MiB and at
+            most 1 GiB (on an accelerator twice that for float32 operands, and for in_forward by XLA), and never more
+            than float32 logits would take (but at least 1 MiB). What lies where the weight's gradient will, once it is
+            made, does not count.
+    """
+
+    vocab_axis: int
+    vocab_size: int | None
+    logit_scale: ArrayLike
+    dtype: DTypeLike | None
+    precision: PrecisionLike | None
+    scratch_bytes: int | None
+
+
+class HeadOptions(WeightOptions, total=False):
+    """The whole head: `softcap(logit_scale · (hidden·weight + bias))`.
+
+    Attributes:
+        bias: `[V']`.
+        logit_softcap: c > 0 for `c·tanh(x/c)`, or None. A Python number.
+    """
+
+    bias: ArrayLike | None
+    logit_softcap: float | None
+
+
+class StreamedOptions(HeadOptions, total=False):
+    """A head whose statistics are streamed, by any implementation and on any mesh.
+
+    Attributes:
+        implementation: "xla" (any platform), "reference" (materialised logits), "mosaic_gpu" (kernels for Hopper GPUs,
+            bfloat16 and float16; one temperature for all rows), "triton" (a kernel for NVIDIA GPUs from Ampere on;
+            float32 too), or None: in programs for a GPU the kernels that are for it, where they can serve the call,
+            else "xla"; `explain` tells which and why, and whether they have run on such a GPU.
+        mesh_axes: inside a `shard_map`, how the arrays are split over its axes; see `MeshAxes`. Outside it is not
+            needed: under `jit` the arrays' own shardings are read.
+    """
+
+    implementation: Implementation | None
+    mesh_axes: MeshAxes | None
+
+
+class LabelledOptions(StreamedOptions, total=False):
+    """A streamed head with labels that may have to be ignored.
+
+    Attributes:
+        ignore_index: tokens with this label have loss 0 and gradient 0, and their work is skipped; it may lie inside
+            the vocabulary. None: no label is special.
+        validate_labels: raise a ValueError naming the first label that is neither in the vocabulary nor
+            `ignore_index`. Reads the labels' values, so only outside jit.
+    """
+
+    ignore_index: int | None
+    validate_labels: bool
+
+
+class LossOptions(LabelledOptions, total=False):
+    """A loss by row of a streamed head, reduced.
+
+    Attributes:
+        token_weights: w `[...]`, differentiable: under the mean, `(loss_i - loss)/Σ w`.
+        reduction: "mean", "sum", or "none" for `[...]`.
+        normalizer: scalar for the mean, may be traced: the token count of the global batch, say.
+        backward: "in_forward" computes the gradients in the forward: three matrix products, for scalar reductions.
+            "recompute" keeps O(N) numbers and recomputes tiles of logits: four. "auto" chooses; see `explain`.
+    """
+
+    token_weights: ArrayLike | None
+    reduction: Reduction
+    normalizer: ArrayLike | None
+    backward: Backward
+
+
+class CrossEntropyOptions(LossOptions, total=False):
+    """The cross entropy of a streamed head.
+
+    Attributes:
+        class_weights: c `[V]`, may be negative; a constant, it gets no gradient.
+        label_smoothing: α in [0, 1]; may be traced or an array, whose range is not checked. The number 0 leaves the
+            term out.
+        z_loss: β; may be traced. The number 0 leaves the term out.
+    """
+
+    class_weights: ArrayLike | None
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike

@@ -1,0 +1,231 @@
+"""`Problem`: from the arguments of a public function of a head to rows, a head and how it is carried out."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ce.api import checks as arguments
+from pallas_ce.api import low_rank, specs
+from pallas_ce.api.options import Options, read_options
+from pallas_ce.backends.protocol import Implementation
+from pallas_ce.dispatch.select import warn_once
+from pallas_ce.dispatch.settings import Settings, decide
+from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
+from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
+from pallas_ce.statistics import labels as label_rule
+from pallas_ce.streaming.rows import flat_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The checked arguments that all functions of a head share: a pytree of arrays, with static facts.
+
+    Arrays are as the caller gave them, None where absent; `up`, `down` and `term_scale` are a low-rank term's.
+    `logit_scale` is None where it is the number 1. `temperature` is `[]` or `[...]`; None where it is the number 1 or
+    another number that the head has been divided by. `options` say how losses by row become what a call returns.
+    """
+
+    hidden: jax.Array
+    weight: jax.Array
+    up: jax.Array | None = None
+    down: jax.Array | None = None
+    bias: jax.Array | None = None
+    logit_scale: jax.Array | None = None
+    logit_weights: jax.Array | None = None
+    temperature: jax.Array | None = None
+    labels: jax.Array | None = None
+    row_mask: jax.Array | None = None
+    options: Options
+    spec: HeadSpec = dataclasses.field(metadata={"static": True})
+    ignore_index: int | None = dataclasses.field(default=None, metadata={"static": True})
+    implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
+    scratch_bytes: int | None = dataclasses.field(default=None, metadata={"static": True})
+    mesh_axes: MeshAxes | None = dataclasses.field(default=None, metadata={"static": True})
+    shift: int = dataclasses.field(default=0, metadata={"static": True})
+    term_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+    @classmethod
+    def read(
+        cls,
+        hidden: Any,
+        weight: Any,
+        labels: Any | None = None,
+        *,
+        bias: Any | None = None,
+        vocab_axis: int = 0,
+        vocab_size: int | None = None,
+        logit_softcap: float | None = None,
+        logit_scale: Any = 1.0,
+        logit_weights: Any | None = None,
+        temperature: Any = 1.0,
+        row_mask: Any | None = None,
+        ignore_index: int | None = -100,
+        dtype: Any | None = None,
+        precision: Any | None = None,
+        implementation: Implementation | None = None,
+        scratch_bytes: int | None = None,
+        mesh_axes: MeshAxes | None = None,
+        validate_labels: bool = False,
+        shift: int = 0,
+        several: bool = False,
+        **of_loss: Any,
+    ) -> Self:
+        """Checks the arguments of a public function, by their public names.
+
+        A number as temperature goes into the head; see also `tempered`. `several`: whether a row may have several
+        labels. `of_loss` is for `read_options`.
+        """
+        ignore_index = arguments.ignored(ignore_index)
+        hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+        bias = None if bias is None else arguments.array("bias", bias)
+        mesh_axes = arguments.mesh_axes(mesh_axes)
+        parts = (1, 1) if mesh_axes is None else mesh_axes.parts
+        spec = specs.head_spec(hidden, given, bias, vocab_axis, vocab_size, dtype, precision, logit_softcap, parts)
+        leading = hidden.shape[:-1]
+        logit_scale = arguments.scalar("logit_scale", logit_scale)
+        logit_scale = None if arguments.is_known(logit_scale, 1.0) else jnp.asarray(logit_scale)
+        logit_weights = arguments.by_column("logit_weights", logit_weights, spec.vocab_size)
+        temperature = arguments.temperature(temperature, leading)
+        if isinstance(temperature, float):
+            if temperature != 1.0:
+                spec, logit_scale = _folded(spec, logit_scale, temperature)
+            temperature = None
+        if labels is not None:
+            labels = read_labels(labels, leading, spec, ignore_index, validate_labels, several=several)
+        elif validate_labels:
+            raise ValueError("validate_labels=True needs labels, which is None")
+        row_mask = arguments.row_mask(row_mask, leading)
+        if shift := arguments.shift(shift, labels, leading):
+            refuse_shift(shift, (hidden, labels))
+        check_split(mesh_axes, given.weight, hidden, (labels, row_mask))
+        return cls(
+            hidden=hidden,
+            weight=given.weight,
+            up=given.up,
+            down=given.down,
+            bias=bias,
+            logit_scale=logit_scale,
+            logit_weights=logit_weights,
+            temperature=temperature,
+            labels=labels,
+            row_mask=row_mask,
+            options=read_options(leading, spec.vocab_size, **of_loss),
+            spec=spec,
+            ignore_index=ignore_index,
+            implementation=implementation,
+            scratch_bytes=arguments.check_scratch_bytes(scratch_bytes),
+            mesh_axes=mesh_axes,
+            shift=shift,
+            term_scale=given.scale,
+        )
+
+    def tempered(self, temperature: Any, zero: bool = False) -> Self:
+        """At a temperature beside the head, whose logits are needed without it; with `zero` it may be 0."""
+        read = arguments.temperature(temperature, self.leading, zero)
+        return dataclasses.replace(self, temperature=None if arguments.is_known(read, 1.0) else jnp.asarray(read))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Hidden's leading shape."""
+        return self.hidden.shape[:-1]
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return math.prod(self.leading)
+
+    def settings(
+        self, others: Any = (), *, arrays: Any | None = None, padded_share: HeadSpec | None = None
+    ) -> Settings:
+        """How the call is carried out.
+
+        Args:
+            others: its further arrays.
+            arrays: what may know the device; by default hidden states and weight.
+            padded_share: see `decide`.
+        """
+        if doubt := check_split(self.mesh_axes, self.weight, self.hidden, (self.labels, self.row_mask)):
+            warn_once(doubt)
+        return decide(
+            self.spec,
+            self.tokens,
+            (self.hidden, self.weight) if arrays is None else arrays,
+            scalar_loss=not self.options.by_row,
+            rows=self.batch_spec,
+            backward=self.options.backward,
+            implementation=self.implementation,
+            scratch_bytes=self.scratch_bytes,
+            shards=shards_of(self.mesh_axes, self, others),
+            padded_share=padded_share,
+        )
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The static facts of the rows."""
+        targets = () if self.labels is None else self.labels.shape[len(self.leading) :]
+        return BatchSpec(targets[0] if targets else None, self.temperature is not None)
+
+    def rows(self) -> tuple[Batch, Head]:
+        """The rows, with canonical labels `[...]` or `[..., K]`, and the head; inside jit."""
+        spec, wide, temperature = self.spec, self.spec.accumulator, self.temperature
+        ids = None
+        if self.labels is not None:
+            ids = self.shifted(label_rule.canonical(self.labels, spec.vocab_size), label_rule.NO_TARGET)
+        scale = None if self.logit_scale is None else self.logit_scale.astype(wide)
+        u = None if self.logit_weights is None else jax.lax.stop_gradient(self.logit_weights.astype(wide))
+        if temperature is not None:
+            temperature = jnp.broadcast_to(jax.lax.stop_gradient(1.0 / temperature.astype(wide)), self.leading)
+        up, down = self.up, self.down
+        if up is not None and down is not None:
+            up, down = (up, down) if spec.vocab_axis == 0 else (up.T, down.T)
+            down = self.term_scale * down.astype(wide)
+        return Batch(self.hidden, ids, temperature), Head(self.weight, self.bias, scale, u, spec, None, up, down)
+
+    def shifted(self, by_token: jax.Array, fill: int) -> jax.Array:
+        """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
+        axis = len(self.leading) - 1
+        return label_rule.shifted(by_token, self.shift, axis, fill) if self.shift else by_token
+
+    def rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
+        """`rows`, with `NO_TARGET` for labels that do not count, and which rows do, `[...]`; None: all."""
+        batch, head = self.rows()
+        if batch.labels is None:
+            return batch, head, self.row_mask
+        ids, counted = label_rule.targets(batch.labels, self.ignore_index, len(self.leading))
+        mask = counted if self.row_mask is None else counted & self.row_mask
+        return batch._replace(labels=ids), head, mask
+
+    def flat_rows_that_count(self) -> tuple[Batch, Head, jax.Array | None]:
+        """Likewise, with one axis `[N]` in place of the leading ones."""
+        batch, head, mask = self.rows_that_count()
+        batch, mask = flat_rows(self.leading, (batch, mask))
+        return batch, head, mask
+
+
+def _folded(spec: HeadSpec, logit_scale: jax.Array | None, temperature: float) -> tuple[HeadSpec, jax.Array]:
+    """A number T costs nothing: `c·tanh(s·y/c)/T` is `c'·tanh(s'·y/c')` with `c' = c/T` and `s' = s/T`."""
+    inverse = jnp.asarray(1.0 / temperature, spec.accumulator)
+    softcap = None if spec.softcap is None else spec.softcap / temperature
+    scale = inverse if logit_scale is None else logit_scale.astype(spec.accumulator) * inverse
+    return dataclasses.replace(spec, softcap=softcap), scale
+
+
+def read_labels(
+    labels: Any,
+    leading: tuple[int, ...],
+    spec: HeadSpec,
+    ignore_index: int | None,
+    validate: bool,
+    of: str = "hidden's",
+    several: bool = False,
+) -> jax.Array:
+    """Checked labels, `several` for each token where that is allowed; with `validate`, their values too."""
+    labels = arguments.ids("labels", labels)
+    arguments.check_labels(labels, leading, of, several)
+    if validate:
+        label_rule.check(labels, ignore_index, spec.vocab_size)
+    return label_rule.as_array(labels)
