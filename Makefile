@@ -87,7 +87,7 @@ test-installs: wheel  ## follow the quick starts in fresh environments (eight mi
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and tell how to run again one that fails
+fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and keep those that fail
 	@$(PY) -m pytest -p tests.fuzzing -n $(WORKERS) -m "drawn and not gpu" --hypothesis-profile=fuzz --minutes=$(MINUTES) $(ARGS)
 
 clean:  ## remove environments, builds and caches
