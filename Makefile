@@ -24,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
-	test-nightly test-extras test-installs test-gpu fuzz clean
+	test-nightly test-extras test-installs test-gpu fuzz mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or c
 
 fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and keep those that fail
 	@$(PY) -m pytest -p tests.fuzzing -n $(WORKERS) -m "drawn and not gpu" --hypothesis-profile=fuzz --minutes=$(MINUTES) $(ARGS)
+
+mutants: $(VENV)/.dev  ## plant faults one by one and show which test finds each (hours; ARGS="tiles rows" to choose)
+	@$(PY) tools/mutants.py $(ARGS)
 
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
