@@ -13,6 +13,8 @@ CONSTRAINTS := tools/constraints-jax-0.11.2.txt
 OF_TORCH := tests/torch_bridge tests/experiments/test_bench_torch.py
 WITHOUT_TORCH := pallas_ce flax_modules tests $(addprefix --ignore=,$(OF_TORCH))
 PY = $(VENV)/bin/python
+OF_NEWEST := tests/flax_modules $(addprefix tests/pallas_ce/test_,$(addsuffix .py,\
+	contract every_function transformations materialized_logits))
 QUICKLY = -m pytest -n $(WORKERS) --hypothesis-profile=quick
 export PYTHON TAG
 
@@ -24,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all setup format lint typecheck docs pytest wheel release test-newest \
-	test-nightly test-extras test-installs test-gpu fuzz clean
+	test-nightly test-extras test-installs test-gpu fuzz mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -32,7 +34,7 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the language model (EXTRA=cuda12 or cuda13 on a GPU, ARGS="--help" for its options)
 	@$(PY) -m experiments.train_lm $(ARGS)
 
-test: lint typecheck docs pytest wheel test-newest  ## run every quality gate (about 20 minutes on two processors)
+test: lint typecheck docs pytest wheel test-newest  ## run every quality gate (about ten minutes on two processors)
 
 test-all: lint typecheck docs pytest wheel test-nightly  ## run the gates and everything that they leave out (an hour)
 
@@ -63,9 +65,9 @@ wheel: $(VENV)/.dev  ## build the wheel and test it as a user would get it
 release: wheel  ## build what a release publishes, where tag, version and changelog agree (TAG=v0.2.0)
 	@$(PY) tools/check_release.py dist
 
-test-newest: $(NEWEST)/.dev  ## run a few cases of each quick test, with few drawn examples, on the newest jax
+test-newest: $(NEWEST)/.dev  ## run two cases of each test of the contract and of Flax on the newest jax
 	@$(NEWEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
-	@$(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=4 $(WITHOUT_TORCH) $(ARGS)
+	@$(NEWEST)/bin/python $(QUICKLY) -m "not gpu and not slow and not nightly" --cases=2 $(OF_NEWEST) $(ARGS)
 
 # On the newest jax as XLA compiles for users, where the gates take its quicker emitters (tests/conftest.py). With the
 # oldest releases without the GPU interpreter, a third of the time: its jax is the one that `make pytest` interprets with.
@@ -87,8 +89,11 @@ test-installs: wheel  ## follow the quick starts in fresh environments (eight mi
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (with EXTRA=cuda12 or cuda13)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and tell how to run again one that fails
+fuzz: $(VENV)/.dev  ## try new examples of what tests draw for MINUTES=5, and keep those that fail
 	@$(PY) -m pytest -p tests.fuzzing -n $(WORKERS) -m "drawn and not gpu" --hypothesis-profile=fuzz --minutes=$(MINUTES) $(ARGS)
+
+mutants: $(VENV)/.dev  ## plant faults one by one and show which test finds each (hours; ARGS="tiles rows" to choose)
+	@$(PY) tools/mutants.py $(ARGS)
 
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA's threads: each warpgroup that waits in the GPU interpreter keeps one.
     os.environ.setdefault("NPROC", "16")
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from tests import memory_maps
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=8, print_blob=True)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=40)
 hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("default"), max_examples=3)
 # `make fuzz` repeats it. New examples each time, and those that failed before.
@@ -77,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if id(drawn) not in wrapped:
                 wrapped.add(id(drawn))
                 drawn.inner_test = memory_maps.giving_back(drawn.inner_test)
-        if any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
+        on_gpu = item.get_closest_marker("gpu") is not None
+        if not on_gpu and any(mark.name == "nightly" and mark.kwargs for mark in item.own_markers):
             repeated.append(item)
     for cases in _by_test(repeated):
         mark = next(cases[0].iter_markers("nightly"))
@@ -98,17 +100,15 @@ def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
     return cases.values()
 
 
-def _varied(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """Takes `count` cases of a parametrised test, each in turn with the most values that no earlier one has."""
-
+def _varied(items: list[Any], count: int) -> list[Any]:
+    """Takes `count` cases of a parametrised test, each in turn with the most new values, then new pairs."""
     if len(items) <= count:
         return items
-
-    def values(item: Any) -> set[tuple[str, str]]:
-        return {(name, repr(value)) for name, value in item.callspec.params.items()}
-
-    found, seen = list[pytest.Item](), set[tuple[str, str]]()
+    left, seen = dict[Any, list[set[Any]]](), set[Any]()
+    for item in items:
+        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+        left[item] = [set(itertools.combinations(values, size)) for size in (1, 2)]
     for _ in range(count):
-        found.append(max((x for x in items if x not in found), key=lambda item: len(values(item) - seen)))
-        seen |= values(found[-1])
-    return found
+        chosen = max(left, key=lambda item: [len(x - seen) for x in left[item]])
+        seen = seen.union(*left.pop(chosen))
+    return [item for item in items if item not in left]

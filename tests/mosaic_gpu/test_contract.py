@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 
 from tests.pallas_ce import spoilt, test_calls
+from tests.pallas_ce.cases import CASES, Sizes
 from tests.pallas_ce.checks import assert_as_accurate_as_rounded_dlogits, library_results
 from tests.pallas_ce.problems import Problem, narrow_problems, readable
-from tests.pallas_ce.spoilt_functions import FUNCTIONS
 from tests.pallas_ce.sums import LOSS_SCALES, assert_adds_16_bits, several_blocks
 
 MODES = ["recompute", "in_forward"]
@@ -45,12 +45,12 @@ def test_any_options(p: Problem, backward: Any, loss_scale: float | None, narrow
 
 
 # Padding counts as vocabulary up to the next multiple of 256, and must be finite there.
-SMALL = spoilt.Sizes(rows=70, width=64, classes=256, padded=272, dtype="bfloat16", scratch_bytes=None)
+SMALL = Sizes(rows=70, width=64, classes=256, padded=272, dtype="bfloat16", scratch_bytes=None)
 SPOILT = [
     (name, backward, only)
     for name in ("linear_cross_entropy", "linear_cross_entropy, low rank", "linear_row_statistics", "linear_loss")
     for backward in ([""] if name == "linear_row_statistics" else MODES)
-    for only in FUNCTIONS[name].inputs
+    for only in CASES[name].inputs
     if only != "temperature"  # of each row, which the kernels do not know
 ]
 
@@ -61,5 +61,5 @@ SPOILT = [
 @pytest.mark.parametrize(("name", "backward", "only"), SPOILT)
 def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, backward: str, only: str) -> None:
     for seed in range(4):
-        given = spoilt.without(FUNCTIONS[name], "temperature"), SMALL, ("mosaic_gpu", backward), seed
+        given = CASES[name].without("temperature"), SMALL, ("mosaic_gpu", backward), seed
         spoilt.check(*given, [only])

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 import pallas_ce as P
+from pallas_ce.statistics.row import finalise, merge, partial_of_tile
+from pallas_ce.statistics.table import PRIMITIVES
+from tests.pallas_ce.streamed import log_softmax
 
 N, V, H = 10, 1003, 8
 LABELS = (np.arange(N) * 7 % V).astype(np.int32)
@@ -131,7 +134,7 @@ def test_three_logits_at_an_offset_have_the_loss_that_they_have_without() -> Non
     np.testing.assert_allclose(P.cross_entropy(z + np.float32(1e5), [0]), P.cross_entropy(z, [0]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.nightly(keep=7)
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(("function", "implementation", "name"), STREAMED)
 @hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
 def test_streamed_logits_at_any_offset(
@@ -141,3 +144,58 @@ def test_streamed_logits_at_any_offset(
     arrays = np.full(V, offset, np.float32), *exact(seed)
     ours = compiled(function, name, implementation=implementation)
     assert_as_plain(ours, compiled(of_head, name, whole=function is in_forward), *arrays)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e5, -1e6])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_log_probabilities_of_several_tokens_and_all_that_comes_of_them(offset: float, implementation: str) -> None:
+    """Hidden states that each choose a column of the weight, whose products are exact."""
+    rng, n, v = np.random.default_rng(0), 16, 300
+    plainly = (3 * rng.normal(size=(n, v))).astype(np.float32)
+    z, hidden, weight = plainly + np.float32(offset), np.eye(n, dtype=np.float32), plainly.T
+    several, weights = rng.integers(0, v, (n, 4)), rng.uniform(0.5, 2, v).astype(np.float32) / v
+    options: dict[str, Any] = {"bias": np.full(v, offset, np.float32), "implementation": implementation}
+    wide = z.astype(np.float64)
+    log_p = log_softmax(wide)
+    p, want = np.exp(log_p), np.take_along_axis(log_p, several, axis=1)
+    np.testing.assert_allclose(P.linear_log_probs(hidden, weight, several, **options), want, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(P.selective_log_softmax(z, several), want, rtol=0, atol=4e-6)
+    names = ("mean_log_prob", "entropy", "sum_sq_probs", "varentropy", "mean_logit", "lse")
+
+    def total(weight: Any) -> Any:
+        found = P.linear_row_statistics(hidden, weight, statistics=names, logit_weights=weights, **options)
+        return jnp.sum(found.mean_log_prob + found.entropy + found.varentropy), found
+
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(weight)
+    entropy = -(p * log_p).sum(axis=1)
+    varentropy = (p * (log_p + entropy[:, None]) ** 2).sum(axis=1)
+    np.testing.assert_allclose(found.mean_log_prob, log_p @ np.float64(weights), rtol=0, atol=8e-6)
+    np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(found.varentropy, varentropy, rtol=1e-5, atol=4e-6)
+    np.testing.assert_allclose(found.mean_logit, wide @ np.float64(weights), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(found.lse, (wide - log_p)[:, 0], rtol=2e-7)
+    y = log_p + entropy[:, None]
+    right = weights - np.float64(weights).sum() * p - p * y + p * (y * y + 2 * y - varentropy[:, None])
+    np.testing.assert_allclose(gradient.T, right, rtol=0, atol=1e-5)
+
+
+@jax.jit
+def _joined(z: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
+    """The statistics of two tiles of two columns."""
+    names, columns = frozenset(PRIMITIVES), jnp.arange(4)
+    tiles = (slice(0, 2), slice(2, 4))
+    parts = (partial_of_tile(z[:, x], columns[x], None, None, weights[x], names) for x in tiles)
+    return finalise(merge(*parts), names)
+
+
+@pytest.mark.parametrize("first", [[1.0, 5.0], [-np.inf, -np.inf], [2.0, -np.inf]])
+@pytest.mark.parametrize("weights", [[0.5, 0.25, 1.0, -2.0], [0.5, 0.0, 1.0, 3.0], [1.0, -1.0, 0.5, 0.25]])
+def test_weighted_sums_move_with_the_maximum(first: list[float], weights: list[float]) -> None:
+    """To which columns of weight 0 add nothing, even of -inf; also from a part that has no other."""
+    z, u = np.array([*first, 40.0, 7.0]), np.array(weights)
+    found = _joined(jnp.asarray(z[None], jnp.float32), jnp.asarray(u, jnp.float32))
+    with np.errstate(invalid="ignore"):
+        want = np.where(u != 0, u * z, 0).sum()
+        mean_log_prob = want - u.sum() * np.log(np.exp(z).sum())
+    np.testing.assert_allclose(found["mean_logit"][0], want, rtol=1e-6)
+    np.testing.assert_allclose(found["mean_log_prob"][0], mean_log_prob, rtol=1e-6)

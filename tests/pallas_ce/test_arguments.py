@@ -12,7 +12,7 @@ import pytest
 
 import pallas_ce
 from pallas_ce import explain, linear_cross_entropy
-from tests.pallas_ce.functions import LOSSES
+from tests.pallas_ce.cases import LOSSES
 
 HIDDEN, WEIGHT = jnp.ones((4, 3)), jnp.ones((5, 3))
 LABELS = jnp.array([0, 1, 2, 4])

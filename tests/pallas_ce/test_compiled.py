@@ -63,6 +63,7 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     assert used <= told.peak_bytes - shared + n * h
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 @pytest.mark.parametrize(
     ("shape", "dtype", "scratch_bytes"),

@@ -171,6 +171,7 @@ def test_a_head_against_itself_is_zero_with_zero_gradient(divergence: Any) -> No
     np.testing.assert_allclose(gradient, 0, atol=1e-6)
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("scratch_bytes", [None, 1200])
 @pytest.mark.parametrize(

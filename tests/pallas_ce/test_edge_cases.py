@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import explain, linear_row_statistics
+from pallas_ce import linear_row_statistics
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close, library_loss, library_results
 from tests.pallas_ce.problems import STORED, STREAMED, WAYS, Problem, make
@@ -37,9 +37,7 @@ def _cases() -> dict[str, Case]:
     # Padding that leaked into the log-sum-exp would show here; a large maximum would hide it.
     ragged = make(0, 19, 5, 1003, scale=1e-3)
     nothing = {"token_weights": np.ones(9, np.float32)}, {"z_loss": 0.1, "label_smoothing": 0.1}
-    small, labels = make(0, 12, 4, 100), np.array([99, 100, 0, 127, 5, 7] * 2)  # the last column, V and beyond
-    signed = np.where(np.isin(np.arange(12), [2, 3]), [-1, -7] * 6, labels)
-    large = make(0, 16, 8, 40)
+    small, large = make(0, 12, 4, 100), make(0, 16, 8, 40)
     capped, cap = make(0, 6, 5, 8), {"logit_softcap": 2.0}
     closed, lowest = (np.array([0, 0, 0, x, 0, 0, 0, 0], np.float32) for x in (-np.inf, -1e6))
     padded, ignored = make(0, 21, 6, 50), make(0, 40, 6, 50)
@@ -58,18 +56,7 @@ def _cases() -> dict[str, Case]:
             for reduction in ("mean", "sum")
         },
         "no tokens": Case(make(0, 0, 4, 11)),
-        **{
-            f"{dtype} labels": Case(_with(small, (signed if dtype.startswith("i") else labels).astype(dtype)))
-            for dtype in ("int8", "int16", "uint32", "uint8")
-        },
-        **{
-            f"{dtype} labels beyond 32 bits": Case(_with(small, np.array([7, 0, *beyond] * 2, dtype)))
-            for dtype, beyond in (
-                ("uint64", [2**32 + 3, 2**63 + 5, 2**64 - 100, 100]),
-                ("int64", [-1, 2**32 + 3, 2**40 + 5, -(2**40)]),
-            )
-        },
-        "labels beyond 2**31": Case(_with(make(0, 2, 4, 10), np.array([3, 2**32 - 100], np.uint32))),
+        "labels that are no classes": Case(_with(small, [99, 100, 0, 127, 5, -7] * 2)),
         # Differences of logits near 1e4 carry 1e4·2^-24 of rounding each: absolute, hence 2e-3 in the probabilities.
         **{
             f"logits of {scale}": Case(_with(large, arrays={"logit_scale": np.float32(scale)}), of_gradients=4e-3)
@@ -90,6 +77,7 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
+@pytest.mark.nightly(keep=30)
 @pytest.mark.parametrize(
     ("name", "implementation", "backward"),
     [
@@ -108,31 +96,6 @@ def test_an_edge_of_the_contract(name: str, implementation: str, backward: Any) 
     assert_close(gradients, want_gradients, case.of_gradients)
     if case.zeros:
         assert not any(np.any(np.asarray(gradients[name])[want == 0]) for name, want in want_gradients.items())
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_common_offset_changes_no_probability_and_no_gradient_across_tiles(implementation: str) -> None:
-    """Of a sum `Σ e^z z` four digits would be lost, and of a difference to the log-sum-exp as well."""
-    rng = np.random.default_rng(0)
-    # Multiples of 1/64, which are exact even at the offset.
-    hidden, weight = (rng.integers(-8, 9, size=shape).astype(np.float32) / 8 for shape in ((16, 8), (200, 8)))
-    names, scratch = ("log_prob", "entropy", "sum_sq_probs", "varentropy"), 5000
-    labels = jnp.arange(16)
-
-    def run(hidden: Any, weight: Any, bias: Any) -> Any:
-        found = linear_row_statistics(
-            hidden, weight, labels, bias=bias, statistics=names, implementation=implementation, scratch_bytes=scratch
-        )
-        return jnp.sum(found.log_prob + 0.3 * found.entropy + found.sum_sq_probs + found.varentropy), found
-
-    if implementation == "xla":
-        assert explain(hidden, weight, differentiate=(), implementation="xla", scratch_bytes=scratch).columns < 100
-    results = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
-    (_, found), gradients = results(hidden, weight, jnp.full(200, 8192.0))
-    want, _ = oracle.statistics(oracle.Logits({"hidden": hidden, "weight": weight}), np.arange(16))
-    for name in names:
-        assert_close(getattr(found, name), want[name], 1e-6)
-    assert_close(gradients, results(hidden, weight, jnp.zeros(200))[1], 1e-6)
 
 
 @every_way

@@ -33,7 +33,7 @@ from pallas_ce import (
     sequence_log_probs,
     top_k_distillation_loss,
 )
-from tests.pallas_ce.functions import FUNCTIONS, KEY
+from tests.pallas_ce.cases import HEADS, KEY
 
 N, H = 6, 4
 HIDDEN = jax.random.normal(jax.random.key(0), (N, H))
@@ -110,7 +110,7 @@ def _multi_token(framework: Any, ids: Any, v: int) -> Any:
 CALLS: dict[str, Callable[[Any, int], Any]] = {
     **{
         name: functools.partial(lambda function, ids, v: function(HIDDEN, _weight(v), ids), function)
-        for name, function in FUNCTIONS.items()
+        for name, function in HEADS.items()
         if name not in ("linear_top_k", "linear_row_statistics", "sampled_softmax") and "linear_sample" not in name
     },
     "linear_log_probs of several": lambda ids, v: linear_log_probs(

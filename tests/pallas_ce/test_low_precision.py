@@ -31,6 +31,7 @@ def _materialised(hidden: jax.Array, weight: jax.Array, labels: np.ndarray, smoo
     return loss, d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype)
 
 
+@pytest.mark.nightly(keep=8)
 @streamed
 @pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -64,6 +65,7 @@ def test_float32_master_weights_get_the_float32_accumulator(implementation: str,
     assert np.any(unrounded != unrounded.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.nightly(keep=4)
 @streamed
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_float16_does_not_underflow_at_a_hundred_thousand_tokens(

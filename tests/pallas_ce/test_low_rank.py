@@ -10,8 +10,8 @@ import pytest
 
 from pallas_ce import LowRank, explain, linear_cross_entropy
 from tests import compile_for_h200 as h200
+from tests.pallas_ce.cases import DISTILLATIONS, HEADS, SERVED
 from tests.pallas_ce.checks import assert_close
-from tests.pallas_ce.functions import DISTILLATIONS, FUNCTIONS, SERVED
 
 N, H, V, R = 12, 5, 31, 2
 RNG = np.random.default_rng(0)
@@ -21,10 +21,11 @@ LABELS = np.where(np.arange(N) % 5 == 4, -100, np.arange(N))
 MERGED = WEIGHT + 0.7 * UP @ DOWN
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     # The list makes a distillation's teacher of the weight itself, as an array.
-    [(name, how) for name in FUNCTIONS if name not in DISTILLATIONS for how in SERVED[name]],
+    [(name, how) for name in HEADS if name not in DISTILLATIONS for how in SERVED[name]],
     ids=str,
 )
 @pytest.mark.parametrize("vocab_axis", [0, 1])
@@ -33,7 +34,7 @@ def test_every_function_takes_it(name: str, implementation: Any, vocab_axis: int
     if vocab_axis == 1:
         given = LowRank(WEIGHT.T, UP.T, DOWN.T, 0.7), MERGED.T
     options = {"vocab_axis": vocab_axis} | ({} if implementation is None else {"implementation": implementation})
-    got, want = (FUNCTIONS[name](HIDDEN, weight, LABELS, **options) for weight in given)
+    got, want = (HEADS[name](HIDDEN, weight, LABELS, **options) for weight in given)
     assert_close(got, want, 1e-5, floor=1e-5)
 
 

@@ -1,51 +1,125 @@
-"""NaN and infinity show where plain JAX shows them, and nowhere else."""
+"""NaN and infinity show where plain JAX shows them, and nowhere else; in every function, at drawn places.
+
+`python -m pytest -m gpu tests/pallas_ce/test_not_finite.py` runs the kernels at the sizes they are made for.
+"""
 
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import cross_entropy, linear_cross_entropy, selective_log_softmax
+import pallas_ce as P
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import add, finalise, from_reference, merge, partial_of_tile, without_columns
 from pallas_ce.statistics.table import PRIMITIVES, Partial
-from tests.pallas_ce import not_finite
-from tests.pallas_ce.problems import WAYS
+from tests.pallas_ce.cases import CASES, DISTILLATIONS, Sizes, Way
+from tests.pallas_ce.checks import with_gradients
+from tests.pallas_ce.spoilt import SIZES, check
+from tests.pallas_ce.streamed import two_heads
 
-EVERY = frozenset(PRIMITIVES)
-VALUES = [np.nan, np.inf, -np.inf]
-every_value = pytest.mark.parametrize("value", VALUES)
-every_place = pytest.mark.parametrize("place", not_finite.PLACES)
-
-
-@every_value
-@every_place
-@pytest.mark.parametrize(("implementation", "backward"), WAYS)
-def test_losses_and_gradients(place: str, value: float, implementation: str, backward: Any) -> None:
-    budget = None if implementation == "reference" else 20_000
-    options = {"implementation": implementation, "backward": backward, "scratch_bytes": budget}
-    not_finite.assert_as_plain_jax(place, value, **options)
+SEEDS = st.integers(0, 2**16)
+# Of heads, that is of functions whose arrays depend on the sizes, with tiles of a few columns and with wide ones.
+SPOILT = [
+    (name, size, *way)
+    for name, case in CASES.items()
+    for size in SIZES
+    for way in case.ways
+    if size == "wide" or any("hidden" in x or "logits" in x for x in case.inputs)
+]
 
 
-@every_value
-@every_place
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_statistics(place: str, value: float, implementation: str) -> None:
-    budget = None if implementation == "reference" else 20_000
-    not_finite.assert_statistics_as_defined(place, value, implementation=implementation, scratch_bytes=budget)
+@pytest.mark.nightly(keep=len(CASES))
+@pytest.mark.parametrize(("name", "size", "implementation", "backward"), SPOILT)
+@hypothesis.given(seed=SEEDS)
+def test_what_is_not_finite_is_where_plain_jax_has_it(
+    name: str, size: str, implementation: str, backward: str, seed: int
+) -> None:
+    """Results and gradients, in rows that count and that do not, columns that exist and padding, targets and others."""
+    check(CASES[name], SIZES[size], (implementation, backward), seed)
 
 
-def test_one_nan_in_a_weight_is_in_the_loss_of_every_row() -> None:
+@pytest.mark.parametrize("name", ["cross_entropy", "chunked_cross_entropy", "mean_squared_lse"])
+@hypothesis.given(seed=SEEDS)
+def test_stored_logits_of_16_bits(name: str, seed: int) -> None:
+    check(CASES[name], Sizes(classes=301, padded=304, dtype="bfloat16"), CASES[name].ways[0], seed)
+
+
+def _one_nan(where: str) -> tuple[Any, dict[str, Any], np.ndarray]:
+    """Hidden states, the rest of a head with one NaN, and labels."""
     rng = np.random.default_rng(0)
-    hidden, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((512, 8), (1000, 8)))
-    labels = np.arange(512) + 8
-    weight[7, 2] = np.nan
-    assert np.isnan(linear_cross_entropy(hidden, weight, labels))
-    gradients = jax.grad(linear_cross_entropy, (0, 1))(hidden, weight, labels)
-    assert all(np.isnan(gradient).all() for gradient in gradients)
+    hidden, weight, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 8), (1000, 8), (1000,)))
+    (weight if where == "weight" else bias)[7] = np.nan
+    return hidden, {"weight": weight, "bias": bias}, np.arange(8) + 8
+
+
+@pytest.mark.parametrize("where", ["weight", "bias"])
+def test_one_nan_in_the_head_makes_every_row_nan(where: str) -> None:
+    """Of a vocabulary so wide that XLA's maximum on a CPU loses the NaN; of stored logits too."""
+    hidden, head, labels = _one_nan(where)
+    logits = hidden @ head["weight"].T + head["bias"]
+    found = P.linear_row_statistics(hidden, **head, labels=labels, statistics=P.RowStatistics._fields)
+    for name, x in found._asdict().items():
+        assert np.all(x == 7 if name == "argmax" else np.isnan(x)) or name == "target_logit", name
+    largest = P.linear_top_k(hidden, k=3, **head)
+    results = {
+        "loss": P.linear_cross_entropy(hidden, **head, labels=labels),
+        "log-probabilities": P.linear_log_probs(hidden, **head, labels=labels),
+        "the 3 largest": largest.log_probs,
+        "stored logits": P.cross_entropy(logits, labels),
+        "entries": P.selective_log_softmax(logits, labels),
+        "squares": P.mean_squared_lse(logits, labels),
+    }
+    assert [name for name, x in results.items() if not np.all(np.isnan(x))] == []
+    assert np.all(largest.ids[:, 0] == 7)
+
+
+LIMITS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.0}, {"temperature": np.linspace(0, 2, 8, dtype=np.float32), "scratch_bytes": 700},
+    {"top_p": 0.9}, {"min_p": 0.1, "scratch_bytes": 1500}, {"top_k": 5}, {"top_k": 5, "top_p": 0.9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=lambda limits: " ".join(limits) or "no limit")
+def test_samples_take_the_first_nan_and_else_the_first_infinity(limits: dict[str, Any]) -> None:
+    hidden, head, _ = _one_nan("weight")
+    head["bias"][[3, 100]] = np.inf
+    found = P.linear_sample(jax.random.key(0), hidden, **head, **limits)
+    assert np.all(found.ids == 7)
+    assert np.all(np.isnan(found.log_probs))
+    head["weight"][7] = 0
+    found = P.linear_sample(jax.random.key(0), hidden, **head, **limits)
+    assert np.all(found.ids == 3)
+    assert np.all(np.isnan(found.log_probs))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("divergence", DISTILLATIONS)
+@pytest.mark.parametrize("side", ["hidden", "teacher_hidden"])
+def test_a_row_with_a_nan_is_nan_in_every_gradient_and_the_others_are_what_they_were(
+    divergence: Any, implementation: Any, side: str
+) -> None:
+    """Also where the student's probability is 0, and 0·NaN might be selected away."""
+    arrays = two_heads(0, 6, 4, 23, teacher_h=4)
+    arrays["weight"][5] = 0
+    arrays["bias"] = np.where((np.arange(23) == 5) & (divergence == "reverse_kl"), -np.inf, 0).astype(np.float32)
+
+    def loss(arrays: Any) -> Any:
+        return P.linear_distillation(**arrays, divergence=divergence, implementation=implementation, reduction="none")
+
+    want, right = with_gradients(loss, arrays)
+    arrays[side][3, 2] = np.nan
+    found, gradients = with_gradients(loss, arrays)
+    others = np.arange(6) != 3
+    assert np.isnan(found[3])
+    assert all(np.isnan(gradients[name]).all() for name in ("weight", "bias"))
+    assert np.isnan(gradients["hidden"][3]).all()
+    np.testing.assert_allclose(found[others], want[others], rtol=1e-6)
+    np.testing.assert_allclose(gradients["hidden"][others], right["hidden"][others], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -54,7 +128,7 @@ def test_a_row_with_a_nan_leaves_the_others_as_they_are(masked: bool) -> None:
     rng = np.random.default_rng(0)
     hidden, weight = (rng.normal(size=shape).astype(np.float16) for shape in ((40, 16), (300, 16)))
     labels = np.arange(40) if not masked else np.where(np.arange(40) == 3, -100, np.arange(40))
-    gradient = jax.jit(jax.grad(lambda h: 1e-4 * linear_cross_entropy(h, weight, labels, reduction="sum")))
+    gradient = jax.jit(jax.grad(lambda h: 1e-4 * P.linear_cross_entropy(h, weight, labels, reduction="sum")))
     clean = gradient(hidden)
     hidden[3] = np.nan
     dirty = gradient(hidden)
@@ -64,50 +138,16 @@ def test_a_row_with_a_nan_leaves_the_others_as_they_are(masked: bool) -> None:
     assert not masked or not dirty[3].any()
 
 
-@every_value
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_stored_logits(value: float, dtype: Any) -> None:
-    z = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
-    z[2, 7], z[4, 5], labels = value, value, np.array([3, 1, 7, -100, 2, 5])
-    z = jnp.asarray(z, dtype)
-
-    def plain(z: jax.Array) -> jax.Array:
-        z = z.astype(jnp.float32)
-        return jax.nn.logsumexp(z, axis=1) - z[jnp.arange(6), np.maximum(labels, 0)]
-
-    counts = labels >= 0
-    want, back = jax.vjp(plain, z)
-    (right,) = back(jnp.where(counts, 1.0, 0.0))
-    for reduction in ("sum", "none"):
-        ours = jax.jit(jax.value_and_grad(lambda z, r=reduction: jnp.sum(cross_entropy(z, labels, reduction=r))))
-        loss, gradient = ours(z)
-        assert np.isnan(loss) == np.isnan(want[counts]).any()
-        assert np.isfinite(loss) == np.isfinite(want[counts]).all()
-        np.testing.assert_array_equal(np.isfinite(gradient), np.isfinite(right))
-        assert not gradient[3].any()
-    chosen = selective_log_softmax(z, labels)
-    np.testing.assert_array_equal(np.isfinite(chosen), np.isfinite(np.where(counts, want, 0)))
-    np.testing.assert_array_equal(np.isnan(chosen), np.isnan(np.where(counts, want, 0)))
-
-
 def test_a_weight_of_no_token_does_not_hide_a_nan() -> None:
     """0·(±inf) is 0, and 0·nan is not."""
     z = jnp.array([[0.0, jnp.nan], [0.0, 1.0], [0.0, -jnp.inf]])
-    values = cross_entropy(z, jnp.array([0, 1, 1]), token_weights=jnp.array([0.0, 1.0, 0.0]), reduction="none")
+    values = P.cross_entropy(z, jnp.array([0, 1, 1]), token_weights=jnp.array([0.0, 1.0, 0.0]), reduction="none")
     assert np.isnan(values[0])
     assert values[1] > 0
     assert values[2] == 0
 
 
-@pytest.mark.parametrize("smoothing", ["class_weights", "label_smoothing"])
-def test_a_nan_of_the_smoothing_is_in_the_loss(smoothing: str) -> None:
-    options: dict[str, Any] = {"label_smoothing": 0.1, "class_weights": jnp.ones(4)}
-    options[smoothing] = jnp.nan if smoothing == "label_smoothing" else jnp.array([1.0, jnp.nan, 1.0, 1.0])
-    hidden, weight = jnp.ones((3, 2)), jnp.ones((4, 2))
-    loss = jax.jit(lambda options: linear_cross_entropy(hidden, weight, jnp.zeros(3, int), **options))
-    assert np.isnan(loss(options))
-
-
+EVERY = frozenset(PRIMITIVES)
 TILES = {
     "nothing": [-np.inf, -np.inf],
     "numbers": [1.0, 3.0],
@@ -118,59 +158,53 @@ TILES = {
 }
 
 
-def _partial(values: Any, first: int) -> Partial:
-    columns = jnp.arange(len(values)) + first
-    u = jnp.full(len(values), 0.25)
-    labels = jnp.array([0])
-    return partial_of_tile(jnp.asarray([values], jnp.float32), columns, None, labels, u, EVERY)
+@jax.jit
+def _joined(values: jax.Array) -> dict[str, Any]:
+    """The statistics of two tiles `[2, c]`, joined in every way: compiled, as XLA's maxima on a CPU drop NaN then."""
+
+    def part(tile: int) -> Partial:
+        columns = jnp.arange(2) + 2 * tile
+        u, labels = jnp.full(2, 0.25), jnp.array([0])
+        return partial_of_tile(values[tile][None], columns, None, labels, u, EVERY)
+
+    def measured(tile: int, at: Partial) -> Partial:
+        return Partial(max=at.max, sum_exp=jnp.exp(values[tile] - 4.0).sum()[None], argmax=at.argmax)
+
+    a, b = part(0), part(1)
+    return {
+        "merged": finalise(merge(a, b), EVERY),
+        "swapped": finalise(merge(b, a), EVERY),
+        "with nothing": finalise(merge(merge(without_columns(a), merge(a, without_columns(a))), b), EVERY),
+        "added": finalise(from_reference(add(measured(0, a), measured(1, b)), jnp.full(1, 4.0)), EVERY),
+    }
 
 
 @pytest.mark.parametrize("first", TILES)
 @pytest.mark.parametrize("second", TILES)
-@pytest.mark.parametrize("how", ["merged", "swapped", "added", "with nothing"])
-def test_parts_are_joined_as_if_they_were_one(first: str, second: str, how: str) -> None:
-    """Compiled: XLA's maxima and minima on a CPU drop NaN then."""
-
-    @jax.jit
-    def joined() -> dict[str, jax.Array]:
-        a, b = _partial(TILES[first], 0), _partial(TILES[second], 2)
-        if how == "added":  # measured from one number
-
-            def measured(values: Any, at: int, part: Partial) -> Partial:
-                e = jnp.exp(jnp.asarray(values, jnp.float32) - 4.0)
-                return Partial(max=part.max, sum_exp=e.sum()[None], argmax=part.argmax)
-
-            parts = measured(TILES[first], 0, a), measured(TILES[second], 2, b)
-            return finalise(from_reference(add(*parts), jnp.full(1, 4.0)), EVERY)
-        if how == "with nothing":
-            a = merge(without_columns(a), merge(a, without_columns(a)))
-        return finalise(merge(b, a) if how == "swapped" else merge(a, b), EVERY)
-
-    found, z = joined(), jnp.asarray(TILES[first] + TILES[second], jnp.float32)
+def test_parts_are_joined_as_if_they_were_one(first: str, second: str) -> None:
+    z = jnp.asarray(TILES[first] + TILES[second], jnp.float32)
+    nan = bool(jnp.isnan(z).any() | jnp.isposinf(z).any())
     want = {"max_logit": z.max(), "lse": jax.nn.logsumexp(z)}
-    if how != "added":
-        nan = bool(jnp.isnan(z).any() | jnp.isposinf(z).any())
-        want |= dict.fromkeys(("entropy", "sum_sq_probs", "varentropy"), jnp.float32(np.nan if nan else 0.0))
-    for name, right in want.items():
-        np.testing.assert_array_equal(np.isnan(found[name][0]), np.isnan(right), err_msg=name)
-        if name in ("max_logit", "lse"):
-            np.testing.assert_allclose(found[name][0], right, rtol=1e-6, err_msg=name)
-    assert found["argmax"][0] == jnp.argmax(z)
+    for how, found in _joined(z.reshape(2, 2)).items():
+        of_all = dict.fromkeys(("entropy", "sum_sq_probs", "varentropy"), jnp.float32(np.nan if nan else 0.0))
+        for name, right in (want if how == "added" else want | of_all).items():
+            np.testing.assert_array_equal(np.isnan(found[name][0]), np.isnan(right), err_msg=f"{how} {name}")
+            if name in want:
+                np.testing.assert_allclose(found[name][0], right, rtol=1e-6, err_msg=f"{how} {name}")
+        assert found["argmax"][0] == jnp.argmax(z), how
 
 
 def test_dlogits_of_a_row_with_a_nan_are_nan_and_columns_that_are_not_valid_stay_0() -> None:
     ones = jnp.ones(2)
     coefficients = Coefficients(ones, ones, ones, ones, None, ones, ones, ones)
     logits = jnp.array([[1.0, jnp.nan, 0.0, 2.0], [1.0, 2.0, 3.0, 0.0]])
-    lse = jax.nn.logsumexp(logits, axis=1)
-    labels = jnp.zeros(2, jnp.int32)
-    valid = jnp.array([True, True, True, False])
+    labels, valid = jnp.zeros(2, jnp.int32), jnp.array([True, True, True, False])
 
     @jax.jit
     def run(logits: jax.Array, lse: jax.Array) -> jax.Array:
         return coef.dlogits(coefficients, logits, lse, jnp.arange(4), valid, labels, labels, None, None)
 
-    found = run(logits, lse)
+    found = run(logits, jax.nn.logsumexp(logits, axis=1))
     assert np.isnan(found[0, :3]).all()
     assert np.isfinite(found[1]).all()
     assert not found[:, 3].any()
@@ -182,3 +216,50 @@ def test_normalised_coefficients_fit_whatever_rows_hold_that_is_not_finite() -> 
     assert normalised.prob is not None
     assert np.isfinite(factor)
     assert 2**10 <= float(normalised.prob[0]) <= 2**13
+
+
+KERNELS = ("mosaic_gpu", "triton", "xla")
+LARGE = Sizes(rows=512, width=256, classes=4080, padded=4096, dtype="bfloat16", scratch_bytes=None)
+STATISTICS = ("linear_cross_entropy", "linear_row_statistics", "linear_log_probs", "linear_loss")
+OTHERS = ("linear_distillation", "linear_top_k", "linear_sample", "cross_entropy", "sampled", "multi", "selective",
+          "mean_squared", "linear_chain")  # fmt: skip
+ON_GPU: list[tuple[str, Way]] = [
+    (name, (implementation, backward))
+    for name in CASES
+    if name.startswith(STATISTICS)
+    for implementation in KERNELS
+    for backward in sorted({backward for _, backward in CASES[name].ways} - {"auto"})
+] + [(name, way) for name in CASES if name.startswith(OTHERS) for way in CASES[name].ways if way[0] != "reference"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "way"), ON_GPU)
+@hypothesis.given(seed=SEEDS)
+def test_kernels_have_what_is_not_finite_where_plain_jax_has_it(name: str, way: Way, seed: int) -> None:
+    """But for infinities of class weights, which sums that are measured from another number may make NaN, and of a
+    low-rank term's factors, by whose sign a product with what rounds to 0 is decided."""
+    case = CASES[name]
+    case = case._replace(finite=(*case.finite, "class_weights", "up", "down"))
+    check(case.without("temperature") if way[0] == "mosaic_gpu" else case, LARGE, way, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["weight", "bias"])
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_one_nan_in_a_head_of_kernels_makes_every_row_and_every_gradient_nan(
+    implementation: str, backward: str, where: str
+) -> None:
+    rng = np.random.default_rng(0)
+    hidden, weight, labels = jnp.ones((512, 256), jnp.bfloat16), rng.normal(size=(4096, 256)), np.arange(512) + 8
+    weight, bias = jnp.asarray(0.05 * weight, jnp.bfloat16), jnp.zeros(4096)
+    weight, bias = (weight.at[7, 2].set(jnp.nan), bias) if where == "weight" else (weight, bias.at[7].set(jnp.nan))
+    options = {"implementation": implementation}
+    rows = P.linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", **options)
+    assert np.all(np.isnan(rows))
+
+    def loss(hidden: Any, weight: Any, bias: Any) -> Any:
+        return P.linear_cross_entropy(hidden, weight, labels, bias=bias, backward=backward, **options)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(hidden, weight, bias)
+    assert all(np.all(np.isnan(np.asarray(x, np.float32))) for x in (value, *gradients))

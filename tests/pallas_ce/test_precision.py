@@ -13,8 +13,8 @@ from jax.lax import DotAlgorithmPreset, Precision
 import pallas_ce
 from pallas_ce import Task, linear_log_probs, multi_task_cross_entropy
 from pallas_ce.api.problem import Problem
+from tests.pallas_ce.cases import DISTILLATIONS, HEADS, SERVED, total
 from tests.pallas_ce.checks import assert_close, with_gradients
-from tests.pallas_ce.functions import DISTILLATIONS, FUNCTIONS, SERVED, total
 
 H, V = 16, 40
 HIDDEN, WEIGHT = jax.random.normal(jax.random.key(0), (8, H)), jax.random.normal(jax.random.key(1), (V, H))
@@ -26,7 +26,7 @@ LEVELS = {"default": "precision = [DEFAULT, DEFAULT]", "tensorfloat32": "precisi
 SHOWN = LEVELS | {"BF16_BF16_F32_X3": "lhs_precision_type = bf16, rhs_precision_type = bf16, accumulation_type = f32"}
 
 WAYS = [
-    *((name, {} if x is None else {"implementation": x}) for name in FUNCTIONS for x in SERVED[name] if x != "toy"),
+    *((name, {} if x is None else {"implementation": x}) for name in HEADS for x in SERVED[name] if x != "toy"),
     *((name, {"backward": mode}) for name in ("linear_cross_entropy", "linear_loss") for mode in
       ("in_forward", "recompute")),
 ]  # fmt: skip
@@ -50,26 +50,27 @@ def assert_all(lines: list[str], precision: str) -> None:
         assert SHOWN[precision] in line, line
 
 
+@pytest.mark.nightly(keep=40)
 @every_way
 @pytest.mark.parametrize("precision", SHOWN)
 def test_every_product_of_every_function_has_the_precision_asked_for(
     name: str, options: dict[str, Any], precision: str
 ) -> None:
     teacher = {"teacher_precision": precision} if name in DISTILLATIONS else {}
-    assert_all(products(FUNCTIONS[name], precision=precision, **options, **teacher), precision)
+    assert_all(products(HEADS[name], precision=precision, **options, **teacher), precision)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", HEADS)
 def test_jaxs_configuration_decides_where_nothing_is_said(name: str) -> None:
     teacher = {"teacher_precision": "tensorfloat32"} if name in DISTILLATIONS else {}
     asked = {"precision": "tensorfloat32", **teacher}
-    assert_all(products(FUNCTIONS[name]), "highest")
+    assert_all(products(HEADS[name]), "highest")
     for configured in ("default", "BF16_BF16_F32_X3"):
         with jax.default_matmul_precision(configured):
-            assert_all(products(FUNCTIONS[name]), configured)
-            assert_all(products(FUNCTIONS[name], **asked), "tensorfloat32")
-            assert_all(products(FUNCTIONS[name], jnp.bfloat16), "default")
-    assert_all(products(FUNCTIONS[name]), "highest")
+            assert_all(products(HEADS[name]), configured)
+            assert_all(products(HEADS[name], **asked), "tensorfloat32")
+            assert_all(products(HEADS[name], jnp.bfloat16), "default")
+    assert_all(products(HEADS[name]), "highest")
 
 
 @pytest.mark.parametrize("name", pallas_ce.__all__)
@@ -93,7 +94,7 @@ def test_heads_of_several_tasks_have_one_precision_and_may_have_their_own() -> N
 
 def test_a_teacher_has_a_precision_of_its_own() -> None:
     for name in DISTILLATIONS:
-        found = products(FUNCTIONS[name], precision="default", teacher_precision="tensorfloat32")
+        found = products(HEADS[name], precision="default", teacher_precision="tensorfloat32")
         count = {level: sum(SHOWN[level] in line for line in found) for level in LEVELS}
         assert count["highest"] == 0 < count["tensorfloat32"] < count["default"]
 

@@ -1,4 +1,4 @@
-"""Functions that take no head or are built on heads, under JAX's strictest rules for dtypes and ranks."""
+"""Every function, under JAX's strictest rules for dtypes and ranks, under which a program may run."""
 
 import functools
 from collections.abc import Callable
@@ -13,8 +13,6 @@ from flax import nnx
 import flax_modules.linen
 import flax_modules.nnx
 from pallas_ce import (
-    LowRank,
-    Task,
     build_loss_fn,
     chunked_cross_entropy,
     cross_entropy,
@@ -25,107 +23,92 @@ from pallas_ce import (
     linear_cross_entropy,
     linear_cross_entropy_and_gradients,
     linear_log_probs,
-    mean_squared_lse,
-    multi_task_cross_entropy,
     policy_loss,
-    selective_log_softmax,
     sequence_log_probs,
-    top_k_distillation_loss,
 )
-from tests.pallas_ce.functions import KEY, total
+from tests.pallas_ce.cases import CASES, KEY, Sizes, Way, total
 
 B, T, H, V, K = 2, 6, 8, 31, 3
 _RNG = np.random.default_rng(0)
-HIDDEN, WEIGHT, LOGITS, CANDIDATES, UP, DOWN, LOG_PROBS, OTHERS = (
-    _RNG.normal(size=shape).astype(np.float32)
-    for shape in ((B, T, H), (V, H), (B, T, V), (B, T, K), (V, 2), (2, H), (B, T), (B, T))
+HIDDEN, WEIGHT, LOGITS, LOG_PROBS, OTHERS = (
+    _RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, H), (V, H), (B, T, V), (B, T), (B, T))
 )
 LABELS = _RNG.integers(-1, V, (B, T)).astype(np.int32)
 TAGS, MASK, SEVERAL = np.maximum(LABELS, 0) % K, LABELS >= 0, np.stack([LABELS, LABELS[:, ::-1]], -1)
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
+OF_CLASSES = {**SMOOTHED, "class_weights": np.ones(V, np.int32), "token_weights": np.ones((B, T), np.int8)}
+POLICY = {"kl_coefficient": 0.1, "entropy_coefficient": np.float32(0.1), "ratio_limit": 3, "return_metrics": True}
 
+
+def _dpo(kind: Any, x: Any) -> Any:
+    return dpo_loss(x, -x, -x, x, MASK, kind=kind, return_metrics=True)
+
+
+# What the examples of all functions leave out.
 CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "cross_entropy": (
-        lambda z: cross_entropy(
-            z, LABELS, **SMOOTHED, class_weights=np.ones(V, np.int32), token_weights=np.ones((B, T), np.int8),
-            logit_softcap=5.0, return_metrics=True,
-        ),
-        (LOGITS,),
+    "cross_entropy": (lambda z: cross_entropy(z, LABELS, logit_softcap=5.0, return_metrics=True, **OF_CLASSES), LOGITS),
+    "chunked_cross_entropy": (lambda z: chunked_cross_entropy(z, LABELS, 4, normalizer=7), LOGITS),
+    "linear_cross_entropy": (
+        lambda h: linear_cross_entropy(h, WEIGHT, LABELS, shift=1, return_metrics=True, **OF_CLASSES),
+        HIDDEN,
     ),
-    "cross_entropy by token": (lambda z: cross_entropy(z, LABELS, reduction="none"), (LOGITS,)),
-    "chunked_cross_entropy": (lambda z: chunked_cross_entropy(z, LABELS, 4, normalizer=7), (LOGITS,)),
-    "mean_squared_lse": (lambda z: mean_squared_lse(z, LABELS), (LOGITS,)),
-    "selective_log_softmax": (lambda z: selective_log_softmax(z, SEVERAL), (LOGITS,)),
     "linear_log_probs of several": (
-        lambda h, w: linear_log_probs(h, w, SEVERAL, temperature=0.7, return_entropy=True, return_hit=True),
-        (HIDDEN, WEIGHT),
+        lambda h: linear_log_probs(h, WEIGHT, SEVERAL, temperature=0.7, return_entropy=True, logit_softcap=5.0),
+        HIDDEN,
     ),
-    "linear_cross_entropy, LowRank": (
-        lambda h, w, up, down: linear_cross_entropy(h, LowRank(w, up, down, 2.0), LABELS, shift=1),
-        (HIDDEN, WEIGHT, UP, DOWN),
-    ),
-    "linear_chain_crf": (lambda e, t: linear_chain_crf(e, TAGS, t, mask=MASK), (CANDIDATES, np.ones((K, K)))),
-    "linear_chain_crf, matrices by position": (
-        lambda e, t: linear_chain_crf(e, TAGS, t, normalizer=3),
-        (CANDIDATES, np.ones((B, T - 1, K, K))),
-    ),
-    "multi_task_cross_entropy": (
-        lambda h, w, u: multi_task_cross_entropy(h, {"a": Task(w, LABELS), "b": Task(u, LABELS, 2, SMOOTHED)}),
-        (HIDDEN, WEIGHT, -WEIGHT),
+    "linear_chain_crf": (
+        lambda x: linear_chain_crf(jnp.stack([x] * K, -1), TAGS, jnp.ones((K, K), x.dtype), normalizer=3), LOG_PROBS
     ),
     "a configured loss": (
-        lambda z: build_loss_fn({"loss_fn": "cross_entropy", "z_loss_weight": 0.1})(z, LABELS), (LOGITS,)
+        lambda z: build_loss_fn({"loss_fn": "cross_entropy", "z_loss_weight": 0.1})(z, LABELS), LOGITS
     ),
-    "sequence_log_probs": (lambda x: sequence_log_probs(x, MASK, average=True), (LOG_PROBS,)),
+    "sequence_log_probs": (lambda x: sequence_log_probs(x, MASK, average=True), LOG_PROBS),
     **{
-        f"dpo_loss, {kind}": (
-            lambda x, y, kind=kind: dpo_loss(
-                x, y, y, x, MASK, kind=kind, label_smoothing=0.1 if kind == "sigmoid" else 0.0, return_metrics=True
-            ),
-            (LOG_PROBS, OTHERS),
-        )
+        f"dpo_loss, {kind}": (functools.partial(_dpo, kind), LOG_PROBS)
         for kind in ("sigmoid", "hinge", "ipo")
     },
     **{
         f"policy_loss, {level}, {aggregation}": (
-            lambda x, y, level=level, aggregation=aggregation: policy_loss(
-                x, y, MASK, old_log_probs=y, ref_log_probs=y, entropy=x, level=level, aggregation=aggregation,
-                kl_coefficient=0.1, entropy_coefficient=np.float32(0.1), ratio_limit=3, return_metrics=True,
-                length=8 if aggregation == "fixed_length" else None,
+            lambda x, given=given: policy_loss(
+                x, OTHERS.astype(x.dtype), MASK, old_log_probs=-x, ref_log_probs=-x, entropy=x, **given, **POLICY
             ),
-            (LOG_PROBS, OTHERS),
+            LOG_PROBS,
         )
-        for level, aggregation in (
-            ("token", "token_mean"), ("sequence", "sequence_mean"), ("sequence_token", "fixed_length")
+        for level, aggregation, length in (
+            ("token", "token_mean", None), ("sequence", "sequence_mean", None), ("sequence_token", "fixed_length", 8)
         )
+        for given in [{"level": level, "aggregation": aggregation, "length": length}]
     },
+    **{f"kl_estimate, {name}": (lambda x, name=name: kl_estimate(x, -x, estimator=name), LOG_PROBS)
+       for name in ("k1", "k2", "k3")},
     **{
-        f"kl_estimate, {name}": (functools.partial(kl_estimate, estimator=name), (LOG_PROBS, OTHERS))
-        for name in ("k1", "k2", "k3")
-    },
-    **{
-        f"group_advantages, {scale}": (functools.partial(group_advantages, group_size=2, scale=scale), (LOG_PROBS[0],))
-        for scale in ("group", "batch", "none")
-    },
-    **{
-        f"top_k_distillation_loss, {name}, {tail=}": (
-            lambda x, name=name, tail=tail: top_k_distillation_loss(x, x - 1, MASK, divergence=name, tail=tail),
-            (-np.abs(CANDIDATES) - 2,),
-        )
-        for name, tail in (("forward_kl", True), ("reverse_kl", False), ("jsd", True))
+        f"group_advantages, {scale}": (functools.partial(group_advantages, group_size=2, scale=scale), LOG_PROBS[0])
+        for scale in ("batch", "none")
     },
 }  # fmt: skip
+EXAMPLES = [(name, way) for name, case in CASES.items() for way in case.ways]
+
+
+def assert_promotes_nothing(function: Callable[[Any], Any], arrays: Any, dtype: Any) -> None:
+    """Under JAX's strictest rules, in 64-bit mode where its default dtypes would show."""
+    with jax.enable_x64(dtype == jnp.bfloat16):
+        given = jax.tree.map(lambda x: jnp.asarray(x, dtype), arrays)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            jax.jit(jax.grad(lambda arrays: total(function(arrays)))).lower(given)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_function_and_its_gradients_promote_nothing(name: str, dtype: Any) -> None:
-    function, arrays = CALLS[name]
-    with jax.enable_x64(dtype == jnp.bfloat16):
-        given = [jnp.asarray(x, dtype) for x in arrays]
-        plain = jax.jit(jax.grad(lambda arrays: total(function(*arrays))))
-        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            plain.lower(given)
+    assert_promotes_nothing(*CALLS[name], dtype)
+
+
+@pytest.mark.nightly(keep=len(CASES))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("name", "way"), EXAMPLES)
+def test_an_example_of_every_function_promotes_nothing(name: str, way: Way, dtype: Any) -> None:
+    case, s = CASES[name], Sizes()
+    assert_promotes_nothing(lambda a: case.ours(s, a, *way), {x: s.array(x) for x in case.inputs}, dtype)
 
 
 def test_gradients_added_to_a_sum_promote_nothing() -> None:

@@ -16,7 +16,8 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.triton import backend, binding
 from pallas_ce.backends.triton.configs import Config
-from tests.pallas_ce import not_finite, oracle, spoilt, test_contract
+from tests.pallas_ce import oracle, spoilt, test_contract
+from tests.pallas_ce.cases import CASES, Sizes
 from tests.pallas_ce.checks import (
     assert_as_accurate_as_rounded_dlogits,
     assert_near_oracle,
@@ -25,7 +26,6 @@ from tests.pallas_ce.checks import (
     relative_error,
 )
 from tests.pallas_ce.problems import Problem, make, narrow_problems, problems
-from tests.pallas_ce.spoilt_functions import FUNCTIONS
 from tests.pallas_ce.sums import LOSS_SCALES, assert_adds, assert_adds_16_bits, several_blocks
 from tests.triton import interpreted
 
@@ -197,16 +197,6 @@ def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:
     assert np.all(gradient == 0)
 
 
-@few
-@hypothesis.given(
-    place=st.sampled_from(["hidden", "weight", "bias"]), value=st.sampled_from([np.nan, np.inf]),
-    dtype=st.sampled_from([np.float16, np.float32]), backward=st.sampled_from(MODES),
-)  # fmt: skip
-def test_what_is_not_finite_shows_where_plain_jax_shows_it(place: str, value: float, dtype: Any, backward: Any) -> None:
-    not_finite.assert_as_plain_jax(place, value, dtype, implementation="triton", backward=backward)
-    not_finite.assert_statistics_as_defined(place, value, dtype, implementation="triton")
-
-
 @both_modes
 def test_the_same_inputs_give_the_same_bits_however_many_programs_share_the_tiles(
     tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch
@@ -230,9 +220,10 @@ SPOILT = [
 @pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(("name", "way"), SPOILT)
 @few
-@hypothesis.given(seed=st.integers(0, 2**16))
-def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed: int) -> None:
-    spoilt.check(FUNCTIONS[name], spoilt.Sizes(rows=20, width=8, classes=70, padded=72, scratch_bytes=None), way, seed)
+@hypothesis.given(seed=st.integers(0, 2**16), dtype=st.sampled_from(["float16", "float32"]))
+def test_what_is_not_finite_is_where_plain_jax_has_it(name: str, way: Any, seed: int, dtype: str) -> None:
+    s = Sizes(rows=20, width=8, classes=70, padded=72, scratch_bytes=None, dtype=dtype)
+    spoilt.check(CASES[name], s, way, seed)
 
 
 @both_modes

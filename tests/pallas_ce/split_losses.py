@@ -1,0 +1,280 @@
+"""Losses split in every way, beside the materialised loss on one device; run by `test_meshes.py` with eight CPUs.
+
+The value, all gradients, and sums that gradients are added to.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_ce import MeshAxes, linear_cross_entropy, linear_cross_entropy_and_gradients, linear_distillation
+from tests.pallas_ce.layouts import (
+    ALL,
+    DIFFERENTIATED,
+    LAYOUTS,
+    MODES,
+    B,
+    Layout,
+    T,
+    arrays,
+    expected,
+    gradients,
+    loss,
+    mesh,
+    placed,
+    same,
+    sampled,
+)
+
+OF_HEAD = (1, 2, 3)  # of the arguments of the loss: weight, bias and scale
+KINDS = (AxisType.Auto, AxisType.Explicit)
+IDS = {"ids": lambda x: getattr(x, "name", str(x))}
+
+
+def added(hidden: Any, weight: Any, bias: Any, scale: Any, labels: Any, _: Any, **options: Any) -> Any:
+    """Gradients added to sums that lie as weight and bias."""
+    given = {"bias": bias, "logit_scale": scale, **of_sums(labels, bias.shape[0]), **options}
+    return linear_cross_entropy_and_gradients(
+        hidden, weight, labels, 2 * weight, bias_sum=2 * bias, loss_scale=0.5, **given
+    )
+
+
+def of_sums(labels: Any, vocabulary: int) -> dict[str, Any]:
+    return {"label_smoothing": 0.1, "z_loss": 1e-2, "normalizer": jnp.sum(labels >= 0), "vocab_size": vocabulary - 3}
+
+
+@functools.cache
+def expected_sums(vocabulary: int) -> Any:
+    hidden, weight, bias, scale, labels, _ = arrays(vocabulary, True)
+    given = {"implementation": "reference", **of_sums(labels, vocabulary)}
+
+    def plain(hidden: Any, weight: Any, bias: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, logit_scale=scale, **given)
+
+    found, (d_hidden, d_weight, d_bias) = jax.value_and_grad(plain, (0, 1, 2))(hidden, weight, bias)
+    return found, 0.5 * d_hidden, 2 * weight + 0.5 * d_weight, 2 * bias + 0.5 * d_bias
+
+
+def assert_laid_as(found: Any, inputs: Any, explicit: bool) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(inputs), strict=True):
+        assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
+
+
+@pytest.mark.nightly(keep=12)
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+@pytest.mark.parametrize("kind", KINDS, **IDS)
+def test_shardings_alone_split_a_loss(layout: Layout, mode: str, padded: bool, kind: AxisType) -> None:
+    """Under jit; results lie as their inputs, and repeats are equal in every bit."""
+    on, explicit = mesh(kind), kind == AxisType.Explicit
+    layout = layout.with_term(padded)
+    with jax.set_mesh(on) if explicit else contextlib.nullcontext():
+        given = placed(layout, on, padded)
+        function = gradients(functools.partial(loss, padded=padded, backward=mode))
+        got = jax.jit(function)(*given)
+        same(got, expected(layout.vocabulary, padded, layout.low_rank))
+        assert_laid_as(got[1], [given[i] for i in DIFFERENTIATED], explicit)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(function)(*given), got)
+
+
+@pytest.mark.nightly(keep=6)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+@pytest.mark.parametrize("kind", KINDS, **IDS)
+def test_gradients_are_added_to_sums_which_stay_where_they_are(layout: Layout, mode: Any, kind: AxisType) -> None:
+    on, explicit = mesh(kind), kind == AxisType.Explicit
+    with jax.set_mesh(on) if explicit else contextlib.nullcontext():
+        given = placed(layout, on, True)
+        got = jax.jit(functools.partial(added, backward=mode))(*given)
+        same(got, expected_sums(layout.vocabulary))
+        assert_laid_as(got[1:], given[:3], explicit)
+
+
+def differentiated(local: Callable[..., Any], axes: Any, specs: Any, argnums: Any, inside: bool, checked: bool) -> Any:
+    """Value and gradients of `local`'s sum over the axes that split the rows, taken inside a shard_map or outside."""
+
+    def add(x: Any) -> Any:
+        return jax.lax.psum(x, axes) if axes else x
+
+    def part(*args: Any) -> Any:
+        return add(local(*args))
+
+    def part_with_gradients(*args: Any) -> Any:
+        if checked:
+            return jax.value_and_grad(part, argnums)(*args)
+        value, found = jax.value_and_grad(local, argnums)(*args)
+        each = (jax.tree.map(add, x) if i in OF_HEAD else x for i, x in zip(argnums, found, strict=True))
+        return add(value), tuple(each)
+
+    if inside:
+        out_specs = P(), tuple(specs[i] for i in argnums)
+        return jax.shard_map(part_with_gradients, mesh=mesh(), in_specs=specs, out_specs=out_specs, check_vma=checked)
+    mapped = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=checked)
+    return jax.value_and_grad(mapped, argnums)
+
+
+@functools.cache
+def normalised(vocabulary: int, low_rank: bool) -> tuple[Any, Any, Any]:
+    """Arrays, their normaliser, and value and gradients."""
+    given = arrays(vocabulary, True, low_rank)
+    count = jnp.sum(jnp.where(given[4] >= 0, given[5] * (0.5 + given[4] % 3), 0))
+    reference = functools.partial(loss, padded=True, implementation="reference", normalizer=count)
+    return given, count, gradients(reference)(*given)
+
+
+@pytest.mark.nightly(keep=16)
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, **IDS)
+def test_a_loss_inside_shard_map(layout: Layout, mode: str, inside: bool, checked: bool) -> None:
+    """By axis name, differentiated inside and outside."""
+    layout = layout.with_term((mode == MODES[0]) == (layout in LAYOUTS[::2]))
+    grad: Any = None if checked else "inside" if inside else "outside"
+    given, count, want = normalised(layout.vocabulary, layout.low_rank)
+    local = functools.partial(
+        loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
+        mesh_axes=MeshAxes(**layout.axes, grad=grad),
+    )  # fmt: skip
+    function = differentiated(local, layout.only_rows, layout.specs, DIFFERENTIATED, inside, checked)
+    same(jax.jit(function)(*given), want)
+
+
+# The last one's vocabulary cannot be split over `tensor`.
+IN_PART = (
+    Layout("DP 2", P("data"), P(), low_rank=True),
+    Layout("FSDP 2 over V", P("data"), P("data"), vocabulary=32),
+    Layout("FSDP 2 over H", P("data"), P(None, "data")),
+    Layout("DP 2, 61 entries", P("data"), P(), vocabulary=61),
+)
+
+
+@pytest.mark.nightly(keep=4)
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", IN_PART, **IDS)
+def test_a_loss_inside_a_shard_map_that_leaves_an_axis_automatic(layout: Layout, mode: str, checked: bool) -> None:
+    """With the weight split over that axis as well, or not."""
+    given, count, want = normalised(layout.vocabulary, layout.low_rank)
+    local = functools.partial(
+        loss, padded=True, vocabulary=layout.vocabulary, backward=mode, normalizer=count,
+        mesh_axes=MeshAxes(**layout.axes, grad=None if checked else "outside"),
+    )  # fmt: skip
+
+    def part(*given: Any) -> Any:
+        return jax.lax.psum(local(*given), layout.only_rows) if layout.only_rows else local(*given)
+
+    on = mesh()
+    if layout.name == "FSDP 2 over H":
+        given = (given[0], jax.device_put(given[1], NamedSharding(on, P("tensor", "data"))), *given[2:])
+    mapped = jax.shard_map(part, mesh=on, in_specs=layout.specs, out_specs=P(), axis_names={"data"}, check_vma=checked)
+    same(jax.jit(gradients(mapped))(*given), want)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_other_losses_inside_shard_map(inside: bool, checked: bool) -> None:
+    hidden, weight = arrays(64, False)[:2]
+    given = {linear_distillation: (hidden, weight, hidden[..., ::-1], weight)}
+    if checked and not inside:
+        given[sampled] = hidden, weight
+    for function, arguments in given.items():
+        whole = functools.partial(function, normalizer=B * T)
+        mapped = differentiated(whole, ALL, (P(ALL), P()) * (len(arguments) // 2), (0, 1), inside, checked)
+        same(jax.jit(mapped)(*arguments), jax.value_and_grad(whole, (0, 1))(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("layout", "checked"), [(layout, x) for layout in LAYOUTS[1:4] for x in (True, False) if x or not layout.only_rows]
+)
+def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: bool) -> None:
+    """Unchecked, each device would add up its own rows' gradients to a sum of its own."""
+    given = arrays(layout.vocabulary, True)
+    axes, count = MeshAxes(**layout.axes, grad=None if checked else "inside"), jnp.sum(given[4] >= 0)
+
+    def local(*given: Any) -> Any:
+        options = {"mesh_axes": axes, "normalizer": count, "vocab_size": layout.vocabulary - 3}
+        loss, d_hidden, *sums = added(*given, backward="in_forward", **options)
+        return jax.lax.psum(loss, layout.only_rows) if layout.only_rows else loss, d_hidden, *sums
+
+    out = P(), layout.hidden, layout.weight, layout.bias
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=layout.specs, out_specs=out, check_vma=checked)
+    same(jax.jit(mapped)(*given), expected_sums(layout.vocabulary))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1)])
+def test_axes_of_one_device(shape: tuple[int, int]) -> None:
+    for layout, mode in zip((LAYOUTS[2], LAYOUTS[7]), MODES, strict=True):
+        given = placed(layout, mesh(shape=shape), True)
+        step = jax.jit(gradients(functools.partial(loss, padded=True, backward=mode)))
+        same(step(*given), expected(layout.vocabulary, True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS[4:], **IDS)
+@pytest.mark.nightly(keep=4)
+def test_float32_weights_are_computed_with_and_gathered_in_bfloat16(layout: Layout, mode: str) -> None:
+    step = gradients(functools.partial(loss, padded=True, backward=mode, dtype=jnp.bfloat16))
+    results = []
+    for hidden, *others in (placed(layout, mesh(), True), arrays(layout.vocabulary, True)):
+        results.append(jax.jit(step)(hidden.astype(jnp.bfloat16), *others))
+    (value, got), (alone, want) = results
+    np.testing.assert_allclose(value, alone, rtol=1e-4)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        assert np.linalg.norm(np.float32(x) - np.float32(y)) <= 2**-7 * np.linalg.norm(np.float32(y))
+
+
+def by_shift(hidden: Any, weight: Any, labels: Any, token_weights: Any, **options: Any) -> Any:
+    return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, shift=1, **options)
+
+
+of_shift = functools.partial(jax.value_and_grad, argnums=(0, 1, 3))
+
+
+@functools.cache
+def shifted() -> tuple[Any, Any]:
+    """Arrays of a call, and its value and gradients by slices."""
+    hidden, weight, _, _, labels, token_weights = arrays(LAYOUTS[3].vocabulary, False)
+
+    def sliced(h: Any, w: Any, t: Any, weights: Any) -> Any:
+        return linear_cross_entropy(h[:, :-1], w, t[:, 1:], token_weights=weights[:, 1:], implementation="reference")
+
+    given = hidden, weight, labels, token_weights
+    return given, of_shift(sliced)(*given)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(KINDS[0], MODES[0]), (KINDS[1], MODES[1])], **IDS)
+def test_labels_a_position_later_where_positions_are_split(kind: AxisType, mode: str) -> None:
+    on = mesh(kind)
+    with jax.set_mesh(on):
+        given = [placed(LAYOUTS[3], on, False)[i] for i in (0, 1, 4, 5)]
+        same(jax.jit(of_shift(functools.partial(by_shift, backward=mode)))(*given), shifted()[1])
+
+
+def test_labels_a_position_later_inside_shard_map() -> None:
+    """Where no axis may split the positions; refused elsewhere."""
+
+    def mapped(rows: P, check_vma: bool) -> Any:
+        part = functools.partial(by_shift, mesh_axes=MeshAxes("tensor", grad="outside"))
+        specs = rows, P("tensor"), rows, rows
+        function = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return jax.jit(of_shift(function))(*shifted()[0])
+
+    same(mapped(P(), True), shifted()[1])
+    for rows, check_vma, axes in (
+        (P("data"), True, "data"),
+        (P(None, "data"), True, "data"),
+        (P(), False, "data.*tensor"),
+    ):
+        with pytest.raises(ValueError, match=rf"shift=1 inside a shard_map whose axes \['{axes}'\] may split"):
+            mapped(rows, check_vma)
