@@ -1,4 +1,4 @@
-"""Policy gradients on log-probabilities: PPO's clipped objective, GRPO and its variants, advantages, KL estimates."""
+"""Policy gradients on log-probabilities: PPO's objective, GRPO, CISPO and SAPO, advantages, KL estimates."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,7 +13,9 @@ from pallas_ce.objectives.post_training import sequences
 from pallas_ce.objectives.post_training.sequences import Aggregation
 
 Level = Literal["token", "sequence", "sequence_token"]
+Objective = Literal["clip", "cispo", "sapo"]
 Estimator = Literal["k1", "k2", "k3"]
+SamplerWeights = Literal["truncate", "mask"]
 
 
 class PolicyMetrics(NamedTuple):
@@ -21,18 +23,20 @@ class PolicyMetrics(NamedTuple):
 
     Attributes:
         ratio: the importance ratio.
-        clipped_low: the share of tokens whose ratio lies below `1 - clip_low` and whose advantage is negative, so that
-            they have no gradient.
-        clipped_high: the share with a ratio above `1 + clip_high` and a positive advantage.
+        clipped_low: the share of tokens whose ratio lies below `1 - clip_low`. For "clip" only those with a negative
+            advantage count, which have no gradient. None for "sapo".
+        clipped_high: the share with a ratio above `1 + clip_high`, for "clip" and a positive advantage.
         kl: the estimate of KL(policy ‖ reference).
         entropy: the given entropies.
+        sampler_weight: the weight that corrects for the sampler.
     """
 
     ratio: jax.Array
-    clipped_low: jax.Array
-    clipped_high: jax.Array
+    clipped_low: jax.Array | None
+    clipped_high: jax.Array | None
     kl: jax.Array | None
     entropy: jax.Array | None
+    sampler_weight: jax.Array | None
 
 
 def policy_loss(
@@ -42,10 +46,15 @@ def policy_loss(
     *,
     old_log_probs: ArrayLike | None = None,
     ref_log_probs: ArrayLike | None = None,
+    sampler_log_probs: ArrayLike | None = None,
     entropy: ArrayLike | None = None,
+    objective: Objective = "clip",
     clip_low: float = 0.2,
     clip_high: float | None = None,
     ratio_limit: float | None = None,
+    gate_temperatures: tuple[float, float] = (1.0, 1.05),
+    sampler_weights: SamplerWeights = "truncate",
+    sampler_range: tuple[float, float] = (0.0, 2.0),
     level: Level = "token",
     kl_coefficient: ArrayLike = 0.0,
     kl_estimator: Estimator = "k3",
@@ -55,23 +64,37 @@ def policy_loss(
     normalizer: ArrayLike | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    r"""The clipped policy-gradient loss of sampled tokens, with KL penalty and entropy bonus.
+    r"""The policy-gradient loss of sampled tokens, with KL penalty and entropy bonus.
 
     For token t of sequence i, with ratio r and advantage A:
 
-        loss_it = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) + kl_coefficient·KL_it - entropy_coefficient·H_it
+        loss_it = -w_it·J_it + kl_coefficient·KL_it - entropy_coefficient·H_it
+
+        objective="clip"        J = min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)
+        objective="cispo"       J = sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log π
+        objective="sapo"        J = 4/τ·sigmoid(τ·(r - 1))·A, τ the first of gate_temperatures if A > 0, else the second
 
         level="token"           r_it = exp(log π_it - log π_old,it)
         level="sequence"        r_i = exp(mean over the sequence's tokens of (log π_it - log π_old,it))
         level="sequence_token"  the value of r_i with the gradient of each token: sg(r_i)·π_it/sg(π_it)
 
-    and the tokens are then aggregated. The arguments of each method:
+    With `sampler_log_probs`, and `v_it = π_old,it / π_sampler,it`, the weight w_it is a constant, else 1:
+
+        sampler_weights="truncate"   clip(v, *sampler_range)
+        sampler_weights="mask"       v if it lies in sampler_range, else 0
+
+    The tokens are then aggregated. The arguments of each method:
 
     * PPO: `advantages [..., T]`, `old_log_probs`, `entropy`, `entropy_coefficient`
     * GRPO: `group_advantages`, `aggregation="sequence_mean"`, `ref_log_probs`, `kl_coefficient`
     * DAPO: `clip_high=0.28`, `aggregation="token_mean"` with the global batch's token count as `normalizer`
     * Dr. GRPO: `group_advantages(scale="none")`, `aggregation="fixed_length"`, `length`
     * GSPO: `level="sequence"`, `aggregation="sequence_mean"`, `clip_low=3e-4`, `clip_high=4e-4`
+    * CISPO: `objective="cispo"`, `clip_low=1.0` (no lower bound), `clip_high`, `aggregation="token_mean"`
+    * SAPO: `objective="sapo"`, `aggregation="sequence_mean"`
+    * RLOO: `group_advantages(baseline="leave_one_out", scale="none")`
+    * truncated importance sampling (TIS): `sampler_log_probs`
+    * masked importance sampling (IcePop): `sampler_log_probs`, `sampler_weights="mask"`, `sampler_range=(0.5, 5.0)`
 
     Args:
         log_probs: `[..., T]`, log π of the sampled tokens; differentiable.
@@ -79,10 +102,17 @@ def policy_loss(
         mask: bool `[..., T]`, the tokens that count; None: all. The others contribute exactly 0, whatever they hold.
         old_log_probs: `[..., T]` under the policy that sampled; None where that is the current one, and r = 1.
         ref_log_probs: `[..., T]` under the reference model; needed for the KL penalty.
+        sampler_log_probs: `[..., T]` as the engine that sampled has them, where its arithmetic differs from the
+            training program's. `old_log_probs` are then this program's, of the same weights; None: r = 1.
         entropy: `[..., T]`, H, differentiable; needed for the bonus. `linear_log_probs(return_entropy=True)` has it.
+        objective: "clip" (PPO), "cispo" (a token's weight is bounded, and no gradient dropped) or "sapo" (a smooth
+            gate).
         clip_low: how far below 1 the ratio counts.
         clip_high: how far above 1; None: as far as `clip_low`.
-        ratio_limit: an upper bound of r in `r·A` (dual clipping), above `1 + clip_high`; None: none.
+        ratio_limit: an upper bound of r in `r·A` (dual clipping), above `1 + clip_high`; None: none. For "clip" only.
+        gate_temperatures: τ for positive and for other advantages, above 0; for "sapo".
+        sampler_weights: "truncate" or "mask".
+        sampler_range: the least and the greatest v.
         level: of the importance ratio.
         kl_coefficient: β. The number 0 leaves the penalty out.
         kl_estimator: see `kl_estimate`.
@@ -115,26 +145,46 @@ def policy_loss(
 
     References:
         PPO: arXiv 1707.06347; dual clipping: arXiv 1912.09729; GRPO: arXiv 2402.03300; Dr. GRPO: arXiv 2503.20783;
-        DAPO: arXiv 2503.14476; GSPO and GSPO-token: arXiv 2507.18071. The aggregations are TRL's "bnpo"/"dapo", "grpo"
-        and "dr_grpo".
+        DAPO: arXiv 2503.14476; GSPO and GSPO-token: arXiv 2507.18071; CISPO: arXiv 2506.13585, equations 4 and 5; SAPO:
+        arXiv 2511.20347; RLOO: arXiv 2402.14740; TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You
+        Off-Policy RL Training" (2025); IcePop: arXiv 2510.18855. The aggregations are TRL's "bnpo"/"dapo", "grpo" and
+        "dr_grpo".
     """
     log_probs, mask = sequences.tokens(log_probs, mask)
     shape = log_probs.shape
     advantages = sequences.constants("advantages", advantages, shape, shape[:-1])
     advantages = sequences.keep(mask, advantages if advantages.shape == shape else advantages[..., None])
     clip_high = clip_low if clip_high is None else clip_high
+    arguments.choice("objective", objective, get_args(Objective))
+    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
     arguments.scalar("clip_low", clip_low, 0.0, 1.0)
     arguments.scalar("clip_high", clip_high, 0.0)
     least, most = 1 - clip_low, 1 + clip_high
-    if ratio_limit is not None and not arguments.scalar("ratio_limit", ratio_limit) > most:
-        raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={most}")
-    arguments.choice("kl_estimator", kl_estimator, get_args(Estimator))
     old = jax.lax.stop_gradient(log_probs)
     if old_log_probs is not None:
         old = sequences.constants("old_log_probs", old_log_probs, shape, mask=mask)
     ratio = jnp.exp(_log_ratio(log_probs, old, mask, level))
-    limited = ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)
-    loss = -jnp.minimum(limited * advantages, jnp.clip(ratio, least, most) * advantages)
+    if ratio_limit is not None:
+        if objective != "clip":
+            raise ValueError(f"ratio_limit={ratio_limit!r} is for objective='clip', not {objective!r}")
+        if not arguments.scalar("ratio_limit", ratio_limit) > most:
+            raise ValueError(f"ratio_limit={ratio_limit!r} must lie above 1 + clip_high={most}")
+    if objective == "clip":
+        limited = ratio if ratio_limit is None else jnp.minimum(ratio, ratio_limit)
+        gained = jnp.minimum(limited * advantages, jnp.clip(ratio, least, most) * advantages)
+    elif objective == "cispo":
+        gained = jax.lax.stop_gradient(jnp.clip(ratio, least, most)) * advantages * log_probs
+    else:
+        name = "gate_temperatures"
+        positive, other = (arguments.above_zero(name, t) for t in _pair(name, gate_temperatures))
+        temperature = jnp.where(advantages > 0, positive, other)
+        gained = 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
+    weight = None
+    if sampler_log_probs is not None:
+        sampler = sequences.constants("sampler_log_probs", sampler_log_probs, shape, mask=mask)
+        weight = _sampler_weight(old, sampler, sampler_weights, sampler_range)
+        gained = weight * gained
+    loss = -gained
     kl = None
     if ref_log_probs is not None:
         reference = sequences.constants("ref_log_probs", ref_log_probs, shape, mask=mask)
@@ -153,9 +203,12 @@ def policy_loss(
     value = sequences.aggregate(loss, mask, aggregation, length, normalizer)
     if not return_metrics:
         return value
-    low, high = (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0)
-    metrics = PolicyMetrics(ratio, low.astype(ratio.dtype), high.astype(ratio.dtype), kl, entropy)
-    return value, sequences.means(metrics, mask)
+    low = high = None
+    if objective != "sapo":
+        every = objective == "cispo"
+        low = ((ratio < least) & (every | (advantages < 0))).astype(ratio.dtype)
+        high = ((ratio > most) & (every | (advantages > 0))).astype(ratio.dtype)
+    return value, sequences.means(PolicyMetrics(ratio, low, high, kl, entropy, weight), mask)
 
 
 def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
@@ -169,6 +222,24 @@ def _log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array, 
     if level == "sequence":
         return of_sequence
     return jax.lax.stop_gradient(of_sequence) + sequences.difference(log_probs, jax.lax.stop_gradient(log_probs))
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be a pair of numbers")
+    first, second = value
+    return first, second
+
+
+def _sampler_weight(old: jax.Array, sampler: jax.Array, how: SamplerWeights, limits: tuple[float, float]) -> jax.Array:
+    """What each token's gain is multiplied by, so that samples of another engine stand for the training program's."""
+    arguments.choice("sampler_weights", how, get_args(SamplerWeights))
+    name = "sampler_range"
+    least, most = (arguments.scalar(name, limit, 0.0) for limit in _pair(name, limits))
+    weight = jnp.exp(_limit(sequences.difference(old, sampler)))
+    if how == "truncate":
+        return jnp.clip(weight, least, most)
+    return jnp.where((weight < least) | (weight > most), 0.0, weight)
 
 
 def _limit(log_ratio: jax.Array) -> jax.Array:
@@ -219,17 +290,24 @@ def kl_estimate(log_probs: ArrayLike, ref_log_probs: ArrayLike, estimator: Estim
 
 
 def group_advantages(
-    rewards: ArrayLike, group_size: int, *, scale: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4
+    rewards: ArrayLike,
+    group_size: int,
+    *,
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+    scale: Literal["group", "batch", "none"] = "group",
+    epsilon: float = 1e-4,
 ) -> jax.Array:
     r"""Advantages relative to the other answers to the same prompt.
 
-        A_i = (R_i - mean of the group) / (s + epsilon)
+        A_i = (R_i - b_i) / (s + epsilon)
 
-    with s the sample standard deviation (divisor n - 1) of the group or of the whole batch, or without division.
+    with b the mean of the group, or of its other answers, and s the sample standard deviation (divisor n - 1) of the
+    group or of the whole batch, or without division.
 
     Args:
         rewards: `[B]`, the answers to one prompt next to each other. A constant: it gets no gradient.
         group_size: G ≥ 2, which divides B.
+        baseline: "mean", or "leave_one_out": the mean of the others, an unbiased baseline.
         scale: "group" (GRPO), "batch", or "none" (Dr. GRPO: division favours prompts that are nearly solved or nearly
             hopeless).
         epsilon: keeps groups of equal rewards at 0.
@@ -238,7 +316,7 @@ def group_advantages(
         Array: `[B]`, float32 or wider.
 
     Raises:
-        ValueError: rewards that are not `[B]` in whole groups, an unknown scale.
+        ValueError: rewards that are not `[B]` in whole groups, an unknown baseline or scale.
         TypeError: rewards that are not floating.
 
     Example:
@@ -248,8 +326,9 @@ def group_advantages(
         [ 0.5 -0.5  0.   0. ]
 
     References:
-        GRPO: arXiv 2402.03300, section 4.1; Dr. GRPO: arXiv 2503.20783.
+        GRPO: arXiv 2402.03300, section 4.1; Dr. GRPO: arXiv 2503.20783; leave-one-out: RLOO, arXiv 2402.14740.
     """
+    arguments.choice("baseline", baseline, ("mean", "leave_one_out"))
     arguments.choice("scale", scale, ("group", "batch", "none"))
     arguments.scalar("epsilon", epsilon, 0.0)
     rewards = sequences.constants("rewards", rewards)
@@ -260,6 +339,8 @@ def group_advantages(
     groups = rewards.reshape(-1, group_size)
     groups = groups - groups[:, :1]  # equal rewards are then exactly 0, and so is what epsilon would blow up
     centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    if baseline == "leave_one_out":
+        centred = centred * (group_size / (group_size - 1))
     if scale == "group":
         centred = centred / (jnp.std(groups, axis=1, keepdims=True, ddof=1) + epsilon)
     elif scale == "batch" and rewards.size:

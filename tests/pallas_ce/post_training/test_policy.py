@@ -21,15 +21,24 @@ KL: dict[Any, Any] = {
 
 
 def published(x: dict[str, np.ndarray], o: dict[str, Any]) -> float:
-    """The loss as TRL's `grpo`, `bnpo` and `dr_grpo` have it, with PPO's entropy bonus."""
+    """The loss as TRL's `grpo`, `bnpo` and `dr_grpo` have it, with PPO's entropy bonus; "weight" is CISPO's."""
     m = x["mask"].astype(np.float64)
     log_ratio = (x["log_probs"] - x["old_log_probs"]) * m
     if o["level"] != "token":
         log_ratio = log_ratio.sum(-1, keepdims=True) / np.maximum(m.sum(-1, keepdims=True), 1) + 0 * log_ratio
     r = np.exp(log_ratio)
     a = x["advantages"] if x["advantages"].ndim == m.ndim else x["advantages"][..., None]
+    clipped = np.clip(r, 1 - o["clip_low"], 1 + o["clip_high"])
     first = np.minimum(r, o.get("ratio_limit") or np.inf) * a
-    per_token = -np.minimum(first, np.clip(r, 1 - o["clip_low"], 1 + o["clip_high"]) * a)
+    t = np.where(a > 0, *o["gate_temperatures"])
+    gained = {
+        "clip": np.minimum(first, clipped * a),
+        "cispo": x.get("weight", clipped) * a * x["log_probs"],
+        "sapo": 4 / t / (1 + np.exp(-t * (r - 1))) * a,
+    }[o["objective"]]
+    v, (least, most) = np.exp(x["old_log_probs"] - x["sampler_log_probs"]), o["sampler_range"]
+    inside = (v >= least) & (v <= most)
+    per_token = -gained * (np.clip(v, least, most) if o["sampler_weights"] == "truncate" else v * inside)
     per_token = per_token + o["kl_coefficient"] * KL[o["kl_estimator"]](x["log_probs"], x["ref_log_probs"])
     per_token = per_token - o["entropy_coefficient"] * x["entropy"]
     how, given = o["aggregation"], o.get("normalizer")
@@ -51,6 +60,7 @@ def rollouts(draw: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "log_probs": log_probs,
         "old_log_probs": log_probs + off * rng.normal(size=shape),
         "ref_log_probs": log_probs + off * rng.normal(size=shape),
+        "sampler_log_probs": log_probs + off * rng.normal(size=shape),
         "entropy": rng.exponential(1.0, shape),
         "advantages": rng.normal(size=draw(st.sampled_from([shape, shape[:-1]]))),
     }
@@ -60,7 +70,10 @@ def rollouts(draw: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "level": draw(st.sampled_from(["token", "sequence", "sequence_token"])),
         "clip_low": draw(st.sampled_from([0.2, 3e-4])),
         "clip_high": draw(st.sampled_from([0.2, 0.28])),
-        "ratio_limit": draw(st.sampled_from([None, 1.5])),
+        "objective": draw(st.sampled_from(["clip", "cispo", "sapo"])),
+        "gate_temperatures": draw(st.sampled_from([(1.0, 1.05), (0.5, 3.0)])),
+        "sampler_weights": draw(st.sampled_from(["truncate", "mask"])),
+        "sampler_range": draw(st.sampled_from([(0.0, 2.0), (0.7, 1.3)])),
         "kl_coefficient": draw(st.sampled_from([0.0, 0.3])),
         "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
         "entropy_coefficient": draw(st.sampled_from([0.0, 0.1])),
@@ -69,6 +82,8 @@ def rollouts(draw: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     }
     if o["aggregation"] == "fixed_length":
         o["length"] = 9
+    if o["objective"] == "clip":
+        o["ratio_limit"] = draw(st.sampled_from([None, 1.5]))
     return x, o
 
 
@@ -79,6 +94,11 @@ def test_value_and_gradients_are_those_of_the_published_formula(problem: Any) ->
     mask = x.pop("mask")
     value, gradients = jax.value_and_grad(lambda given: policy_loss(**given, mask=mask, **o))(x)
     assert_close(value, np.asarray(published(wide, o)), 1e-5, floor=1e-6)
+    if o["objective"] == "cispo":  # its weights are constants
+        log_ratio = (wide["log_probs"] - wide["old_log_probs"]) * mask
+        if o["level"] != "token":
+            log_ratio = log_ratio.sum(-1, keepdims=True) / np.maximum(mask.sum(-1, keepdims=True), 1)
+        wide["weight"] = np.clip(np.exp(log_ratio), 1 - o["clip_low"], 1 + o["clip_high"])
     for name, gradient in gradients.items():
         if name not in ("log_probs", "entropy"):  # constants
             assert not np.any(gradient)
@@ -98,6 +118,22 @@ def test_the_sequence_ratio_with_token_gradients() -> None:
     )
     ratio = np.exp((log_probs - old).mean(1, keepdims=True))
     assert_close(gradient, -ratio * advantages / 15, 1e-5)
+
+
+def test_a_smooth_gate_has_the_score_functions_gradient_at_ratio_1() -> None:
+    log_probs, advantages = jnp.log(jnp.array([[0.3, 0.2], [0.5, 0.9]])), jnp.array([2.0, -1.0])
+    gradient = jax.grad(lambda x: policy_loss(x, advantages, objective="sapo", gate_temperatures=(0.3, 7.0)))(log_probs)
+    np.testing.assert_allclose(gradient, [[-0.5, -0.5], [0.25, 0.25]], rtol=1e-5)
+
+
+def test_a_samplers_weights_leave_penalty_and_bonus_alone_and_are_measured() -> None:
+    log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.5]]))
+    options: dict[str, Any] = {"entropy": jnp.ones((1, 3)), "entropy_coefficient": 1.0, "return_metrics": True}
+    sampler = jnp.log(jnp.array([[0.5, 0.1, 0.9]]))  # weights 1, 5 and 5/9
+    for how, want in (("truncate", [1, 2, 5 / 9]), ("mask", [1, 0, 5 / 9])):
+        value, metrics = policy_loss(log_probs, jnp.ones(1), sampler_log_probs=sampler, sampler_weights=how, **options)
+        np.testing.assert_allclose(metrics.sampler_weight, np.mean(want), rtol=1e-5)
+        np.testing.assert_allclose(value, -np.mean(want) - 1, rtol=1e-5)
 
 
 def test_ratios_that_would_overflow_keep_finite_gradients() -> None:
@@ -131,6 +167,10 @@ def test_metrics_count_the_tokens_whose_gradient_is_clipped() -> None:
     np.testing.assert_allclose(metrics.ratio, 1.0, rtol=1e-6)
     np.testing.assert_allclose(metrics.kl, np.mean([4 + np.log(0.2)] * 2 + [5 / 9 - 1 - np.log(5 / 9)] * 2), rtol=1e-5)
     assert metrics.entropy is None
+    options: dict[str, Any] = {"old_log_probs": old, "return_metrics": True}
+    bounded = policy_loss(log_probs, advantages, mask, objective="cispo", **options)[1]
+    assert bounded.clipped_low == bounded.clipped_high == 0.5
+    assert policy_loss(log_probs, advantages, mask, objective="sapo", **options)[1].clipped_low is None
 
 
 def test_parts_of_a_batch_add_up_to_the_batch_with_its_normalizer() -> None:
@@ -158,13 +198,18 @@ def test_kl_estimates() -> None:
     np.testing.assert_allclose(mean, np.sum(p * np.log(p / q)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_advantages(scale: Any) -> None:
+def test_group_advantages(scale: Any, baseline: Any) -> None:
     rewards = np.random.default_rng(0).normal(size=12)
     groups = rewards.reshape(3, 4)
     want = groups - groups.mean(1, keepdims=True)
+    if baseline == "leave_one_out":
+        want = groups - (groups.sum(1, keepdims=True) - groups) / 3
     deviation = {"group": groups.std(1, ddof=1, keepdims=True), "batch": rewards.std(ddof=1), "none": 1 - 1e-4}[scale]
-    assert_close(group_advantages(rewards, 4, scale=scale), (want / (deviation + 1e-4)).reshape(-1), 1e-5)
+    assert_close(
+        group_advantages(rewards, 4, baseline=baseline, scale=scale), (want / (deviation + 1e-4)).reshape(-1), 1e-5
+    )
 
 
 def test_advantages_of_equal_rewards_are_zero_and_none_has_a_gradient() -> None:
