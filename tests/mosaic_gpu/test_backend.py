@@ -171,7 +171,7 @@ ORDERED = [(name, mode) for i, (name, case) in enumerate(CASES.items()) for mode
 @pytest.mark.nightly(keep=len(CASES))
 @pytest.mark.parametrize(("name", "mode"), ORDERED)
 def test_the_loss_and_its_gradients(name: str, mode: Any, interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are ignored and padding of a low-rank term hold NaN; the weight's padding has no gradient."""
+    """Rows that are ignored and padding of weight and low-rank term hold NaN; the weight's padding has no gradient."""
     case, entered = CASES[name], Shards.enter
     p, v = problem_of(case), case.sizes[2]
 
@@ -192,8 +192,10 @@ def test_the_loss_and_its_gradients(name: str, mode: Any, interpreted: Any, monk
         factor, narrow = case.adds
         return assert_adds_16_bits(p, factor, mode, narrow=narrow, implementation="mosaic_gpu", **options)
     given = dict(p.arrays, hidden=np.where((p.labels < 0)[:, None], np.nan, p.arrays["hidden"]).astype(case.dtype))
+    padding = np.arange(v + case.padding)[:, None] >= v
+    given["weight"] = np.where(padding, np.nan, p.arrays["weight"]).astype(case.dtype)
     if case.rank:
-        given["up"] = np.where(np.arange(len(given["up"]))[:, None] < v, given["up"], np.nan).astype(case.dtype)
+        given["up"] = np.where(padding, np.nan, given["up"]).astype(case.dtype)
     found = library_results(dataclasses.replace(p, arrays=given), "mosaic_gpu", mode, **options)
     if case.rank:
         assert_as_accurate_as_reference(p, found, oracle_results(p))

@@ -50,8 +50,9 @@ class Kernels(Block):
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         """Multiplies by a kernel, which XLA does not autotune."""
-        given = operand, operands.own_weight(self.head), self.head.spec.vocab_axis
-        return product_kernel.for_hidden(*given, self.valid_rows, splits=self.splits)
+        head = self.head
+        given = operand, operands.own_weight(head), head.spec.vocab_axis, self.valid_rows, head.valid_columns
+        return product_kernel.for_hidden(*given, splits=self.splits)
 
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """Multiplies by a kernel, which adds in place."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.mosaic_gpu.gemm import layouts
-from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Config, Product
+from pallas_ce.backends.mosaic_gpu.schedule import BLOCK, WARPGROUPS, Config, Product
 
 Carry = Any
 
@@ -131,10 +131,15 @@ class Walk:
         """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
         tile, own = _divided(step, self.steps)
         place = self.place(tile)
+        return place._replace(row=place.row + self._first_row), own, self._along(place, own)
+
+    def along(self, tile: jax.Array, own: jax.Array) -> jax.Array:
+        """Which step along the operands' length a tile's step is."""
+        return self._along(self.place(tile), own)
+
+    def _along(self, place: Place, own: jax.Array) -> jax.Array:
         along = own + self._skip
-        if self._product.parts > 1:
-            along = along + place.part * self.products
-        return place._replace(row=place.row + self._first_row), own, along
+        return along + place.part * self.products if self._product.parts > 1 else along
 
 
 def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: Epilogue) -> None:
@@ -145,9 +150,10 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     overwrite it: each tile is read once, before anything is written in its place.
 
     Numbers: "valid_rows" and "valid_columns" (blocks of the product behind them are skipped and left undefined),
-    "valid_length" (entries sum over this many numbers, in whole steps), "first_row" (the left operand's row where the
-    product begins), "first_column" (likewise for the right one) and "first_length" (the right operand's number that
-    meets the left's first). The last three are multiples of `STEP`.
+    "valid_length" (entries sum over this many numbers, in whole steps), "finite_length" (the right operand's numbers
+    behind as many count as 0 whatever they are), "first_row" (the left operand's row where the product begins),
+    "first_column" (likewise for the right one) and "first_length" (the right operand's number that meets the left's
+    first). The last three are multiples of `STEP`.
     """
     config, dtype = product.config, matrices[0].dtype
     left_tile, right_tile = product.left_tile, product.right_tile
@@ -164,6 +170,8 @@ def run(matrices: list[Any], refs: dict[str, Any], product: Product, epilogue: E
     }
     if not product.stored:
         ring["right"] = slots((config.stages, *right_tile))
+    if "finite_length" in refs:
+        ring["cleared"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
 
     def scoped(ring: dict[str, Any], scratch: dict[str, Any]) -> None:
         given = {"matrix": matrices[0], **refs} if product.stored else refs
@@ -211,6 +219,9 @@ class _Thread:
         def accumulated(accumulator: Any) -> jax.Array:
             def step(k: jax.Array, _: None) -> None:
                 step = first + k
+                plgpu.barrier_wait(self.ring["full"].at[self.slot(step)])
+                if "finite_length" in self.refs:
+                    self._clear(self.slot(step), self.refs["finite_length"][0] - self.walk.along(index, k) * depth)
                 self._multiply(accumulator, self.slot(step))
                 plgpu.wgmma_wait(1)
                 pl.when((k if self.product.held else step) > 0)(lambda: self._refill(step - 1))
@@ -219,7 +230,7 @@ class _Thread:
             value: jax.Array = accumulator[...]
             return value
 
-        first = index * self.walk.steps
+        first, depth = index * self.walk.steps, self.config.depth
         value = pl.run_scoped(accumulated, plgpu.ACC((self.config.rows, self.config.columns), jnp.float32))
         if self.product.held:  # the ring's next slots hold the sum, not operands
             self._refill(first + self.walk.products - 1)
@@ -234,8 +245,7 @@ class _Thread:
         return values
 
     def _multiply(self, accumulator: Any, slot: jax.Array) -> None:
-        """Issues the product of a slot's operands once they have arrived."""
-        plgpu.barrier_wait(self.ring["full"].at[slot])
+        """Issues the product of a slot's operands, which have arrived."""
         left, right = self.ring["left"], self.ring["right"].at[slot]
         transposed = left.at[slot, :, self.rows].transpose((1, 0)) if self.product.left_axis else None
         plgpu.wgmma(
@@ -243,6 +253,26 @@ class _Thread:
             left.at[slot, self.rows] if transposed is None else transposed,
             right if self.product.right_axis else right.transpose((1, 0)),
         )
+
+    def _clear(self, slot: jax.Array, finite: jax.Array) -> None:
+        """Replaces the right operand's numbers from `finite` on by 0: the left's are 0 there, but 0·NaN is not."""
+
+        @pl.when(finite < self.config.depth)
+        def _() -> None:
+            right, axis = self.ring["right"].at[slot], 1 - self.product.right_axis
+            for block in range(self.config.columns // BLOCK):  # the two warpgroups in turn
+
+                @pl.when(self.warpgroup == block % WARPGROUPS)
+                def _(block: int = block) -> None:
+                    columns = pl.ds(block * BLOCK, BLOCK)
+                    part = right.at[columns] if axis else right.at[:, columns]
+                    values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                    ids = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
+                    part[...] = jnp.where(ids < finite, values, jnp.zeros_like(values))
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.ring["cleared"])
+            plgpu.barrier_wait(self.ring["cleared"])
 
     def slot(self, step: jax.Array) -> jax.Array:
         """The ring's slot for a step's operands."""

@@ -63,6 +63,7 @@ def for_hidden(
     weight: jax.Array,
     vocab_axis: int,
     valid_rows: jax.Array | None = None,
+    existing: jax.Array | None = None,
     *,
     splits: bool = True,
 ) -> jax.Array:
@@ -70,9 +71,11 @@ def for_hidden(
 
     Args:
         stored: `[n, V]`.
-        weight: `[V', H]`, or `[H, V']` with `vocab_axis` 1; of other entries than the first V only finite numbers.
+        weight: `[V', H]`, or `[H, V']` with `vocab_axis` 1.
         vocab_axis: of the weight.
         valid_rows: `[]` int32: rows of the result from there on are undefined; None: none.
+        existing: `[]` int32: where `stored` is 0 from there on, the weight counts as 0 whatever it is; None: V, and the
+            weight has no other entries in reach of a step, or finite ones.
         splits: whether there is memory for partial products.
     """
     rows, hidden_size = stored.shape[0], weight.shape[1 - vocab_axis]
@@ -80,7 +83,8 @@ def for_hidden(
     count = parts(product.config, rows, hidden_size, product.length) if splits else 1
     product = dataclasses.replace(product, parts=count)
     by_part = jax.ShapeDtypeStruct((count, matrices[0].shape[0], hidden_size), jnp.float32)
-    epilogue, numbers = ProductEpilogue(by_part.dtype, hidden_size, by_part=True), {"valid_rows": valid_rows}
+    epilogue = ProductEpilogue(by_part.dtype, hidden_size, by_part=True)
+    numbers = {"valid_rows": valid_rows, "finite_length": existing}
     found = launch.run("pallas_ce_for_hidden", product, matrices, epilogue, {}, {"product": by_part}, numbers)
     return found["product"].sum(axis=0)[:rows]
 
@@ -94,13 +98,17 @@ def add_for_hidden(
     part: Part,
     to_row: jax.Array | None = None,
     valid_rows: jax.Array | None = None,
+    existing: jax.Array | None = None,
 ) -> jax.Array:
     """`total [N, H]` float32 with `stored·weight` added in place, from its row `to_row` on; see `for_hidden`.
 
-    N is a multiple of 8, and `stored` holds the columns of `part` only.
+    N is a multiple of 8, and `stored` holds the columns of `part` only; `existing` counts from the vocabulary's first.
     """
     product, matrices = _hidden_product(stored, weight, vocab_axis)
+    if existing is not None and part.first is not None:
+        existing = existing - part.first
     numbers = {"valid_length": part.valid, "first_length": part.first, "valid_rows": valid_rows, "to_row": to_row}
+    numbers["finite_length"] = existing
     epilogue, outputs = ProductEpilogue(total.dtype, total.shape[1], adds=True), {"product": total}
     return launch.run("pallas_ce_add_for_hidden", product, matrices, epilogue, {}, outputs, numbers)["product"]
 
