@@ -131,13 +131,10 @@ class Walk:
         """A step's tile, which of the tile's steps it is, and where along the operands' length it reads."""
         tile, own = _divided(step, self.steps)
         place = self.place(tile)
-        return place._replace(row=place.row + self._first_row), own, self._along(place, own)
+        return place._replace(row=place.row + self._first_row), own, self.along(place, own)
 
-    def along(self, tile: jax.Array, own: jax.Array) -> jax.Array:
-        """Which step along the operands' length a tile's step is."""
-        return self._along(self.place(tile), own)
-
-    def _along(self, place: Place, own: jax.Array) -> jax.Array:
+    def along(self, place: Place, own: jax.Array) -> jax.Array:
+        """Which step along the operands' length a tile's own step is."""
         along = own + self._skip
         return along + place.part * self.products if self._product.parts > 1 else along
 
@@ -209,20 +206,21 @@ class _Thread:
             if self.product.stored:
                 carry = lax.fori_loop(0, self.product.side_by_side, side_by_side, carry)
             else:
-                carry = self.epilogue.tile(refs, place, self._product(index), carry)
+                carry = self.epilogue.tile(refs, place, self._product(index, place), carry)
             self.epilogue.end(refs, place, carry)
 
         lax.fori_loop(0, self.walk.tiles, tile, None)
         plgpu.wait_smem_to_gmem(0)
 
-    def _product(self, index: jax.Array) -> jax.Array:
+    def _product(self, index: jax.Array, place: Place) -> jax.Array:
         def accumulated(accumulator: Any) -> jax.Array:
             def step(k: jax.Array, _: None) -> None:
                 step = first + k
-                plgpu.barrier_wait(self.ring["full"].at[self.slot(step)])
+                slot = self.slot(step)
+                plgpu.barrier_wait(self.ring["full"].at[slot])
                 if "finite_length" in self.refs:
-                    self._clear(self.slot(step), self.refs["finite_length"][0] - self.walk.along(index, k) * depth)
-                self._multiply(accumulator, self.slot(step))
+                    self._clear(slot, self.refs["finite_length"][0] - self.walk.along(place, k) * depth)
+                self._multiply(accumulator, slot)
                 plgpu.wgmma_wait(1)
                 pl.when((k if self.product.held else step) > 0)(lambda: self._refill(step - 1))
 
