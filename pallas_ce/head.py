@@ -237,18 +237,19 @@ class Head:
         rounded = dlogits.astype(self.spec.dtype)
         for_hidden = for_weight = for_bias = None
         if needs.hidden:
-            for_hidden = self.matmul(rounded, self._existing(tile, self.weight, axis), (1, axis))
+            for_hidden = self.matmul(rounded, self.existing_weight(tile), (1, axis))
         if needs.weight:
             for_weight = self.matmul(rounded, hidden, (0, 0)) if axis == 0 else self.matmul(hidden, rounded, (0, 0))
         if needs.bias:
             for_bias = dlogits.sum(axis=0)
-        up = None if self.up is None else self._existing(tile, self.up, 0)
+        up = None if self.up is None else tile.take(self.up)
         found = self.term_products(batch, rounded, up, needs)
         return found._replace(hidden=for_hidden, weight=for_weight, bias=for_bias)
 
-    def _existing(self, tile: Tile, x: jax.Array, axis: int) -> jax.Array:
-        """The tile's part of `x`, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""
-        part = tile.take(x, axis)
+    def existing_weight(self, tile: Tile) -> jax.Array:
+        """The tile's part of the weight, 0 in a shard's padding: dlogits are 0 there, but 0·NaN is not."""
+        axis = self.spec.vocab_axis
+        part = tile.take(self.weight, axis)
         if self.valid_columns is None or tile.valid is None:
             return part
         return jnp.where(tile.valid[:, None] if axis == 0 else tile.valid, part, jnp.zeros((), part.dtype))

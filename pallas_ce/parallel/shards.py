@@ -127,10 +127,12 @@ class Shards:
         if u is not None:
             u = jnp.pad(u, (0, size * axis_size(self.vocabulary) - u.shape[0]))
             u = lax.dynamic_slice_in_dim(u, start, size)
-        valid = None
+        valid, up = None, head.up
         if spec.vocab_size < size * axis_size(self.vocabulary):
             valid = jnp.clip(spec.vocab_size - start, 0, size)
-        return dataclasses.replace(head, logit_weights=u, valid_columns=valid)
+            if up is not None:  # products read its padding
+                up = jnp.where(jnp.arange(size)[:, None] < valid, up, jnp.zeros((), up.dtype))
+        return dataclasses.replace(head, logit_weights=u, valid_columns=valid, up=up)
 
     def _start(self, local: Head) -> jax.Array:
         """The vocabulary id of this device's first column."""

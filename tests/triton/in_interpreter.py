@@ -16,6 +16,8 @@ import pytest
 from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends.triton import backend, binding
 from pallas_ce.backends.triton.configs import Config
+from pallas_ce.head import Head
+from pallas_ce.parallel.shards import Shards
 from tests.pallas_ce import oracle, spoilt, test_contract
 from tests.pallas_ce.cases import CASES, Sizes
 from tests.pallas_ce.checks import (
@@ -155,27 +157,55 @@ def test_float16_is_as_accurate_as_rounding_dlogits_and_results(backward: Any) -
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("ignored", [0, 30, 43])
+@pytest.mark.parametrize(("ignored", "padding"), [(0, 0), (30, 0), (43, 0), (30, 3)])
 def test_products_of_parts_of_the_vocabulary(
-    tiles: Config, axis: int, ignored: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    tiles: Config, axis: int, ignored: int, padding: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four parts, the last with few columns of its own: read and written in place where there are tiles for it.
 
-    The weight is wider than the products' operands, and rows that are ignored are nan.
+    The weight is wider than the products' operands. Rows that are ignored are nan, and so is a shard's padding.
     """
     monkeypatch.setattr(backend, "_LEAST_COLUMNS", 256)
     p = make(8, 43, 48, 808, vocab_axis=axis)
+    if padding:
+        as_shard(p, padding, monkeypatch)
     p.arrays["bias"] = np.random.default_rng(0).normal(size=808).astype(np.float32)
     p.labels[:ignored] = -100
     p.arrays["hidden"] = p.arrays["hidden"].astype(np.float16)
     p.arrays["hidden"][:ignored] = np.nan
     found = library_results(p, "triton", "recompute", dtype=jnp.float16, scratch_bytes=300 * 256 + 30_000)
     assert launched.count("product_kernel") == (2 if tiles.descriptors else 0)
-    rounded = {**p.arrays, "hidden": np.nan_to_num(p.arrays["hidden"]), "weight": p.arrays["weight"].astype(np.float16)}
+    rounded = {**p.arrays, **{name: np.nan_to_num(p.arrays[name]).astype(np.float16) for name in ("hidden", "weight")}}
     want, exact = oracle.cross_entropy(rounded, p.labels, p.options)
     assert abs(float(found[0]) - want) <= 1e-5 * abs(want)
     for name, gradient in found[1].items():
         assert relative_error(gradient, exact[name]) <= float(np.finfo(np.float16).eps), name
+
+
+@both_modes
+def test_padding_of_a_shard_may_hold_anything(tiles: Config, backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make(9, 20, 16, 96)
+    as_shard(p, 5, monkeypatch)
+    (loss, gradients), rounded = library_results(p, "triton", backward), {**p.arrays}
+    rounded["weight"] = np.nan_to_num(rounded["weight"])
+    want, exact = oracle.cross_entropy(rounded, p.labels, p.options)
+    assert abs(float(loss) - want) <= 1e-5 * abs(want)
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, exact[name]) <= 1e-5, name
+
+
+def as_shard(p: Problem, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last entries become padding of nan, known at run time only, as it is to the shards of a vocabulary."""
+    entered = Shards.enter
+
+    def enter(self: Shards, rows: Any, head: Head) -> Any:
+        rows, head = entered(self, rows, head)
+        return rows, head.with_padding(head.spec.weight_rows)
+
+    monkeypatch.setattr(Shards, "enter", enter)
+    entries = len(p.arrays["weight"]) - padding
+    p.labels, p.options = np.where(p.labels < 0, p.labels, p.labels % entries), {**p.options, "vocab_size": entries}
+    p.arrays["weight"][entries:] = np.nan
 
 
 def test_a_padded_vocabulary_of_minus_infinities_and_ties() -> None:

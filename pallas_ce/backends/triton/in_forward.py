@@ -11,7 +11,7 @@ from pallas_ce.backends.triton import launch, part_products
 from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.loops import device_cond
-from pallas_ce.streaming.tiles import pad
+from pallas_ce.streaming.tiles import Tiles, pad
 
 
 class Kernels(Block):
@@ -29,9 +29,9 @@ class Kernels(Block):
 
     def for_hidden(self, operand: jax.Array) -> jax.Array:
         """One product."""
-        head, axis = self.head, self.head.spec.vocab_axis
-        weight = jax.lax.slice_in_dim(head.weight, 0, head.spec.vocab_size, axis=axis)
-        return head.matmul(operand, weight, (1, axis))
+        head = self.head
+        tile = Tiles(head.spec.vocab_size, head.spec.vocab_size, head.valid_columns).tile(0)
+        return head.matmul(operand, head.existing_weight(tile), (1, head.spec.vocab_axis))
 
     def for_weight(self, operand: jax.Array, rows: jax.Array, total: WeightGradient) -> WeightGradient:
         """One product, which XLA has add to the total in place: so the first block has a program of its own."""

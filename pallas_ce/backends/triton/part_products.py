@@ -52,13 +52,15 @@ def _product(
     (rows, columns), spec, total = shape, head.spec, arrays[binding.BEFORE]
     config = configs.product_for(spec, binding.capability(), columns)
     assert config is not None
-    bounds = (rows if filled is None else filled, start)
+    existing = spec.vocab_size if head.valid_columns is None else head.valid_columns
+    bounds = (rows if filled is None else filled, start, existing)
     constants: dict[str, Any] = {
         **sizes,
         "VOCABULARY": spec.vocab_size,
         "STRIDE": spec.weight_rows,
         "AXIS": spec.vocab_axis,
         "FOR_HIDDEN": for_hidden,
+        "COUNTED": for_hidden and head.valid_columns is not None,
         "PARTS": total.dtype.itemsize // 2,
         "BLOCK_M": config.rows,
         "BLOCK_N": config.columns,

@@ -6,8 +6,8 @@ where rows are few. They also work on rows that do not count.
 
 *For hidden*, `sum += dlogits·weight`: M are the batch's rows, N is H, and K the part's columns. *For the weight*,
 `gradient = dlogitsᵀ·hidden`: K are the batch's rows, and M and N the part's columns and H, or H and those. Columns of
-the vocabulary begin at `bounds[1]`, and end with it. Rows count up to `bounds[0]`: as K they are rounded up to whole
-windows, where dlogits are 0.
+the vocabulary begin at `bounds[1]`, and end with it, or in a padded shard at `bounds[2]`. Rows count up to `bounds[0]`:
+as K they are rounded up to whole windows, where dlogits are 0.
 
 The loop over tiles and windows is one, as in `kernel`.
 """
@@ -22,7 +22,7 @@ from pallas_ce.backends.triton.kernel import in_bands
 def product_kernel(  # type: ignore[no-untyped-def]
     left,  # [M, K] dlogits for hidden; for the weight, [K, M], what its rows are of
     right,  # [at least VOCABULARY, N] or [N, STRIDE] weight for hidden; for it, [K, N], what its columns are of
-    bounds,  # [2] int32
+    bounds,  # [3] int32
     scale,  # [1], which the product is multiplied by
     before,  # in `stored`'s memory: the sum that is added to, or the entries that are kept; not read
     stored,  # [M, N] for hidden; for the weight, [at least VOCABULARY, N], or [M, STRIDE] where AXIS is 1
@@ -33,6 +33,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     STRIDE: tl.constexpr,
     AXIS: tl.constexpr,
     FOR_HIDDEN: tl.constexpr,
+    COUNTED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -42,6 +43,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     """See the module."""
     rows = tl.load(bounds)
     origin = tl.load(bounds + 1)
+    existing = tl.load(bounds + 2)
     row_blocks = tl.cdiv(rows if FOR_HIDDEN else M, BLOCK_M)
     length = K if FOR_HIDDEN else rows
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -71,6 +73,9 @@ def product_kernel(  # type: ignore[no-untyped-def]
                     b = right_windows.load([origin + k, n])
                 else:
                     b = right_windows.load([n, origin + k]).T
+                if COUNTED:  # dlogits are 0 there, but 0·NaN is not
+                    exists = origin + k + tl.arange(0, WINDOW) < existing
+                    b = tl.where(exists[:, None], b, tl.zeros_like(b))
             else:
                 a = left_windows.load([k, m]).T
                 b = right_windows.load([k, n])

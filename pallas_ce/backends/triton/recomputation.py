@@ -43,7 +43,7 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
         if hidden_sum is not None and in_place:
             hidden_sum = part_products.add_for_hidden(head, dz, hidden_sum, first, filled)
         elif hidden_sum is not None:
-            hidden_sum = block.add(hidden_sum, head.matmul(dz, tile.take(head.weight, axis), (1, axis)))
+            hidden_sum = block.add(hidden_sum, head.matmul(dz, head.existing_weight(tile), (1, axis)))
         if weight_sum is not None and in_place:
             for_weight = part_products.put_for_weight(head, dz, batch.hidden, weight_sum, first, filled)
         elif weight_sum is not None:
