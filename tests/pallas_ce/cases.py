@@ -24,7 +24,7 @@ KEY = jax.random.key(7)
 
 def of_several_statistics(s: Any, *row_inputs: Any) -> Any:
     found = jnp.tanh(0.3 * s.lse) - s.log_prob + 0.1 * s.entropy + s.sum_sq_probs + 0.01 * s.max_logit
-    return sum((x * s.mean_logit for x in row_inputs), found + 0.1 * s.varentropy)
+    return sum((x.astype(s.lse.dtype) * s.mean_logit for x in row_inputs), found + 0.1 * s.varentropy)
 
 
 def _loss(hidden: Any, weight: Any, labels: Any, row_input: Any = None, **options: Any) -> Any:

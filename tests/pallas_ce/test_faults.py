@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import linear_cross_entropy, versions
+from pallas_ce import linear_cross_entropy
+from pallas_ce.backends import packages
 from tests.pallas_ce.checks import assert_near_oracle, library_results
 from tests.pallas_ce.problems import STREAMED, make
 
@@ -77,4 +78,4 @@ def test_a_jax_that_is_too_old_is_named_at_import(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax, "__version__", "0.10.2.dev20260101")
     words = f"pallas_ce needs jax{least}, and 0.10.2.dev20260101 is installed: pip install --upgrade 'jax{least}'"
     with pytest.raises(ImportError, match=re.escape(words)):
-        importlib.reload(versions)
+        importlib.reload(packages)

@@ -10,7 +10,7 @@ from pallas_ce import LowRank
 from torch_bridge import LinearCrossEntropyLoss, linear_cross_entropy, linear_log_probs, linear_row_statistics
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY
 
-TOKENS, WIDTH, VOCABULARY, RANK, SCALE = 20, 8, 50, 3, 0.7
+TOKENS, WIDTH, VOCABULARY, RANK, SCALE = 20, 16, 56, 3, 0.7
 
 
 def tensors(dtype=torch.float32):
