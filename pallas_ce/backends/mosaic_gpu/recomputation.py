@@ -36,9 +36,16 @@ def step(head: Head, batch: Batch, gradient: Gradient, plan: Plan, block: RowBlo
         if hidden_sum is not None:
             alone = plan.rows >= hidden_sum.shape[0]
             to_row = None if alone else jnp.int32(block.number) * plan.rows
-            given = stored, operands.own_weight(head), axis, hidden_sum
-            where = {"to_row": to_row, "valid_rows": block.filled, "existing": head.valid_columns}
-            hidden_sum = product_kernel.add_for_hidden(*given, part=part, **where)
+            hidden_sum = product_kernel.add_for_hidden(
+                stored,
+                operands.own_weight(head),
+                axis,
+                hidden_sum,
+                part=part,
+                to_row=to_row,
+                valid_rows=block.filled,
+                existing=head.valid_columns,
+            )
         # The sweep's last tile starts early, and its own columns come last in it.
         shift = first - Tiles(spec.vocab_size, width).tile(index).start
         for_weight = for_bias = None
