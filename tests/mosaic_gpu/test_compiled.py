@@ -102,7 +102,7 @@ BUDGETS = [
         Budget(mode, 8192, 50304, 768, mebibytes, options={"vocab_size": 50257}, lacks=("50257]", "50257,768]"))
         for mode, mebibytes in (("in_forward", 860), ("recompute", 192))
     ),
-    Budget("in_forward", 32768, 262144, 4096, 1136),
+    Budget("in_forward", 32768, 262144, 4096, 1136, fusions=42),
     Budget("in_forward", 16384, 32768, 4096, 544),
     Budget("in_forward", 8192, 201088, 2880, 924),
     Budget("recompute", 8192, 50304, 768, 192, axis=1),
