@@ -80,7 +80,7 @@ def policy_loss(
 
     With `sampler_log_probs`, and `v_it = π_old,it / π_sampler,it`, the weight w_it is a constant, else 1:
 
-        sampler_weights="truncate"   clip(v, *sampler_range)
+        sampler_weights="truncate"   v, at least the first number of sampler_range and at most the second
         sampler_weights="mask"       v if it lies in sampler_range, else 0
 
     The tokens are then aggregated. The arguments of each method:
