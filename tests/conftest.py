@@ -27,8 +27,14 @@ import hypothesis
 import jax
 import pytest
 from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.internal.conjecture import providers
 
 from tests import memory_maps
+
+# Hypothesis also draws constants of the sources that a process has loaded so far: other examples in every process, and
+# after every change of a source.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = providers.Constants
 
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)

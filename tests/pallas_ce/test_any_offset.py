@@ -91,7 +91,7 @@ def compiled(function: Rows, name: str, **fixed: Any) -> Any:
 
 
 def assert_as_plain(ours: Any, plainly: Any, x: np.ndarray, *arrays: np.ndarray) -> None:
-    """Losses and gradients err by no more than the plain function's in float32, and 1e-6."""
+    """Losses and gradients err by no more than the plain function's in float32, 1e-6 and a unit in the last place."""
     got, baseline = ours(x, *arrays), plainly(x, *arrays)
     with jax.enable_x64(True):
         want = plainly(x.astype(np.float64), *arrays)
@@ -99,6 +99,7 @@ def assert_as_plain(ours: Any, plainly: Any, x: np.ndarray, *arrays: np.ndarray)
         found, float32, right = (np.asarray(y, np.float64) for y in results)
         assert results[2].dtype == np.float64
         error, allowed = np.max(np.abs(found - right)), np.max(np.abs(float32 - right)) + 1e-6
+        allowed += np.spacing(np.float32(np.max(np.abs(right))))  # 1e-6 itself where losses are 8 to 16
         assert error <= allowed, f"{what}: {error}, where plain JAX's and 1e-6 are {allowed}"
 
 
