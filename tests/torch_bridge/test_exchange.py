@@ -36,6 +36,7 @@ def test_an_array_of_every_dtype_that_jax_has_arrives_bit_by_bit_or_is_refused_b
         assert tensor.view(torch.uint8).numpy().tobytes() == np.asarray(array).tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
 @pytest.mark.parametrize("name", every(torch, torch.dtype))
 def test_a_tensor_of_every_dtype_that_pytorch_has_arrives_bit_by_bit_or_is_refused_by_name(name):
