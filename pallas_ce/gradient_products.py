@@ -62,7 +62,7 @@ def needed_products(needs_grad: PerInput[bool], rank: int) -> PerInput[bool]:
 
 
 def plus(total: jax.Array | None, share: jax.Array | None) -> jax.Array | None:
-    """Their sum; None where there is none of either."""
+    """Adds them; None if one is None."""
     return None if total is None or share is None else total + share
 
 
@@ -93,7 +93,7 @@ class WeightGradient(NamedTuple):
         return self.tile.put(self.array, share.astype(self.array.dtype), vocab_axis)
 
 
-def added(
+def put_in_sums(
     found: Arrays, block: RowBlock, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None, vocab_axis: int
 ) -> Arrays:
     """What a `TileStep` returns of a block's products of a tile."""

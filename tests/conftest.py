@@ -31,11 +31,6 @@ from hypothesis.internal.conjecture import providers
 
 from tests import memory_maps
 
-# Hypothesis also draws constants of the sources that a process has loaded so far: other examples in every process, and
-# after every change of a source.
-if hasattr(providers, "_get_local_constants"):
-    providers._get_local_constants = providers.Constants
-
 # Drawn examples compile, so they have no deadline; they are the same on every machine and in every run.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=6, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=25)
@@ -69,6 +64,16 @@ def _memory_maps() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of `make test-newest`."""
     parser.addoption("--cases", type=int, metavar="N", help="of each parametrised test, run only N varied cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the examples from depending on sources, but for `make fuzz`, which is to find new ones.
+
+    Hypothesis also draws constants of the modules that a process has loaded so far: other ones in every process, and
+    after every change.
+    """
+    if not config.pluginmanager.hasplugin("tests.fuzzing"):
+        providers._get_local_constants = providers.Constants
 
 
 @pytest.hookimpl(wrapper=True)

@@ -281,9 +281,10 @@ class Block(abc.ABC):
 
 
 def _reference(head: Head, batch: Batch, bounds: Range) -> jax.Array:
-    """`[n]`: near enough to every row's lse, most likely.
+    """`[n]`: what each row's exponentials are measured from at first.
 
-    The target's logit is there anyway. To guess takes a product, and XLA a second to choose how by timing many.
+    With labels it comes from the target's logit, which is computed anyway. A guess of the lse from sampled columns
+    takes a product, and XLA a second to choose one by timing many.
     """
     labels = batch.labels
     if bounds.above_target is None or labels is None:

@@ -192,7 +192,7 @@ class Backend(Protocol):
     def weight_bits(self, spec: HeadSpec, rows: int) -> tuple[int, int] | None:
         """The shape of an array kept beside a bfloat16 gradient of the weight while blocks of `rows` are added to it.
 
-        The array is bfloat16, and its bits are the backend's affair. None: sums are in the accumulator dtype.
+        The array is bfloat16; the backend decides what its bits mean. None: sums are in the accumulator dtype.
         """
         return None
 

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, WeightGradient, added, needed_products
+from pallas_ce.gradient_products import (
+    NO_ARRAYS,
+    Arrays,
+    PerInput,
+    TileStep,
+    WeightGradient,
+    needed_products,
+    put_in_sums,
+)
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Operands
@@ -160,7 +168,7 @@ def _gradients(needs_grad: PerInput[bool], pair: Pair, local: Local, teacher: He
             if head.spec.softcap is not None:
                 dlogits = dlogits * (1.0 - jnp.square(logits[0] / head.spec.softcap))
             found = head.tile_products(both[0], dlogits, tile, needs)
-            return added(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
+            return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
         return step
 

@@ -178,6 +178,7 @@ def _made_manual(
             )
 
         whole = PartitionSpec()
+        # `shard_map` has to be told which results there are, and only a trace tells which gradients are asked for.
         _, gradients = jax.eval_shape(functools.partial(operation, shards), rows, head, sums, *shared)
         return jax.shard_map(
             functools.partial(operation, inner),

@@ -196,6 +196,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"ratio_limit": 9.0, "objective": "sapo"}, ValueError, r"ratio_limit=9\.0 is for objective='clip'"),
         ({"gate_temperatures": 1.0, "objective": "sapo"}, ValueError, r"gate_temperatures=1\.0 must be a pair"),
         ({"sampler_log_probs": jnp.zeros((2, 3)), "sampler_range": (-1.0, 2.0)}, ValueError, "sampler_range=-1.0 must"),
+        ({"sampler_log_probs": jnp.zeros((2, 3)), "sampler_range": (3.0, 2.0)}, ValueError, r"sampler_range=\(3\.0, 2"),
         ({"kl_coefficient": 0.1}, ValueError, r"kl_coefficient=0\.1 needs ref_log_probs"),
         ({"entropy_coefficient": 0.1}, ValueError, r"entropy_coefficient=0\.1 needs entropy"),
         ({"aggregation": "fixed_length"}, ValueError, "length=None with .*: 'fixed_length' needs a"),

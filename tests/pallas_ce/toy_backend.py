@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, added
+from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, put_in_sums
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.streaming.rows import RowBlock
@@ -43,7 +43,7 @@ class ToyBackend(Backend):
             tile = tiles.tile(index)
             part = tile.take(whole, 1) if tile.valid is None else tile.take(whole, 1) * tile.valid
             found = products(head.columns(tile.take), batch, part, gradient.needs)
-            return added(found, block, hidden_sum, weight_sum, axis)
+            return put_in_sums(found, block, hidden_sum, weight_sum, axis)
 
         return step
 

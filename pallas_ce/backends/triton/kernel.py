@@ -11,7 +11,7 @@ A tile is `hidden[rows]·weight[columns]ᵀ`, a loop over windows of H. It never
 * *exponentials*, `e^{z-reference}` in the operands' dtype, for the in-forward mode; see `backends.exponentials`.
 * *dlogits*, recomputed, by the formula of `statistics.gradient`, in the operands' dtype.
 
-Single entries of a row, its targets' and its largest, are XLA's affair; see `backends.entries`.
+XLA adds single entries of a row, its targets' and its largest; see `backends.entries`.
 
 Logits are `z = softcap(scale·(hidden·weight + low·up + bias)) / T`, where `low·up`, a few entries long, is a low-rank
 term of the weight. `c·tanh(x/c)` is `c - 2c/(e^{2x/c} + 1)`, which is good to 1e-7·c; where |x/c| < 1/4, the odd

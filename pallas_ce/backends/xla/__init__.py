@@ -13,7 +13,7 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient, added, plus
+from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient, plus, put_in_sums
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
@@ -90,7 +90,7 @@ class XlaBackend(Backend):
         def step(tile_index: jax.Array, hidden_sum: jax.Array | None, weight_sum: WeightGradient | None) -> Arrays:
             tile = _tiles(head, plan).tile(tile_index)
             found = _products(head, batch, gradient, tile, head.tile_logits(batch, tile))
-            return added(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
+            return put_in_sums(found, block, hidden_sum, weight_sum, head.spec.vocab_axis)
 
         return step
 

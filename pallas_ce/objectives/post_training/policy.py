@@ -236,6 +236,8 @@ def _sampler_weight(old: jax.Array, sampler: jax.Array, how: SamplerWeights, lim
     arguments.choice("sampler_weights", how, get_args(SamplerWeights))
     name = "sampler_range"
     least, most = (arguments.scalar(name, limit, 0.0) for limit in _pair(name, limits))
+    if arguments.is_plain(least) and arguments.is_plain(most) and least > most:
+        raise ValueError(f"{name}={limits!r} must begin with the least weight")
     weight = jnp.exp(_limit(sequences.difference(old, sampler)))
     if how == "truncate":
         return jnp.clip(weight, least, most)
