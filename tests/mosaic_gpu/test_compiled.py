@@ -99,7 +99,7 @@ BUDGETS = [
     Budget("in_forward", 16384, 131072, 4096, 82, options={"scratch_bytes": 82 * MIB}),
     # Nothing is copied to leave out a little padding.
     *(
-        Budget(mode, 8192, 50304, 768, mebibytes, options={"vocab_size": 50257}, lacks=("50257]", "50257,768]"))
+        Budget(mode, 8192, 50304, 768, mebibytes, 0, 41, {"vocab_size": 50257}, ("50257]", "50257,768]"))
         for mode, mebibytes in (("in_forward", 860), ("recompute", 192))
     ),
     Budget("in_forward", 32768, 262144, 4096, 1136, fusions=42),

@@ -1,4 +1,4 @@
-"""The contract on real Hopper kernels: a thousand draws of shape and options, and what only a GPU can show."""
+"""The contract on real Hopper kernels: drawn shapes and options, and what only a GPU can show."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def drawn(seed: int) -> tuple[Problem, str]:
     return p, str(rng.choice(["recompute", "in_forward"]))
 
 
-@pytest.mark.parametrize("seed", range(1000))
+@pytest.mark.parametrize("seed", range(600))
 def test_a_drawn_problem(seed: int) -> None:
     p, backward = drawn(seed)
     p = readable(p)
