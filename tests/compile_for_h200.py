@@ -105,7 +105,10 @@ def compile_for_h200(
     donate_argnums: int | tuple[int, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Report]:
-    """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels."""
+    """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels.
+
+    No kernel's result that takes an operand's memory is fused with a slice, where it would be lost.
+    """
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     with tempfile.TemporaryFile() as log:
@@ -114,6 +117,7 @@ def compile_for_h200(
             compiled = lower_for_h200(jitted, *arguments).compile(options)
         log.seek(0)
         said = log.read().decode(errors="replace")
+    assert not [fusion for fusion in _slice_fusions(compiled) if "output_to_operand_aliasing" in fusion]
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return compiled, Report(
         len(re.findall(r"Compiling entry function", said)),
@@ -138,13 +142,17 @@ def slices_of_kernels(compiled: Any) -> list[str]:
     XLA fuses them with the kernel, whatever their addresses. Of those that cuBLAS takes only parts of vectors count:
     rows of a matrix are as well aligned as they are long, and by their length it chooses what it does.
     """
-    fusions = re.findall(r"^%dynamic-slice-fusion.*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
     found = []
-    for fusion in fusions:
+    for fusion in _slice_fusions(compiled):
         of_rows = r" dynamic-(update-)?slice\(| slice\(.*slice={\[[1-9]"
         kinds = of_rows if "mosaic_gpu" in fusion else r" slice\(.*slice={\[[1-9]\d*:\d+\]}"
         found += [line for line in fusion.splitlines() if re.search(kinds, line)]
     return found
+
+
+def _slice_fusions(compiled: Any) -> list[str]:
+    """XLA's fusions of a kernel with slices that it reads or writes in place."""
+    return re.findall(r"^%dynamic-slice-fusion.*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
 
 
 def _numbered(_: str) -> None:

@@ -27,6 +27,7 @@ from pallas_ce.statistics.gradient import Coefficients, from_cotangents, saved_s
 from pallas_ce.statistics.table import PRIMITIVES
 from tests import compile_for_h200 as h200
 from tests.mosaic_gpu.compiled import MIB, Compiled, arguments, clean, shaped
+from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
 NAMED: Any = {"implementation": "mosaic_gpu"}
 
@@ -289,6 +290,16 @@ def test_kernels_read_no_slices_where_they_lie(mode: Any, scratch_bytes: int | N
     program = loss if mode is None else jax.value_and_grad(loss, argnums=(0, 1))
     compiled, report = h200.compile_for_h200(program, *given)
     assert report.kernels >= 1
+    assert not h200.slices_of_kernels(compiled)
+
+
+@both_modes
+@pytest.mark.parametrize("name", ["mapped", "scanned"])
+def test_gradients_stacked_by_a_loop_are_copied(name: str, mode: Any) -> None:
+    """Kernels write gradients over operands, not into a slice of the stack that a loop makes of them."""
+    loss = implemented("mosaic_gpu", mode)
+    program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
+    compiled, _ = h200.compile_for_h200(program, *shaped(*((x.shape, x.dtype) for x in operands())))
     assert not h200.slices_of_kernels(compiled)
 
 

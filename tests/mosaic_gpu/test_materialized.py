@@ -207,6 +207,14 @@ EVERY_OPTION: dict[str, Any] = {
 }
 
 
+def test_gradients_stacked_by_a_loop_are_copied() -> None:
+    gradient, mesh = jax.grad(lambda *given: cross_entropy(*given, implementation="mosaic_gpu")), h200.h200_mesh()
+    arguments = h200.shaped(mesh, (3, N, V), jnp.bfloat16), h200.shaped(mesh, (3, N), jnp.int32)
+    compiled, report = h200.compile_for_h200(lambda *given: jax.lax.map(lambda x: gradient(*x), given), *arguments)
+    assert report.kernels == 2
+    assert not re.search(r" dynamic-update-slice\(", "".join(h200.slices_of_kernels(compiled)))
+
+
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION, {"reduction": "none"}])

@@ -23,6 +23,7 @@ from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
 from pallas_ce.streaming.tiles import Tiles
 from tests import compile_for_h200 as h200
+from tests.pallas_ce.test_calls import CALLS, implemented, operands
 
 pytest.importorskip("triton")
 
@@ -245,6 +246,15 @@ def test_a_program_for_an_h200_holds_the_launches_and_no_logits(backward: Any) -
     assert not re.search(rf"\[{n},{v}\]", text)
     # Accumulators and scratch: 4 bytes for each entry of both gradients, and the default budget.
     assert program.memory_analysis().temp_size_in_bytes <= 4 * (n + v) * h + 1.1 * 2**29
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+@pytest.mark.parametrize("name", ["mapped", "scanned"])
+def test_gradients_stacked_by_a_loop_are_copied(name: str, backward: str) -> None:
+    loss, mesh = implemented("triton", backward), h200.h200_mesh()
+    program = jax.value_and_grad(lambda *given: CALLS[name](loss, *given), (0, 1))
+    compiled, _ = h200.compile_for_h200(program, *(h200.shaped(mesh, x.shape, x.dtype) for x in operands()))
+    assert not h200.slices_of_kernels(compiled)
 
 
 def test_a_split_call_compiles_for_two_h200s_and_gathers_no_weight() -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pallas_ce.backends import device as targets
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.triton.configs import Config
 
 _TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
@@ -208,7 +209,7 @@ def call(
     results = list(outputs.values())
     if scratch:
         results.append(jax.ShapeDtypeStruct((programs * SCRATCH_BYTES,), np.uint8))
-    found = _call_p.bind(*inputs.values(), kernel=kernel, results=tuple(results))
+    found = apart(_call_p.bind(*apart(list(inputs.values())), kernel=kernel, results=tuple(results)))
     return dict(zip(outputs, found, strict=False))
 
 

@@ -164,12 +164,7 @@ def _term(head: Head, batch: Batch) -> dict[str, jax.Array]:
     spec, length = head.spec, padded_rank(head.spec.rank)
     low = pad(batch.low.astype(spec.dtype), (batch.low.shape[0], length))
     up = pad(head.up.astype(spec.dtype), (spec.weight_rows, length))
-    return {"low": apart(low), "up": apart(up if spec.vocab_axis == 0 else up.T)}
-
-
-def apart(x: jax.Array) -> jax.Array:
-    """`x` as an array that begins where the kernel needs it to: XLA hands slices to a kernel wherever they lie."""
-    return lax.optimization_barrier(x)
+    return {"low": low, "up": up if spec.vocab_axis == 0 else up.T}
 
 
 def _run(
@@ -190,8 +185,8 @@ def _run(
     last = vocabulary if head.valid_columns is None else head.valid_columns
     bounds = (0 if first is None else first, last, rows if filled is None else filled, part_or_all.start)
     given = {
-        "hidden": apart(batch.hidden.astype(spec.dtype)),
-        "weight": apart(head.weight.astype(spec.dtype)),
+        "hidden": batch.hidden.astype(spec.dtype),
+        "weight": head.weight.astype(spec.dtype),
         "bounds": jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds]),
         "bias": None if head.bias is None else head.bias[:vocabulary],
         "scale": None if head.logit_scale is None else head.logit_scale.reshape(1),
@@ -202,7 +197,7 @@ def _run(
     arrays = {name: x for name, x in given.items() if x is not None}
     for name in arrays:
         if name not in ("hidden", "weight", "bounds", "low", "up", binding.BEFORE):
-            arrays[name] = apart(arrays[name].astype(jnp.float32))
+            arrays[name] = arrays[name].astype(jnp.float32)
     # Stored columns behind the vocabulary are not written, so that only statistics need be told where it ends.
     ragged = not gradient and _ragged(head, config)
     stores = config.descriptors and config.stores and binding.STORED in outputs

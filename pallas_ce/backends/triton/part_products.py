@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.backends.triton import binding, configs, launch
+from pallas_ce.backends.triton import binding, configs
 from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Head
 
@@ -66,7 +66,6 @@ def _product(
         "BLOCK_N": config.columns,
     }
     tiles = -(-sizes["M"] // config.rows) * -(-sizes["N"] // config.columns)
-    arrays = {name: x if name == binding.BEFORE else launch.apart(x) for name, x in arrays.items()}
     arrays["bounds"] = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in bounds])
     outputs = {binding.STORED: jax.ShapeDtypeStruct(total.shape, total.dtype)}
     return binding.call("product_kernel", arrays, outputs, constants, config, tiles)[binding.STORED]

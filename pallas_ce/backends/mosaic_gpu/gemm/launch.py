@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
 from pallas_ce.backends.mosaic_gpu.schedule import WARPGROUPS, Product
@@ -40,12 +41,12 @@ def run(
         numbers: `[]` int32 by name; the epilogue finds each as `[1]`, and does not find None.
     """
     if any(isinstance(x, jax.Array) for x in outputs.values()):
-        before = {k: x if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
+        before = {k: apart(x) if isinstance(x, jax.Array) else lax.empty(x.shape, x.dtype) for k, x in outputs.items()}
 
         def write(refs: dict[str, Any]) -> None:
             run(name, product, matrices, epilogue, inputs | refs, {}, numbers)
 
-        return pl.run_state(write)(before)
+        return apart(pl.run_state(write)(before))
     inputs, given = ({key: x for key, x in of.items() if x is not None} for of in (inputs, numbers))
     shapes = tuple((key, value.shape, jnp.dtype(value.dtype)) for key, value in outputs.items())
     function = kernel_function(name, product, len(matrices), epilogue, tuple(inputs), tuple(given), shapes)
@@ -53,7 +54,7 @@ def run(
         others = [x if isinstance(x, jax.Ref) else _at_run_time(x) for x in inputs.values()]
         if given:  # packed into one array, so that XLA prepares them in one operation
             others.append(_at_run_time(jnp.stack([jnp.asarray(x, jnp.int32) for x in given.values()])))
-        results = function(*matrices, *others)
+        results = apart(function(*matrices, *others))
     return dict(zip(outputs, results, strict=True))
 
 

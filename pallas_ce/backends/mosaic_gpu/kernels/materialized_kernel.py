@@ -11,6 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, partials
 from pallas_ce.backends.mosaic_gpu.kernels.dlogits_kernel import DlogitsEpilogue
 from pallas_ce.backends.mosaic_gpu.kernels.epilogues import LogitSpec
@@ -89,12 +90,12 @@ def dlogits(head: Head, gradient: Gradient, batch: Batch, valid: jax.Array | Non
     def write(stored: Any) -> None:
         given._replace(matrices=(stored,)).run("pallas_ce_materialized_dlogits", epilogue, {})
 
-    return pl.run_state(write)(_aligned(logits))
+    return apart(pl.run_state(write)(apart(logits)))
 
 
 def _aligned(logits: jax.Array) -> jax.Array:
-    """The logits, `operands.apart` unless every row begins at a multiple of `ALIGNMENT`: a copy would be large."""
-    return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else operands.apart(logits)
+    """The logits, `apart` unless every row begins at a multiple of `ALIGNMENT`: a copy would be large."""
+    return logits if logits.shape[1] * logits.dtype.itemsize % operands.ALIGNMENT == 0 else apart(logits)
 
 
 def _prepare(head: Head, logits: jax.Array, config: Config, weighted: bool, side_by_side: int = 1) -> operands.Operands:

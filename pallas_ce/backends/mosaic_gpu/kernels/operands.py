@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu import schedule
 from pallas_ce.backends.mosaic_gpu.gemm import launch
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Epilogue
@@ -64,16 +65,6 @@ def padded_head(head: Head) -> Head:
         return head
     up = None if head.up is None else pad(head.up[: head.spec.vocab_size], head.up.shape)
     return dataclasses.replace(head.with_padding(spec.vocab_size), up=up)
-
-
-def apart(x: jax.Array) -> jax.Array:
-    """`x` as an array of its own, which begins at a multiple of `ALIGNMENT`.
-
-    XLA hands a slice, ours or a user's, in place to a kernel of Mosaic or cuBLAS, whatever its address. At some
-    addresses cuBLAS refuses the algorithm that XLA has chosen. Behind a barrier XLA copies slices, but not whole
-    arrays.
-    """
-    return jax.lax.optimization_barrier(x)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_ce.backends.arrays import apart
 from pallas_ce.backends.mosaic_gpu.gemm import launch, layouts, loop
 from pallas_ce.backends.mosaic_gpu.gemm.loop import Carry, Epilogue, Place
-from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, apart, padded
+from pallas_ce.backends.mosaic_gpu.kernels.operands import ROW_MULTIPLE, Part, padded
 from pallas_ce.backends.mosaic_gpu.schedule import COLUMN_STEP, TALL, WIDE, Config, Product, cost
 
 _MOST_PARTS = 8
