@@ -1,15 +1,17 @@
 """`linear_log_probs` on PyTorch tensors: what policies, preferences and distillation read of a head."""
 
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from pallas_ce import LogProbs, LowRank, integration
-from pallas_ce.integration import PrecisionLike
+from pallas_ce import LogProbs, LowRank
+from pallas_ce.integration import documented
 from torch_bridge.api import checks
+from torch_bridge.api.options import LogProbsOptions
 from torch_bridge.autograd.operator import LINEAR_LOG_PROBS
 
 
+@documented
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -19,16 +21,8 @@ def linear_log_probs(
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
-    linear_bias: Tensor | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    vocab_size: int | None = None,
     shift: int = 0,
-    ignore_index: int | None = -100,
-    precision: PrecisionLike | None = None,
-    implementation: str | None = None,
-    scratch_bytes: int | None = None,
-    validate_labels: bool = False,
+    **options: Unpack[LogProbsOptions],
 ) -> Any:
     r"""Log-probabilities of `target` under `softmax(z)`, without storing logits.
 
@@ -51,18 +45,10 @@ def linear_log_probs(
         return_entropy: return `pallas_ce.LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a target is the most likely token.
-        linear_bias: `[V']`.
-        logit_softcap: c > 0, or None.
-        logit_scale: a number or a scalar tensor, differentiable.
-        vocab_size: V.
         shift: a row meets the targets `shift` positions later, as in `linear_cross_entropy`, at its own temperature.
         ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
             all ignored is skipped, and what they hold does not matter. None: no target is special.
-        precision: how float32 operands are multiplied; None: as PyTorch's settings say.
         implementation: "xla", "mosaic_gpu" (a number as temperature), "triton", "reference" or None.
-        scratch_bytes: bound on the memory of tiles.
-        validate_labels: raise a ValueError naming the first target that is neither in the vocabulary nor
-            `ignore_index`, under `torch.compile` too. Reads the targets' values: on a GPU the host waits for them.
 
     Returns:
         Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
@@ -85,22 +71,12 @@ def linear_log_probs(
         >>> ratio = (found.log_probs - before).exp()
         >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
     """
-    how = (precision, implementation, scratch_bytes)
-    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
-    ignore_index = integration.read_ignore_index(ignore_index)
-    valid = (head.size, ignore_index) if validate_labels else None
-    labels = checks.labels(target, head.leading, several=True, valid=valid, shift=shift)
-    number, temperatures = checks.temperature(temperature, head.leading, head.options["dtype"])
-    wanted = (return_entropy, return_sum_sq_probs, return_hit)
-    asked = dict(zip(("return_entropy", "return_sum_sq_probs", "return_hit"), wanted, strict=True))
-    log_probs, *others = LINEAR_LOG_PROBS.call(
-        head.tensors | {"target": labels, "temperature": temperatures},
-        head.options | asked | {"ignore_index": ignore_index, "fixed_temperature": number},
-    )
-    log_probs = log_probs.reshape(target.shape)
-    if not any(wanted):
-        return log_probs
-    rest = iter(others)
-    shapes = (head.leading, head.leading, target.shape)
-    found = [next(rest).reshape(x) if is_wanted else None for x, is_wanted in zip(shapes, wanted, strict=True)]
-    return LogProbs(*cast(Any, (log_probs, *found)))
+    head = checks.head(input, linear_weight, **options)
+    asked = {"return_entropy": return_entropy, "return_sum_sq_probs": return_sum_sq_probs, "return_hit": return_hit}
+    labels = checks.labels(target, head.leading, several=True, shift=shift, size=head.size, **options)
+    given = asked | {"target": labels} | checks.temperature(temperature, head.leading, head.dtype)
+    found = map(head.shaped, LINEAR_LOG_PROBS.call(options | head.given | given))
+    if not any(asked.values()):
+        return next(found)
+    names = ["log_probs", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)]
+    return LogProbs(**dict(zip(names, cast(Any, found), strict=False)))

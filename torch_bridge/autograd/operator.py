@@ -55,22 +55,28 @@ class Operation:
         self.name, self.function, self.tensors = name, function, _HEAD + further
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
+        self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
         # Programs by a key that is quicker to make than a signature.
         self._known: dict[Hashable, Program] = {}
 
-    def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs, differentiable as the tensors require it; missing options have their defaults."""
-        exchange.check_one_device(tensors)
-        first_order.reverse_mode(tensors)
-        given, differentiated = [tensors.get(name) for name in self.tensors], 0
+    def call(self, given: dict[str, Any]) -> list[Tensor]:
+        """The function's outputs, differentiable as the tensors require it.
+
+        `given` are checked arguments of a public function, by name; static ones that are missing have their defaults.
+        """
+        given = self._missing | given
+        named = {name: given[name] for name in self.tensors}
+        exchange.check_one_device(named)
+        first_order.reverse_mode(named)
+        tensors, differentiated = list(named.values()), 0
         if torch.is_grad_enabled():
-            for tensor, bit in zip(given, self._bits, strict=True):
+            for tensor, bit in zip(tensors, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
-        static = (differentiated, *(_DEFAULTS | options).values())
-        if not eager.serves(given):
-            return getattr(OPERATORS, self.name)(*given, *static)
-        program, present = self.program(given, static), [x for x in given if x is not None]
+        static = (differentiated, *[given[name] for name in _DEFAULTS])
+        if not eager.serves(tensors):
+            return list(getattr(OPERATORS, self.name)(*tensors, *static))
+        program, present = self.program(tensors, static), [x for x in tensors if x is not None]
         if not differentiated:
             return calls.forward(program, present)
         function: Any = eager.Eager
