@@ -16,8 +16,8 @@ from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, calls, functions
 from torch_bridge.programs import program as programs
-from torch_bridge.programs.functions import Options
-from torch_bridge.programs.program import Function, Program, Shape, Signature
+from torch_bridge.programs.functions import Function, Options
+from torch_bridge.programs.program import Program, Shape, Signature
 
 # Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
@@ -80,7 +80,7 @@ class Operation:
         if not differentiated:
             return calls.forward(program, present)
         function: Any = eager.Eager
-        return list(function.apply(*present, eager.Call(self, program, static)))
+        return list(function.apply(*present, self, program, static))
 
     def call_backward(
         self,
