@@ -194,9 +194,6 @@ def test_at_any_common_offset_the_error_is_no_larger_than_pytorchs_own_on_the_sa
     assert ((loss - exact).abs() <= (plain - exact).abs() + 1e-6).all()
     allowed = (plain_gradient - exact_gradient).abs() + 1e-6
     assert ((gradient - exact_gradient).abs() <= allowed).all()
-    of_tokens = selective_log_softmax(logits, target.clamp(0))
-    want = logits.double().log_softmax(-1).gather(-1, target.clamp(0)[:, None])[:, 0]
-    assert ((of_tokens - want).abs() <= 1e-6 + 1e-6 * want.abs()).all()
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -38,6 +38,12 @@ def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
     assert given == [(None, torch.device("cpu"))]
 
 
+def both():
+    """After which PyTorch itself raises where `allow_tf32` is read."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 @pytest.mark.parametrize(
     ("choose", "on_cuda"),
     [
@@ -47,7 +53,7 @@ def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
         (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), "tensorfloat32"),
         (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tensorfloat32"),
         (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tensorfloat32"),
-        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "highest"),
+        (both, "highest"),
     ],
 )
 def test_pytorchs_settings_are_those_of_cuda_devices(choose, on_cuda):
@@ -55,15 +61,6 @@ def test_pytorchs_settings_are_those_of_cuda_devices(choose, on_cuda):
     assert checks.precision_of(None, CUDA) == on_cuda
     assert checks.precision_of(None, torch.device("cpu")) == "highest"
     assert checks.precision_of("high", CUDA) == checks.precision_of(jax.lax.Precision.HIGH, CUDA) == "high"
-
-
-def test_settings_of_both_interfaces_can_be_read():
-    """PyTorch itself raises where `allow_tf32` is read after this."""
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    with pytest.raises(RuntimeError):
-        _ = torch.backends.cuda.matmul.allow_tf32
-    assert checks.precision_of(None, CUDA) == "highest"
 
 
 def test_a_compiled_function_follows_the_settings():

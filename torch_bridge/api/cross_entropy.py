@@ -4,7 +4,7 @@ Where the kernels serve all rows at once, one program makes the loss and its gra
 PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch_bridge.autograd import eager, first_order
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import kernels, losses, one_program, rows
 from torch_bridge.materialized.chunks import check_inplace, wide
+
+_CONSTANT = ("target", "class_weights")
 
 
 @documented
@@ -83,23 +85,20 @@ def cross_entropy(
     counted = losses.counted(ids, size, ignore_index)
     ids = ids.where(counted, 0)
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
-    smoothing, z_factor, weights, divisor = (
-        first_order.differentiable_once(given[name])
-        for name in ("label_smoothing", "z_loss", "token_weights", "normalizer")
-    )
-    names = "lse,log_prob" if smoothing is None else "lse,log_prob,mean_log_prob"
-    mean_weights = None if classes is None or smoothing is None else classes / size
-    options = rows.Options(names, size, logit_softcap, inplace=inplace_backward)
-    found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, options)
+    # Numbers whose term is left out are None, and left to the defaults.
+    once: dict[str, Any] = {
+        name: first_order.differentiable_once(x) for name, x in tensors.items() if name not in _CONSTANT
+    }
+    smoothed = "label_smoothing" in once
+    static = rows.Options("lse,log_prob" + ",mean_log_prob" * smoothed, size, logit_softcap, inplace=inplace_backward)
+    mean_weights = classes / size if smoothed and classes is not None else None
+    found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, static)
     return losses.cross_entropy(
         found["lse"],
         found["log_prob"][:, 0],
         found.get("mean_log_prob"),
         counted,
-        label_smoothing=0.0 if smoothing is None else smoothing,
-        z_loss=0.0 if z_factor is None else z_factor,
-        token_weights=weights,
         reduction=reduction,
-        normalizer=divisor,
         class_weights=None if classes is None or not size else classes[ids],
+        **once,
     ).reshape(leading if reduction == "none" else ())

@@ -103,13 +103,14 @@ def vocab_parallel_cross_entropy(
     if weight.down is not None:
         weight = dataclasses.replace(weight, down=_shared(weight.down, group))
     within = target - vocab_start
+    of_head: Any = {name: x for name, x in options.items() if name in HeadOptions.__annotations__}
     here: Any = linear_row_statistics(
         _shared(input, group),
         weight.weight if weight.down is None else weight,
         torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part
         statistics=names,
         row_mask=counted,
-        **{name: x for name, x in options.items() if name in HeadOptions.__annotations__},
+        **of_head,
     )
     mine = (within >= 0) & (within < rows)
     share = torch.full_like(here.lse, rows / vocab_size)

@@ -41,13 +41,10 @@ _TYPES = {name: _schema_type(kind) for name, kind in typing.get_type_hints(Optio
 
 
 class Operation:
-    """The description of an operator.
+    """An operator for a function of named arrays.
 
-    Attributes:
-        name: its name.
-        function: the function of named arrays.
-        tensors: names of its tensors, in the order of the operator's arguments and of the bits that stand for them:
-            "input" `[N, H]` and "linear_weight" `[V, H]`, which are always there, come first.
+    `tensors` names its tensors in the order of its arguments and of the bits that stand for them: "input" `[N, H]` and
+    "linear_weight" `[V, H]`, which are always there, come first.
     """
 
     def __init__(self, name: str, function: Function, further: tuple[str, ...]) -> None:

@@ -26,13 +26,7 @@ _ANY_ROWS = 1024
 
 
 class Shape(NamedTuple):
-    """Shape and dtype of an array; an axis as long as the rows is None.
-
-    Attributes:
-        axes: sizes.
-        dtype: NumPy's or JAX's.
-        fill: what stands in rows that pad it.
-    """
+    """Shape and dtype of an array; an axis as long as the rows is None, and rows that pad it hold `fill`."""
 
     axes: tuple[int | None, ...]
     dtype: np.dtype
@@ -58,13 +52,10 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """All that a program is compiled for, except the number of rows; static and hashable.
+    """All that a program is compiled for, except the number of rows; hashable.
 
-    Attributes:
-        function: the function.
-        options: its static options; `vocab_axis` is 1 where the weight is `[H, V]`.
-        arrays: name and shape of each input.
-        differentiated: names of the inputs to differentiate; none of them: nothing is kept.
+    A function with its static options, where `vocab_axis` is 1 for a weight `[H, V]`; name and shape of each input; and
+    the names of the inputs to differentiate. With none of these nothing is kept.
     """
 
     function: Function
@@ -96,12 +87,7 @@ class Layout(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The compiled backward of some gradients, for cotangents of some outputs.
-
-    Attributes:
-        reads: what it takes, as positions in `Layout.taken`.
-        run: `(*what it takes) -> gradients`.
-    """
+    """The compiled backward of some gradients; `run` takes what stands at the positions `reads` of `Layout.taken`."""
 
     reads: tuple[int, ...]
     run: Callable[..., list[jax.Array]]
@@ -111,8 +97,6 @@ class Program:
     """The programs of one signature and number of rows; compiled when first called.
 
     Attributes:
-        signature: the programs'.
-        rows: the programs'.
         layout: what forward and backward exchange.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
