@@ -30,12 +30,13 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
         )
         for name, annotation in options.__annotations__.items()
     ]
-    known = {parameter.name for parameter in (*own, *shared) if parameter.kind is not parameter.VAR_POSITIONAL}
+    known = frozenset(x.name for x in (*own, *shared) if x.kind is not x.VAR_POSITIONAL)
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Out:
-        if unknown := [name for name in kwargs if name not in known]:
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        if not known.issuperset(kwargs):
+            unknown = next(name for name in kwargs if name not in known)
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
         return function(*args, **kwargs)
 
     public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]

@@ -215,16 +215,16 @@ def labels(
     ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    ignore_index = integration.read_ignore_index(ignore_index)
     if validate_labels:
-        target = _with_valid_values(target, size, ignore_index)
+        target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
     target = target if target.dtype in _LABELS else target.long()
     return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
 
 
 def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
     """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
-    if not (shift := integration.check_shift(shift, by_token, tuple(leading))):
+    # The default costs no check; False would be an error.
+    if (type(shift) is int and shift == 0) or not (shift := integration.check_shift(shift, by_token, tuple(leading))):
         return by_token
     behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
     return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)

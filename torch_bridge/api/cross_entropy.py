@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from pallas_ce import integration
 from pallas_ce.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import LossOptions
@@ -71,7 +72,8 @@ def cross_entropy(
     dtype, size, leading = checks.floating("logits", logits), checks.vocabulary(logits, vocab_size), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
     given = checks.loss(leading, size, dtype, target, class_weights=class_weights, **options)
-    reduction, ignore_index = options.get("reduction", "mean"), options.get("ignore_index", -100)
+    ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
+    reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
     everything = {"logits": logits, **tensors}
     exchange.check_one_device(everything)

@@ -64,8 +64,9 @@ def linear_cross_entropy(
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
     head = checks.head(input, linear_weight, **options)
-    given = options | head.given | checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
-    loss, *metrics = LINEAR_CROSS_ENTROPY.call(given | {"return_metrics": return_metrics})
+    tensors = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
+    given = {**options, **head.given, **tensors, "return_metrics": return_metrics}
+    loss, *metrics = LINEAR_CROSS_ENTROPY.call(given)
     loss = loss if loss.ndim == 0 else head.shaped(loss)
     return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
 

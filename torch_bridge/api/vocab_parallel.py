@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     tensors = {"input": input, "target": target, "linear_bias": options.get("linear_bias")}
     weights = {"linear_weight": weight.weight, "linear_weight.up": weight.up, "linear_weight.down": weight.down}
     first_order.reverse_mode(tensors | weights)
-    leading, ignored = input.shape[:-1], options.get("ignore_index", -100)
+    leading, ignored = input.shape[:-1], integration.read_ignore_index(options.get("ignore_index", -100))
     checked = checks.loss(leading, vocab_size, "float32", target, **options)
     if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(

@@ -62,10 +62,10 @@ class Operation:
         `given` are checked arguments of a public function, by name; static ones that are missing have their defaults.
         """
         given = self._missing | given
-        named = {name: given[name] for name in self.tensors}
+        tensors, differentiated = [given[name] for name in self.tensors], 0
+        named = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
         exchange.check_one_device(named)
         first_order.reverse_mode(named)
-        tensors, differentiated = list(named.values()), 0
         if torch.is_grad_enabled():
             for tensor, bit in zip(tensors, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
@@ -73,11 +73,11 @@ class Operation:
         static = (differentiated, *[given[name] for name in _DEFAULTS])
         if not eager.serves(tensors):
             return list(getattr(OPERATORS, self.name)(*tensors, *static))
-        program, present = self.program(tensors, static), [x for x in tensors if x is not None]
+        program = self.program(tensors, static)
         if not differentiated:
-            return calls.forward(program, present)
+            return calls.forward(program, list(named.values()))
         function: Any = eager.Eager
-        return list(function.apply(*present, self, program, static))
+        return list(function.apply(*named.values(), self, program, static))
 
     def call_backward(
         self,
