@@ -1,5 +1,6 @@
 """`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
 
+import dataclasses
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -15,9 +16,10 @@ from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
+from pallas_ce.statistics.support import as_set, over_support
 
 
 class LogProbs(NamedTuple):
@@ -29,12 +31,14 @@ class LogProbs(NamedTuple):
         sum_sq_probs: `Σ_v p_v²`, `[...]`.
         hit: bool, the labels' shape: whether the label is the largest logit's, the lowest one where several tie; False
             for ignored labels.
+        in_support: bool `[...]`, with `support`: whether it has the label; False for ignored labels.
     """
 
     log_probs: jax.Array
     entropy: jax.Array | None = None
     sum_sq_probs: jax.Array | None = None
     hit: jax.Array | None = None
+    in_support: jax.Array | None = None
 
 
 @documented
@@ -44,6 +48,7 @@ def linear_log_probs(
     labels: ArrayLike,
     *,
     temperature: ArrayLike = 1.0,
+    support: ArrayLike | None = None,
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
@@ -66,6 +71,10 @@ def linear_log_probs(
             token may be given several times. Labels outside `[0, vocab_size)` count as ignored.
         temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. A constant: it gets
             no gradient. A number costs nothing.
+        support: `[..., K]`, any integer dtype: with each label the ids that its sampler kept (top-k, top-p), in any
+            order. `softmax` is over their logits alone, and so are entropy, squares and hits. Ids outside
+            `[0, vocab_size)`, say -1, are padding; one that is given twice counts once. A label outside its set has
+            log-probability -inf and no gradient. Labels are then `[...]`. Takes memory for `[N, K]` numbers.
         return_entropy: return `LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a label is the most likely token.
@@ -77,7 +86,8 @@ def linear_log_probs(
             take dlogits that are not rounded to bfloat16; sums and log-probabilities are float32 in any case.
 
     Returns:
-        The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked.
+        The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked,
+        and with `support`, whose `in_support` tells which rows a loss can use.
 
     Raises:
         ValueError: shapes or values that do not fit, a named implementation that cannot serve.
@@ -98,6 +108,9 @@ def linear_log_probs(
         ...     return jnp.sum(found.log_probs + 0.01 * found.entropy)
         >>> jax.grad(objective)(hidden).shape
         (2, 3)
+        >>> found = linear_log_probs(hidden, weight, jnp.array([1, 3]), support=jnp.array([[0, 1], [2, -1]]))
+        >>> print(found.log_probs, found.in_support)
+        [-0.6931472       -inf] [ True False]
         >>> narrow = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)  # a float32 head of bfloat16 tensors
         >>> def policy_gradient(hidden, weight):
         ...     return linear_log_probs(hidden, weight, jnp.array([1, 2]), dtype=jnp.float32).sum()
@@ -108,19 +121,20 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    found = compute(
-        *read(
-            hidden,
-            weight,
-            labels,
-            return_entropy=return_entropy,
-            return_sum_sq_probs=return_sum_sq_probs,
-            return_hit=return_hit,
-            temperature=temperature,
-            shift=shift,
-            **options,
-        )
+    checked = read(
+        hidden,
+        weight,
+        labels,
+        return_entropy=return_entropy,
+        return_sum_sq_probs=return_sum_sq_probs,
+        return_hit=return_hit,
+        temperature=temperature,
+        shift=shift,
+        **options,
     )
+    if support is not None:
+        return _compute_over_support(*_read_support(support, *checked))
+    found = compute(*checked)
     return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
 
 
@@ -159,3 +173,42 @@ def compute(settings: Settings, names: tuple[str, ...], problem: Problem, known:
 def keep(settings: Settings, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
     """What `compute` takes as `known`."""
     return evaluate.keep(Call(settings, primitive_names(names)), Operands(*problem.rows_that_count()), needs_grad)
+
+
+def _read_support(
+    support: Any, _: Settings, names: tuple[str, ...], problem: Problem
+) -> tuple[Settings, tuple[str, ...], Problem, jax.Array]:
+    """Checks `support`; the settings are for K targets of a row."""
+    assert problem.labels is not None
+    kept, leading = ids("support", support), problem.leading
+    if not jnp.issubdtype(kept.dtype, jnp.integer):
+        raise TypeError(f"support has dtype {kept.dtype}; it must be an integer one")
+    if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
+        raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
+    if problem.labels.shape != leading:
+        raise ValueError(
+            f"support takes one label of each row, {leading}, and labels have shape {problem.labels.shape}"
+        )
+    kept = as_array(kept)
+    return dataclasses.replace(problem, labels=kept).settings((problem.labels,)), names, problem, kept
+
+
+@program(static=2)
+def _compute_over_support(settings: Settings, names: tuple[str, ...], problem: Problem, support: jax.Array) -> LogProbs:
+    batch, head, mask = problem.rows_that_count()
+    ids, labels = as_set(problem.shifted(canonical(support, problem.spec.vocab_size), NO_TARGET)), present(batch.labels)
+    operands = Operands(batch._replace(labels=ids), head, mask)
+    logits = evaluate.statistics(Call(settings, frozenset({"target_logit"})), operands)["target_logit"]
+    found = over_support(logits, ids, labels)
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return x if mask is None else jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+    log_probs, entropy, sum_sq_probs, hit, in_support = map(of_rows, found)
+    return LogProbs(
+        log_probs,
+        entropy if "entropy" in names else None,
+        sum_sq_probs if "sum_sq_probs" in names else None,
+        hit if "argmax" in names else None,
+        in_support,
+    )
