@@ -13,6 +13,20 @@ from pallas_ce.api.problem import Problem
 
 _DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
 
+# One argument's names here, in the bridge, and in other libraries.
+_NAMES = (
+    ("hidden", "input", "_input", "x", "e", "hidden_states", "embeddings"),
+    ("weight", "linear_weight", "lin_weight", "c", "classifier"),
+    ("labels", "target", "targets"),
+    ("bias", "linear_bias"),
+    ("class_weights", "ce_weight"),
+    ("token_weights", "weights", "loss_mask"),
+    ("logit_softcap", "softcap", "logits_soft_cap", "final_logit_softcapping"),
+    ("z_loss", "lse_square_scale", "z_loss_multiplier"),
+    ("return_metrics", "return_z_loss"),
+    ("implementation", "impl"),
+)
+
 
 def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
@@ -30,7 +44,9 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Out:
         if unknown := [name for name in kwargs if name not in known]:
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}")
+            called = [name for names in _NAMES if unknown[0] in names for name in names if name in known]
+            hint = f"; it is called {called[0]!r} here" if called else ""
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}{hint}")
         return function(*args, **kwargs)
 
     public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
