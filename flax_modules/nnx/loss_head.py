@@ -87,23 +87,28 @@ class LossHead(HeadCalls, nnx.Module):
         rngs: nnx.Rngs | None,
     ) -> None:
         """Creates the parameters the head owns."""
-        embed, linear, rank = self.embed, self.linear, self.lora_rank
-        shapes = [None if x is None else shared.parameters(x).weight.shape for x in (embed, linear)]
-        if None not in shapes:
+        given = [None if x is None else shared.parameters(x) for x in (self.embed, self.linear)]
+        if None not in given:
             raise ValueError("embed and linear are both given, but a head has one weight: give one of them")
-        columns = self._columns(*shapes)
-        if (source := self._source) is not None:
-            self._check_beside(shared.parameters(source))
-        self._of_qwix = source is not None and shared.has_qwix_adapter(shared.layer(source))
-        # `embed` and `linear` stay modules, not their arrays: whoever replaces a parameter of theirs keeps the tie.
+        columns = self._columns(*(None if x is None else x.weight.shape for x in given))
+        # They stay modules, not their arrays: whoever replaces a parameter of theirs keeps the tie.
+        found = self._shared()
+        self._of_qwix = found is not None and found.of_qwix
+        if self.use_bias and found is not None and found.bias is not None:
+            raise ValueError("use_bias=True, but the head shares a layer's bias: leave use_bias out")
+        if (rank := self.lora_rank) is not None and found is not None and found.lora is not None:
+            raise ValueError(
+                f"lora_rank={rank}, but the head shares a layer that has an adapter, and takes one: leave lora_rank "
+                "out, or merge the other"
+            )
         self.kernel: nnx.Param[Any] | None = nnx.data(None)
         self.bias: nnx.Param[Any] | None = nnx.data(None)
         self.lora: nnx.LoRA | None = nnx.data(None)
-        if source is not None and not self.use_bias and rank is None:
+        if found is not None and not self.use_bias and rank is None:
             return
         if rngs is None:
             raise ValueError("rngs=None, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
-        if source is None:
+        if found is None:
             shape = (self.features, columns)
             self.kernel = nnx.Param(self.kernel_init(rngs.params(), shape, self.param_dtype), **kernel_metadata)
         if self.use_bias:
@@ -121,20 +126,10 @@ class LossHead(HeadCalls, nnx.Module):
                 rngs=rngs,
             )
 
-    @property
-    def _source(self) -> Any:
-        """What has the weight, if it is shared."""
-        return self.linear if self.embed is None else self.embed
-
-    def _check_beside(self, given: shared.Parameters) -> None:
-        """Holds what the head was asked to have against what the shared layer has."""
-        if self.use_bias and given.bias is not None:
-            raise ValueError("use_bias=True, but the head shares a layer's bias: leave use_bias out")
-        if self.lora_rank is not None and given.lora is not None:
-            raise ValueError(
-                f"lora_rank={self.lora_rank}, but the head shares an adapter of an {type(self._source).__name__}, and "
-                "takes one: leave lora_rank out, or merge the other"
-            )
+    def _shared(self) -> shared.Parameters | None:
+        """The parameters that another layer has; None where the head owns its kernel."""
+        source = self.linear if self.embed is None else self.embed
+        return None if source is None else shared.parameters(source)
 
     @classmethod
     def of(cls, source: Any, *, vocab_axis: int | None = None, vocab_size: int | None = None, **options: Any) -> Self:
@@ -192,8 +187,8 @@ class LossHead(HeadCalls, nnx.Module):
             >>> sorted(jnp.shape(x) for x in jax.tree.leaves(of_adapter(head)))
             [(4, 100), (16, 4)]
         """
-        layer, shape = shared.layer(source), shared.parameters(source).weight.shape
-        if shared.has_qwix_adapter(layer) and "lora_scale" not in options:
+        layer, found = shared.layer(source), shared.parameters(source)
+        if found.of_qwix and "lora_scale" not in options:
             raise ValueError(
                 f"lora_scale is missing: the adapter of this {type(layer).__name__} is of qwix, whose rule alone has "
                 "the scale: pass lora_scale=alpha / rank"
@@ -201,8 +196,8 @@ class LossHead(HeadCalls, nnx.Module):
         if isinstance(layer, nnx.Module):
             for option in ("dtype", "precision"):
                 options.setdefault(option, getattr(layer, option, None))
-        field = ("embed", "linear")[shared.vocab_axis(source, vocab_axis)]
-        return cls._sharing(field, source, shape if field == "embed" else shape[::-1], vocab_size, options)
+        axis, shape = shared.vocab_axis(layer, vocab_axis), found.weight.shape
+        return cls._sharing(("embed", "linear")[axis], source, (shape[axis], shape[1 - axis]), vocab_size, options)
 
     @classmethod
     def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
@@ -217,16 +212,14 @@ class LossHead(HeadCalls, nnx.Module):
         return cls.of(linear, vocab_size=vocab_size, **options)
 
     def _projection(self) -> Projection:
-        found = shared.Parameters(self.kernel) if self._source is None else shared.parameters(self._source)
-        if found.lora is not None and shared.has_qwix_adapter(shared.layer(self._source)) and not self._of_qwix:
+        found = self._shared() or shared.Parameters(self.kernel)
+        if found.of_qwix and not self._of_qwix:
             raise ValueError("qwix adapted the layer after the head: make it anew by LossHead.of, with a lora_scale")
-        bias, lora = found.bias, found.lora
-        if self.bias is not None:
-            bias = self.bias
-        if self.lora is not None:
-            lora = (self.lora.lora_a, self.lora.lora_b)
+        own = None if self.lora is None else (self.lora.lora_a, self.lora.lora_b)
         weight, axis = shared.array(found.weight), 1 if self.embed is None else 0
-        bias = None if bias is None else shared.array(bias)
-        if lora is None:
-            return Projection(weight, axis, bias)
-        return Projection(self._adapted(weight, axis, *map(shared.array, lora)), axis, bias)
+        bias = self.bias if found.bias is None else found.bias
+        return Projection(
+            weight if (lora := found.lora or own) is None else self._adapted(weight, axis, *map(shared.array, lora)),
+            axis,
+            None if bias is None else shared.array(bias),
+        )

@@ -16,11 +16,13 @@ class Parameters(NamedTuple):
         weight: `[V, H]` or `[H, V]`.
         bias: `[V]`, or None.
         lora: the adapter's factors `[H, r]` and `[r, V]`, or None.
+        of_qwix: whether the adapter is one of qwix's, which keeps its scale in a rule that the layer does not know.
     """
 
     weight: Any
     bias: Any = None
     lora: tuple[Any, Any] | None = None
+    of_qwix: bool = False
 
 
 def layer(source: Any) -> Any:
@@ -56,31 +58,26 @@ def parameters(source: Any) -> Parameters:
             raise TypeError(f"source has {name} of its own, which the head would not call: make it JAX's")
     own = {name: x for name, x in vars(inner).items() if not isinstance(x, nnx.LoRAParam)}
     names = [name for name, x in own.items() if len(getattr(x, "shape", ())) == 2]
-    if len(names) != 1:
+    if "embedding" not in names and len(names) != 1:
         raise TypeError(
             f"source is a {type(inner).__name__} with the matrices {names}, but a head has one: pass the parameter"
         )
-    (name,) = names
+    name = "embedding" if "embedding" in names else names[0]
     adapters = [(x.lora_a, x.lora_b) for x in (source, own.get("lora")) if isinstance(x, nnx.LoRA)]
-    if has_qwix_adapter(inner):
-        adapters.append(tuple(getattr(inner, f"{name}_lora_{x}") for x in "ab"))
+    if of_qwix := hasattr(inner, f"{name}_lora_b"):  # beside the weight
+        adapters.append((getattr(inner, f"{name}_lora_a"), getattr(inner, f"{name}_lora_b")))
     if len(adapters) > 1:
         raise ValueError(f"source is a {type(source).__name__} with two adapters: a head takes one, so merge one")
-    return Parameters(own[name], own.get("bias"), *adapters)
+    return Parameters(own[name], own.get("bias"), adapters[0] if adapters else None, of_qwix)
 
 
-def has_qwix_adapter(inner: Any) -> bool:
-    """Whether the layer has an adapter of qwix's, which keeps its factors beside the weight and its scale nowhere."""
-    return isinstance(inner, nnx.Module) and any(name.endswith("_lora_b") for name in vars(inner))
-
-
-def vocab_axis(source: Any, said: int | None) -> int:
-    """Which axis of the weight is the vocabulary: as the layer has it, or as `said`.
+def vocab_axis(inner: Any, said: int | None) -> int:
+    """Which axis of the weight is the vocabulary: as the layer `inner` has it, or as `said`.
 
     Raises:
         ValueError: neither tells, or they disagree.
     """
-    inner, known = layer(source), None
+    known = None
     if type(inner) in (nnx.Linear, nnx.LoRALinear):
         known = 1
     elif isinstance(inner, nnx.Module) and hasattr(inner, "embedding"):
@@ -109,7 +106,7 @@ def array(parameter: Any) -> jax.Array:
     elif not isinstance(parameter, jax.Array | np.ndarray):
         value = getattr(parameter, "value", parameter)  # a variable of Keras
     if isinstance(value, jax.Array | np.ndarray):
-        return value
+        return jnp.asarray(value)
     value = getattr(value, "array", value)  # qwix's wrapper, which also says how it was quantised
     package = type(value).__module__.partition(".")[0]
     dequantize = getattr(sys.modules.get(package), "dequantize", None)

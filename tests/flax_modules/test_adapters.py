@@ -299,7 +299,7 @@ def test_layers_that_a_head_does_not_take_are_refused_by_name():
         (ValueError, "vocab_axis=2, with a Param", lambda: make(linear.kernel, vocab_axis=2)),
         (ValueError, "nnx.LoRA of an LoRALinear: a head takes one adapter", lambda: make(lora(adapted))),
         (ValueError, "nnx.LoRA of an LoRA: a head takes one adapter", lambda: make(lora(lora(linear)))),
-        (ValueError, "lora_rank=2, but .* of an LoRALinear", lambda: make(adapted, lora_rank=2, rngs=rngs)),
+        (ValueError, "lora_rank=2, but .* has an adapter", lambda: make(adapted, lora_rank=2, rngs=rngs)),
         (ValueError, "use_bias=True, but the head shares", lambda: make(linear, use_bias=True, rngs=rngs)),
         (ValueError, "vocab_size=10 is larger than .* weight, 9", lambda: make(linear, vocab_size=10)),
         (ValueError, r"linear has shape \(4, 9\), .* \(4, 8\)", lambda: on_nnx.LossHead(4, 8, linear=linear)),

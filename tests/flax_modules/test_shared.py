@@ -102,7 +102,7 @@ def test_an_adapter_of_qwix_is_served_and_trained_alone(transposed, hidden, labe
     assert_close(head.logits(hidden), plain + hidden @ added, rtol=1e-4, atol=1e-4)
     grads = nnx.grad(lambda head: head(hidden, labels), argnums=nnx.DiffState(0, nnx.LoRAParam))(head)
     assert sorted(x.shape for x in jax.tree.leaves(grads)) == [(RANK, VOCAB), (FEATURES, RANK)]
-    with pytest.raises(ValueError, match="lora_rank=2, but the head shares an adapter"):
+    with pytest.raises(ValueError, match="lora_rank=2, but the head shares a layer that has an adapter"):
         LossHead.of(layer, lora_scale=2.0, lora_rank=2, rngs=nnx.Rngs(0))
 
 
