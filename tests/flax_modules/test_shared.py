@@ -91,12 +91,16 @@ def adapted(layer, name):
     return 2.0 * a @ b
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_an_adapter_of_qwix_is_served_and_trained_alone(transposed, hidden, labels):
-    layer = einsum(transposed)
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(lambda: einsum(False), "kernel"), (lambda: einsum(True), "kernel"), (lambda: OwnEinsum("btd,dv->btv"), "w")],
+    ids=["einsum", "transposed", "module"],
+)
+def test_an_adapter_of_qwix_is_served_and_trained_alone(made, name, hidden, labels):
+    layer = made()
     plain = layer(hidden)
-    added = adapted(layer, "kernel")
-    with pytest.raises(ValueError, match=r"lora_scale is missing: the adapter of this Einsum .*=alpha / rank"):
+    added = adapted(layer, name)
+    with pytest.raises(ValueError, match=r"lora_scale is missing: the adapter of this \w*Einsum .*=alpha / rank"):
         LossHead.of(layer)
     head = LossHead.of(layer, lora_scale=2.0)
     assert_close(head.logits(hidden), plain + hidden @ added, rtol=1e-4, atol=1e-4)
