@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
@@ -192,9 +193,11 @@ def test_nothing_is_said_where_the_weight_is_whole_gathered_or_on_an_axis_of_one
     same(mapped(linear_cross_entropy, P(), P("tensor"), mesh(shape=(8, 1))), whole(HIDDEN, WEIGHT, IDS))
 
 
-def test_jaxs_leak_check_finds_no_tracer_that_the_partitioner_holds() -> None:
-    hidden, weight, _, _, labels, _ = placed(LAYOUTS[0], mesh(), False)
-    with jax.checking_leaks():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_jaxs_leak_check_finds_no_tracer_that_the_partitioner_holds(kind: AxisType) -> None:
+    on = mesh(kind)
+    hidden, weight, _, _, labels, _ = placed(LAYOUTS[0], on, False)
+    with jax.checking_leaks(), jax.set_mesh(on):
         jax.block_until_ready(jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(hidden, weight, labels))
 
 
