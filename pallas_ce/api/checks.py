@@ -57,6 +57,15 @@ def array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} is a {type(value).__name__} that JAX cannot read as an array: {error}") from error
 
 
+def known_sizes(name: str, value: Any, instead: str) -> None:
+    """Refuses sizes that only a run tells, as `jax.export` has them; `instead` serves these."""
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(
+            f"{name} has shape {value.shape}, but blocks are planned for known sizes: export a fixed batch, and fill "
+            f"it up with rows whose label is ignore_index (-100 by default), or take {instead}"
+        )
+
+
 def ids(name: str, value: Any) -> np.ndarray | jax.Array:
     """`value` as an array, one of NumPy if JAX does not hold it: JAX would cut 64-bit integers before they are read."""
     no_tensor(name, value)
