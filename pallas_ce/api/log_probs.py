@@ -21,6 +21,9 @@ from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
 from pallas_ce.statistics.support import as_set, over_support
 
+# The statistics of a support's ids.
+_OF_SUPPORT = frozenset({"target_logit"})
+
 
 class LogProbs(NamedTuple):
     """What `linear_log_probs` found of each row `p = softmax(z)`; None where not asked for, 0 in ignored rows.
@@ -121,25 +124,26 @@ def linear_log_probs(
     References:
         "From Projection to Prediction: Beyond Logits for Scalable Language Models", Algorithms 1 and 2.
     """
-    checked = read(
-        hidden,
-        weight,
-        labels,
-        return_entropy=return_entropy,
-        return_sum_sq_probs=return_sum_sq_probs,
-        return_hit=return_hit,
-        temperature=temperature,
-        shift=shift,
-        **options,
+    found = compute(
+        *read(
+            hidden,
+            weight,
+            labels,
+            support=support,
+            return_entropy=return_entropy,
+            return_sum_sq_probs=return_sum_sq_probs,
+            return_hit=return_hit,
+            temperature=temperature,
+            shift=shift,
+            **options,
+        )
     )
-    if support is not None:
-        return _compute_over_support(*_read_support(support, *checked))
-    found = compute(*checked)
-    return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
+    more = return_entropy or return_sum_sq_probs or return_hit or support is not None
+    return found if more else found.log_probs
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], Problem]
+Checked = tuple[Settings, tuple[str, ...], Problem, jax.Array | None]
 
 
 def read(
@@ -147,38 +151,23 @@ def read(
     weight: Any,
     labels: Any,
     *,
+    support: Any = None,
     return_entropy: bool,
     return_sum_sq_probs: bool,
     return_hit: bool,
     **options: Any,
 ) -> Checked:
-    """Checks the arguments of `linear_log_probs`."""
+    """Checks the arguments of `linear_log_probs`. With a support the settings are those of its K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
-    return problem.settings(), tuple(name for name, wanted in asked.items() if wanted), problem
+    names = tuple(name for name, wanted in asked.items() if wanted)
+    if support is None:
+        return problem.settings(), names, problem, None
+    support = _read_support(support, problem)
+    return dataclasses.replace(problem, labels=support).settings((problem.labels,)), names, problem, support
 
 
-@program(static=2)
-def compute(settings: Settings, names: tuple[str, ...], problem: Problem, known: Known | None = None) -> LogProbs:
-    """Everything asked for. `known`: what `keep` has found for the same call."""
-    batch, head, mask = problem.rows_that_count()
-    operands = Operands(batch, head, mask, known=known)
-    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
-    targets = present(batch.labels)
-    counts = targets != NO_TARGET
-    hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
-    return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
-
-
-def keep(settings: Settings, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
-    """What `compute` takes as `known`."""
-    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*problem.rows_that_count()), needs_grad)
-
-
-def _read_support(
-    support: Any, _: Settings, names: tuple[str, ...], problem: Problem
-) -> tuple[Settings, tuple[str, ...], Problem, jax.Array]:
-    """Checks `support`; the settings are for K targets of a row."""
+def _read_support(support: Any, problem: Problem) -> jax.Array:
     assert problem.labels is not None
     kept, leading = ids("support", support), problem.leading
     if not jnp.issubdtype(kept.dtype, jnp.integer):
@@ -189,17 +178,32 @@ def _read_support(
         raise ValueError(
             f"support takes one label of each row, {leading}, and labels have shape {problem.labels.shape}"
         )
-    kept = as_array(kept)
-    return dataclasses.replace(problem, labels=kept).settings((problem.labels,)), names, problem, kept
+    return as_array(kept)
 
 
 @program(static=2)
-def _compute_over_support(settings: Settings, names: tuple[str, ...], problem: Problem, support: jax.Array) -> LogProbs:
-    batch, head, mask = problem.rows_that_count()
-    ids, labels = as_set(problem.shifted(canonical(support, problem.spec.vocab_size), NO_TARGET)), present(batch.labels)
-    operands = Operands(batch._replace(labels=ids), head, mask)
-    logits = evaluate.statistics(Call(settings, frozenset({"target_logit"})), operands)["target_logit"]
-    found = over_support(logits, ids, labels)
+def compute(
+    settings: Settings,
+    names: tuple[str, ...],
+    problem: Problem,
+    support: jax.Array | None = None,
+    known: Known | None = None,
+) -> LogProbs:
+    """Everything asked for. `known`: what `keep` has found for the same call."""
+    operands = _operands(problem, support)._replace(known=known)
+    if support is not None:
+        return _over_support(settings, names, problem, operands)
+    found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
+    targets = present(operands.batch.labels)
+    counts = targets != NO_TARGET
+    hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
+    return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
+
+
+def _over_support(settings: Settings, names: tuple[str, ...], problem: Problem, operands: Operands) -> LogProbs:
+    mask, labels = operands.mask, present(problem.rows_that_count()[0].labels)
+    logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
+    found = over_support(logits, present(operands.batch.labels), labels)
 
     def of_rows(x: jax.Array) -> jax.Array:
         return x if mask is None else jnp.where(mask, x, jnp.zeros((), x.dtype))
@@ -212,3 +216,23 @@ def _compute_over_support(settings: Settings, names: tuple[str, ...], problem: P
         hit if "argmax" in names else None,
         in_support,
     )
+
+
+def keep(
+    settings: Settings,
+    names: tuple[str, ...],
+    problem: Problem,
+    support: jax.Array | None,
+    needs_grad: PerInput[bool],
+) -> Known | None:
+    """What `compute` takes as `known`."""
+    primitives = primitive_names(names) if support is None else _OF_SUPPORT
+    return evaluate.keep(Call(settings, primitives), _operands(problem, support), needs_grad)
+
+
+def _operands(problem: Problem, support: jax.Array | None) -> Operands:
+    """The rows that count, whose targets are the labels, or a support's ids."""
+    batch, head, mask = problem.rows_that_count()
+    if support is not None:
+        batch = batch._replace(labels=as_set(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET)))
+    return Operands(batch, head, mask)
