@@ -15,7 +15,7 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
   `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
-  what a precision may be.
+  what a precision may be. `documented` shows shared options in a function's signature and docstring.
 """
 
 from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
@@ -28,6 +28,7 @@ from pallas_ce.api.checks import is_int as is_int
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
+from pallas_ce.api.documented import documented
 from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
@@ -75,6 +76,7 @@ __all__ = [
     "check_temperature",
     "counted_labels",
     "cross_entropy_steps",
+    "documented",
     "is_int",
     "label_array",
     "local_cuda",

@@ -17,8 +17,8 @@ from torch_bridge import memory
 if TYPE_CHECKING:
     from torch_bridge.api.cross_entropy import cross_entropy as cross_entropy
     from torch_bridge.api.linear import linear_cross_entropy as linear_cross_entropy
+    from torch_bridge.api.linear import linear_log_probs as linear_log_probs
     from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
-    from torch_bridge.api.log_probs import linear_log_probs as linear_log_probs
     from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
     from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -37,7 +37,7 @@ _HOMES = {
     "PipelineFusedLoss": "integrations.pipeline",
     "cross_entropy": "api.cross_entropy",
     "linear_cross_entropy": "api.linear",
-    "linear_log_probs": "api.log_probs",
+    "linear_log_probs": "api.linear",
     "linear_row_statistics": "api.linear",
     "memory_usage": "memory",
     "patch_causal_lm": "integrations.huggingface",

@@ -13,6 +13,9 @@ from pallas_ce.api.problem import Problem
 
 _DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
 
+# PyTorch's names of a head's arrays begin with it.
+_PREFIX = "linear_"
+
 # One argument's names here, in the bridge, and in other libraries.
 _NAMES = (
     ("hidden", "input", "_input", "x", "e", "hidden_states", "embeddings"),
@@ -36,7 +39,9 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     *own, last = inspect.signature(function).parameters.values()
     (options,) = typing.get_args(last.annotation)
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=annotation)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name.removeprefix(_PREFIX)], annotation=annotation
+        )
         for name, annotation in options.__annotations__.items()
     ]
     known = {parameter.name for parameter in (*own, *shared) if parameter.kind is not parameter.VAR_POSITIONAL}
@@ -63,4 +68,4 @@ def _texts(options: type) -> dict[str, str]:
         if isinstance(base, type):  # `TypedDict` itself is none
             texts |= _texts(base)
     section = inspect.cleandoc(options.__doc__ or "").partition("Attributes:\n")[2]
-    return texts | {entry.split(":")[0].strip(): entry for entry in re.split(r"\n(?=    \S)", section)}
+    return texts | {entry.split(":")[0].strip(): entry for entry in re.split(r"\n(?=    \S)", section) if entry}

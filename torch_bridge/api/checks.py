@@ -32,19 +32,23 @@ _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
 
 
 class Head(NamedTuple):
-    """A head as the operators take it.
+    """A checked head.
 
     Attributes:
-        tensors: by name.
-        options: of every function of a head.
+        given: what the operators take of it, by name.
         leading: input's leading shape.
         size: V.
+        dtype: the products'.
     """
 
-    tensors: dict[str, Tensor | None]
-    options: dict[str, Any]
+    given: dict[str, Any]
     leading: torch.Size
     size: int
+    dtype: str
+
+    def shaped(self, by_row: Tensor) -> Any:
+        """`[N, ...]` with the leading shape."""
+        return by_row.reshape((*self.leading, *by_row.shape[1:]))
 
 
 def weight(given: Tensor | LowRank) -> LowRank:
@@ -64,16 +68,17 @@ def weight(given: Tensor | LowRank) -> LowRank:
 def head(
     input: Tensor,
     of_weight: Tensor | LowRank,
-    bias: Tensor | None,
-    logit_scale: float | Tensor,
-    logit_softcap: float | None,
-    vocab_size: int | None,
-    how: tuple[PrecisionLike | None, str | None, int | None],
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    precision: PrecisionLike | None = None,
+    **_: Any,
 ) -> Head:
-    """Checks a head; `how` is `(precision, implementation, scratch_bytes)`."""
+    """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
     read = weight(of_weight)
     rows, width = read.weight.shape
-    for name, tensor in (("input", input), ("linear_bias", bias)):
+    for name, tensor in (("input", input), ("linear_bias", linear_bias)):
         if tensor is not None:
             floating(name, tensor)
     if input.ndim < 1:
@@ -83,28 +88,21 @@ def head(
             f"input has shape {tuple(input.shape)} and linear_weight {tuple(read.weight.shape)}: the hidden size is "
             f"{input.shape[-1]} in the one and {width} in the other"
         )
-    shape("linear_bias", bias, (rows,))
+    shape("linear_bias", linear_bias, (rows,))
     kind, dtype, leading = input.device.type, input.dtype, input.shape[:-1]
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    options = {
-        "dtype": _DTYPES[dtype],
-        "precision": precision(how[0], input.device),
-        "logit_softcap": logit_softcap,
-        "vocab_size": vocab_size,
-        "implementation": how[1],
-        "scratch_bytes": how[2],
-        "term_scale": read.scale,
-    }
-    tensors = {
+    given = {
         "input": by_row(input, leading),
         "linear_weight": read.weight,
         "linear_up": read.up,
         "linear_down": read.down,
-        "linear_bias": bias,
+        "term_scale": read.scale,
+        "dtype": _DTYPES[dtype],
+        "precision": precision_of(precision, input.device),
         **scalars(_DTYPES[dtype], {"logit_scale": logit_scale}),
     }
-    return Head(tensors, options, leading, size(vocab_size, rows, "linear_weight's rows"))
+    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), _DTYPES[dtype])
 
 
 def loss(
@@ -112,26 +110,31 @@ def loss(
     size: int,
     dtype: str,
     target: Tensor,
-    class_weights: Tensor | None,
-    token_weights: Tensor | None,
-    numbers: Mapping[str, float | Tensor | None],
-    valid: tuple[int, int | None] | None,
+    *,
     shift: int = 0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
+    **options: Any,
 ) -> dict[str, Tensor | None]:
-    """The tensors of cross entropy beside its logits; `size` is V, and `valid` as `labels` takes it."""
+    """The tensors of cross entropy beside its logits; `size` is V."""
+    integration.check_reduction(reduction, normalizer, "auto")
     shape("class_weights", class_weights, (size,))
     shape("token_weights", token_weights, leading)
     if token_weights is not None:
         token_weights = by_row(_shifted(token_weights, shift, leading, 0), leading)
     return {
-        "target": labels(target, leading, valid=valid, shift=shift),
+        "target": labels(target, leading, shift=shift, size=size, **options),
         "class_weights": class_weights,
         "token_weights": token_weights,
-        **scalars(dtype, numbers),
+        **scalars(dtype, {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}),
     }
 
 
-def precision(value: PrecisionLike | None, device: torch.device) -> str:
+def precision_of(value: PrecisionLike | None, device: torch.device) -> str:
     """How float32 operands are multiplied: as asked for, or as PyTorch's own products on that device."""
     if value is None:
         return "tensorfloat32" if device.type == "cuda" and _tf32_on_cuda() else "highest"
@@ -189,13 +192,17 @@ def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
 def labels(
     target: Tensor,
     leading: Sequence[int],
+    *,
     several: bool = False,
-    valid: tuple[int, int | None] | None = None,
     shift: int = 0,
+    size: int = 0,
+    ignore_index: int | None = -100,
+    validate_labels: bool = False,
+    **_: Any,
 ) -> Tensor:
     """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
 
-    `valid` is a vocabulary's size and `ignore_index`: with it the values are read, and others raise a ValueError. A row
+    With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError. A row
     has the label `shift` positions later.
     """
     exchange.check_dense("target", target)
@@ -208,8 +215,9 @@ def labels(
     ):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    if valid is not None:
-        target = _with_valid_values(target, valid[0], integration.read_ignore_index(valid[1]))
+    ignore_index = integration.read_ignore_index(ignore_index)
+    if validate_labels:
+        target = _with_valid_values(target, size, ignore_index)
     target = target if target.dtype in _LABELS else target.long()
     return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
 
@@ -243,12 +251,12 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
-def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tuple[float, Tensor | None]:
-    """A number to compile in, and a tensor `[]` or `[N]` in the dtype of the sums: 1 or None stands for the other."""
+def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> dict[str, Any]:
+    """A number, which is compiled in, or else a tensor `[]` or `[N]` in the dtype of the sums."""
     if not isinstance(value, Tensor):
         if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
             raise TypeError(f"temperature is a {type(value).__name__}; it must be a number or a torch.Tensor")
-        return number, None
+        return {"fixed_temperature": number}
     exchange.check_dense("temperature", value)
     if not value.dtype.is_floating_point:
         raise TypeError(f"temperature has dtype {value.dtype}; it must be a floating dtype")
@@ -258,7 +266,7 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
             f"{tuple(leading)}"
         )
     value = value.to(_wide(dtype))
-    return 1.0, by_row(value, leading) if value.ndim else value
+    return {"temperature": by_row(value, leading) if value.ndim else value}
 
 
 def scalars(dtype: str, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:

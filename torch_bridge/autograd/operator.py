@@ -16,8 +16,8 @@ from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, calls, functions
 from torch_bridge.programs import program as programs
-from torch_bridge.programs.functions import Options
-from torch_bridge.programs.program import Function, Program, Shape, Signature
+from torch_bridge.programs.functions import Function, Options
+from torch_bridge.programs.program import Program, Shape, Signature
 
 # Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
@@ -55,26 +55,32 @@ class Operation:
         self.name, self.function, self.tensors = name, function, _HEAD + further
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
+        self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
         # Programs by a key that is quicker to make than a signature.
         self._known: dict[Hashable, Program] = {}
 
-    def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs, differentiable as the tensors require it; missing options have their defaults."""
-        exchange.check_one_device(tensors)
-        first_order.reverse_mode(tensors)
-        given, differentiated = [tensors.get(name) for name in self.tensors], 0
+    def call(self, given: dict[str, Any]) -> list[Tensor]:
+        """The function's outputs, differentiable as the tensors require it.
+
+        `given` are checked arguments of a public function, by name; static ones that are missing have their defaults.
+        """
+        given = self._missing | given
+        named = {name: given[name] for name in self.tensors}
+        exchange.check_one_device(named)
+        first_order.reverse_mode(named)
+        tensors, differentiated = list(named.values()), 0
         if torch.is_grad_enabled():
-            for tensor, bit in zip(given, self._bits, strict=True):
+            for tensor, bit in zip(tensors, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
-        static = (differentiated, *(_DEFAULTS | options).values())
-        if not eager.serves(given):
-            return getattr(OPERATORS, self.name)(*given, *static)
-        program, present = self.program(given, static), [x for x in given if x is not None]
+        static = (differentiated, *[given[name] for name in _DEFAULTS])
+        if not eager.serves(tensors):
+            return list(getattr(OPERATORS, self.name)(*tensors, *static))
+        program, present = self.program(tensors, static), [x for x in tensors if x is not None]
         if not differentiated:
             return calls.forward(program, present)
         function: Any = eager.Eager
-        return list(function.apply(*present, eager.Call(self, program, static)))
+        return list(function.apply(*present, self, program, static))
 
     def call_backward(
         self,
