@@ -25,6 +25,7 @@ _LABELS = (torch.int32, torch.int64)
 # Scalars: the number whose term is left out, and the bounds of others.
 _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
     "logit_scale": (1.0,),
+    "teacher_logit_scale": (1.0,),
     "label_smoothing": (0.0, 0.0, 1.0),
     "z_loss": (0.0, 0.0),
     "normalizer": (None, 0.0),
@@ -89,20 +90,53 @@ def head(
             f"{input.shape[-1]} in the one and {width} in the other"
         )
     shape("linear_bias", linear_bias, (rows,))
-    kind, dtype, leading = input.device.type, input.dtype, input.shape[:-1]
-    if dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype, leading = _multiplied(input), input.shape[:-1]
     given = {
         "input": by_row(input, leading),
         "linear_weight": read.weight,
         "linear_up": read.up,
         "linear_down": read.down,
         "term_scale": read.scale,
-        "dtype": _DTYPES[dtype],
+        "dtype": dtype,
         "precision": precision_of(precision, input.device),
-        **scalars(_DTYPES[dtype], {"logit_scale": logit_scale}),
+        **scalars(dtype, {"logit_scale": logit_scale}),
     }
-    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), _DTYPES[dtype])
+    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
+
+
+def _multiplied(input: Tensor) -> str:
+    """The dtype in which products are made: input's, or autocast's."""
+    kind = input.device.type
+    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return _DTYPES[torch.get_autocast_dtype(kind)]
+    return _DTYPES[input.dtype]
+
+
+def teacher(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, leading: Sequence[int]
+) -> dict[str, Any]:
+    """Checks a teacher's tensors, constants; what the operator takes of them."""
+    for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
+        if tensor is not None:
+            floating(name, tensor)
+    if weight.ndim != 2:
+        raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
+    shape("teacher_input", input, (*leading, weight.shape[1]))
+    shape("teacher_bias", bias, weight.shape[:1])
+    return {
+        "teacher_input": by_row(input.detach(), leading),
+        "teacher_weight": weight.detach(),
+        "teacher_bias": None if bias is None else bias.detach(),
+        "teacher_dtype": _multiplied(input),
+        **scalars(_multiplied(input), {"teacher_logit_scale": logit_scale}),
+    }
+
+
+def mask(row_mask: Tensor) -> Tensor:
+    """Checks the mask's dtype."""
+    if row_mask.dtype != torch.bool:
+        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
+    return row_mask
 
 
 def loss(

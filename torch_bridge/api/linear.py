@@ -124,14 +124,12 @@ def linear_row_statistics(
     checks.shape("row_mask", row_mask, head.leading)
     if row_mask is None:
         row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
-    elif row_mask.dtype != torch.bool:
-        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
     checks.shape("logit_weights", logit_weights, (head.size,))
     given = {
         "target": None if target is None else checks.labels(target, head.leading, several=True),
         "statistics": ",".join(names),
         "logit_weights": logit_weights,
-        "row_mask": checks.by_row(row_mask, head.leading),
+        "row_mask": checks.by_row(checks.mask(row_mask), head.leading),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
     found = LINEAR_ROW_STATISTICS.call(options | head.given | given)

@@ -23,11 +23,12 @@ from torch_bridge.programs.program import Program, Shape, Signature
 _CALLS_KNOWN = 4096
 
 # The fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
-_BY_ROW = {"input": 0, "target": -1, "token_weights": 0, "row_mask": 0, "temperature": 1}
+_BY_ROW = {"input": 0, "teacher_input": 0, "target": -1, "token_weights": 0, "row_mask": 0, "temperature": 1}
 
 # Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
 _HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
-_CONSTANT = {"target", "class_weights", "logit_weights", "row_mask", "temperature"}
+_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_scale")
+_CONSTANT = {"target", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
 
 
 def _schema_type(kind: Any) -> str:
@@ -201,6 +202,9 @@ LINEAR_ROW_STATISTICS = Operation(
     "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
 )
 LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature",))
+LINEAR_DISTILLATION = Operation(
+    "linear_distillation", functions.DISTILLATION, (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
+)
 
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
+for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS, LINEAR_DISTILLATION):
     _operation.register()
