@@ -239,21 +239,43 @@ def labels(
     With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError. A row
     has the label `shift` positions later.
     """
-    exchange.check_dense("target", target)
-    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        raise TypeError(
-            f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
-        )
-    if target.shape != leading and not (
-        several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0
-    ):
+    _integers("target", target)
+    if target.shape != leading and not (several and _several(target, leading)):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
     ignore_index = integration.read_ignore_index(ignore_index)
     if validate_labels:
         target = _with_valid_values(target, size, ignore_index)
-    target = target if target.dtype in _LABELS else target.long()
-    return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
+    return _by_row_of_ids(target, shift, leading)
+
+
+def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+    """int32 or int64 `[N, K]` of integers, where there is one target for each row."""
+    _integers("support", ids)
+    if not _several(ids, leading):
+        raise ValueError(f"support has shape {tuple(ids.shape)}; it must be {tuple(leading)} with K >= 1 ids behind it")
+    if target.shape != leading:
+        raise ValueError(
+            f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
+        )
+    return _by_row_of_ids(ids, shift, leading)
+
+
+def _integers(name: str, tensor: Tensor) -> None:
+    exchange.check_dense(name, tensor)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; it must hold integers: class probabilities are not supported"
+        )
+
+
+def _several(ids: Tensor, leading: Sequence[int]) -> bool:
+    return ids.shape[:-1] == leading and ids.ndim == len(leading) + 1 and ids.shape[-1] > 0
+
+
+def _by_row_of_ids(ids: Tensor, shift: int, leading: Sequence[int]) -> Tensor:
+    ids = ids if ids.dtype in _LABELS else ids.long()
+    return by_row(_shifted(ids, shift, leading, integration.NO_TARGET), leading)
 
 
 def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:

@@ -143,6 +143,7 @@ def linear_log_probs(
     target: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    support: Tensor | None = None,
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
@@ -167,6 +168,9 @@ def linear_log_probs(
             given several times. Targets outside `[0, vocab_size)` count as ignored.
         temperature: positive; a number, a tensor `[]` or one `[...]` of a temperature for each row. A constant: it gets
             no gradient. A number costs nothing but is compiled in: pass one that changes from call to call as a tensor.
+        support: `[..., K]` integers: with each target the ids that its sampler kept, and the only ones that
+            probabilities are over; -1 pads. A target outside its set has log-probability -inf and no gradient. See
+            `pallas_ce.linear_log_probs`.
         return_entropy: return `pallas_ce.LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a target is the most likely token.
@@ -177,7 +181,8 @@ def linear_log_probs(
 
     Returns:
         Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
-        `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit`.
+        and with `support`, `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit` and
+        `in_support`.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, a named implementation that cannot serve.
@@ -200,8 +205,11 @@ def linear_log_probs(
     asked = {"return_entropy": return_entropy, "return_sum_sq_probs": return_sum_sq_probs, "return_hit": return_hit}
     labels = checks.labels(target, head.leading, several=True, shift=shift, size=head.size, **options)
     given = asked | {"target": labels} | checks.temperature(temperature, head.leading, head.dtype)
+    if support is not None:
+        given["support"] = checks.support(support, target, head.leading, shift)
     found = map(head.shaped, LINEAR_LOG_PROBS.call(options | head.given | given))
-    if not any(asked.values()):
-        return next(found)
     names = ["log_probs", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)]
+    names += ["in_support"] * (support is not None)
+    if len(names) == 1:
+        return next(found)
     return LogProbs(**dict(zip(names, cast(Any, found), strict=False)))

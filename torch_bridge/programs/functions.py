@@ -120,15 +120,16 @@ class Function(NamedTuple):
 
         A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
         """
-        if known is None or checked[-1].logit_scale is not None:
+        if known is None or self.steps is not cross_entropy_steps or checked[-1].logit_scale is not None:
             return {}
         sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
         return {name: x for name, x in sums.items() if x is not None}
 
     def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
         """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
-        problem = checked[-1]
-        made = known is None or any(x is not None for x in known.sums) or self.steps is not cross_entropy_steps
+        if self.steps is not cross_entropy_steps:
+            return frozenset()
+        problem, made = checked[-1], known is None or any(x is not None for x in known.sums)
         return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
 
     def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
