@@ -157,7 +157,7 @@ def read(
     return_hit: bool,
     **options: Any,
 ) -> Checked:
-    """Checks the arguments of `linear_log_probs`. With a support the settings are those of its K targets a row."""
+    """Checks the arguments of `linear_log_probs`. With a support the settings are for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
     names = tuple(name for name, wanted in asked.items() if wanted)
