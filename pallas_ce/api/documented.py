@@ -16,6 +16,20 @@ _DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_opti
 # PyTorch's names of a head's arrays begin with it.
 _PREFIX = "linear_"
 
+# One argument's names here, in the bridge, and in other libraries.
+_NAMES = (
+    ("hidden", "input", "_input", "x", "e", "hidden_states", "embeddings"),
+    ("weight", "linear_weight", "lin_weight", "c", "classifier"),
+    ("labels", "target", "targets"),
+    ("bias", "linear_bias"),
+    ("class_weights", "ce_weight"),
+    ("token_weights", "weights", "loss_mask"),
+    ("logit_softcap", "softcap", "logits_soft_cap", "final_logit_softcapping"),
+    ("z_loss", "lse_square_scale", "z_loss_multiplier"),
+    ("return_metrics", "return_z_loss"),
+    ("implementation", "impl"),
+)
+
 
 def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
@@ -36,7 +50,9 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     def public(*args: P.args, **kwargs: P.kwargs) -> Out:
         if not known.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in known)
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
+            called = [name for names in _NAMES if unknown in names for name in names if name in known]
+            hint = f"; it is called {called[0]!r} here" if called else ""
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
         return function(*args, **kwargs)
 
     public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]

@@ -37,6 +37,12 @@ def _statistics(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     return P.linear_row_statistics(hidden, weight, labels, **given)
 
 
+def _supported(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    """The label and three others, one of them twice, and padding."""
+    ids = labels[..., None] + jnp.array([2, 0, -1, 2, 5]) * (labels >= 0)[..., None]
+    return P.linear_log_probs(hidden, weight, labels, support=ids, return_entropy=True, return_hit=True, **options)
+
+
 def _top_k(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     return P.linear_top_k(hidden, weight, 3, **{"row_mask": labels >= 0, **options})
 
@@ -59,6 +65,7 @@ BY_ROW: dict[str, Callable[..., Any]] = {
     "linear_log_probs": functools.partial(
         P.linear_log_probs, return_entropy=True, return_sum_sq_probs=True, return_hit=True
     ),
+    "linear_log_probs over a support": _supported,
     "linear_top_k": _top_k,
     "linear_sample": _sample,
     "linear_sample of the 3 largest": functools.partial(_sample, top_k=3),
@@ -73,7 +80,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
 HEADS = BY_ROW | LOSSES
 # By name, the implementations of those that can be told which, beside the kernels; None: the only one.
 SERVED = dict.fromkeys(HEADS, (None,)) | {
-    **dict.fromkeys(("linear_row_statistics", "linear_log_probs", *LOSSES), ("xla", "reference", "toy")),
+    **dict.fromkeys(
+        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES),
+        ("xla", "reference", "toy"),
+    ),
     **dict.fromkeys(DISTILLATIONS, ("xla", "reference")),
 }
 TEMPERED = sorted(HEADS.keys() - {"linear_cross_entropy", "sampled_softmax"})

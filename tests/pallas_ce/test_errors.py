@@ -282,3 +282,13 @@ def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
 def test_mesh_axes_without_what_they_split_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=re.escape("mesh_axes=('data', 'tensor') must be a MeshAxes")):
         called(name, mesh_axes=("data", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("linear_cross_entropy", "labels"), ("explain", "hidden"), ("cross_entropy", "logits")]
+)
+def test_tensors_belong_to_the_bridge(name: str, tensor: str) -> None:
+    torch = pytest.importorskip("torch")
+    given = ARGUMENTS[name] | {tensor: torch.zeros(ARGUMENTS[name][tensor].shape)}
+    with pytest.raises(TypeError, match=rf"{tensor} is a torch\.Tensor: torch_bridge has these functions"):
+        getattr(pallas_ce, name)(**given)

@@ -288,3 +288,12 @@ def test_half_a_recomputing_backward_has_no_product_of_the_other_half(head, aske
     taken = program.structs()
     compiled = backward.run.lower(*(taken[i] for i in backward.reads)).compile()
     assert len(re.findall(r"= f32\S* dot\(", compiled.as_text())) == products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_main_grad_of_any_dtype_is_added_to(head, dtype):
+    weight = head[1]
+    want = gradients(linear_cross_entropy(*head, backward="recompute"), weight)[0].to(dtype)
+    weight.main_grad = torch.ones_like(weight, dtype=dtype)
+    linear_cross_entropy(*head, backward="recompute").backward()
+    assert_close(weight.main_grad, 1 + want, rtol=1e-6 if dtype != torch.bfloat16 else 2**-7, atol=0)

@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 import torch
 
 from tests.torch_bridge.problems import as_on_a_gpu
@@ -10,6 +11,7 @@ from torch_bridge import (
     linear_cross_entropy,
     linear_log_probs,
     linear_row_statistics,
+    selective_log_softmax,
 )
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
@@ -60,3 +62,19 @@ def test_ids_of_every_dtype_count_as_what_they_are(drawn, ignore_index, kernels)
     picked = linear_row_statistics(hidden, weight, target, statistics=("target_logit",)).target_logit
     want = logits.gather(1, inside[:, None])[:, 0].where(in_vocabulary, 0.0)
     torch.testing.assert_close(picked, want, rtol=1e-5, atol=1e-5)
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(drawn=ids())
+def test_ids_that_must_lie_in_the_vocabulary_are_refused_where_one_does_not(drawn):
+    size, values, target = drawn
+    hidden, weight, log_p = head(size)
+    bad = [i for i, x in enumerate(values) if not 0 <= x < size]
+    if bad:
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            selective_log_softmax(hidden @ weight.T, target)
+        with pytest.raises(ValueError, match=rf"target\[{bad[0]}\]={values[bad[0]]} is neither in"):
+            linear_cross_entropy(hidden, weight, target, ignore_index=None, validate_labels=True)
+    else:
+        found = selective_log_softmax(hidden @ weight.T, target)
+        torch.testing.assert_close(found, log_p.gather(1, target.long()[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5)

@@ -204,3 +204,12 @@ def test_a_peft_model_is_unpatched_and_patched_once():
     with pytest.raises(ValueError, match="patched or wrapped already"):
         patch_causal_lm(model)
     assert unpatch_causal_lm(model)(**batch()).logits is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_head_is_refused_with_what_to_do():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = make()
+    model.lm_head = bitsandbytes.nn.Linear4bit(16, VOCABULARY, bias=False)
+    with pytest.raises(ValueError, match=r"is a Linear4bit.* llm_int8_skip_modules=\['lm_head'\]"):
+        patch_causal_lm(model)

@@ -25,6 +25,7 @@ _LABELS = (torch.int32, torch.int64)
 # Scalars: the number whose term is left out, and the bounds of others.
 _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
     "logit_scale": (1.0,),
+    "teacher_logit_scale": (1.0,),
     "label_smoothing": (0.0, 0.0, 1.0),
     "z_loss": (0.0, 0.0),
     "normalizer": (None, 0.0),
@@ -89,20 +90,53 @@ def head(
             f"{input.shape[-1]} in the one and {width} in the other"
         )
     shape("linear_bias", linear_bias, (rows,))
-    kind, dtype, leading = input.device.type, input.dtype, input.shape[:-1]
-    if dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype, leading = _multiplied(input), input.shape[:-1]
     given = {
         "input": by_row(input, leading),
         "linear_weight": read.weight,
         "linear_up": read.up,
         "linear_down": read.down,
         "term_scale": read.scale,
-        "dtype": _DTYPES[dtype],
+        "dtype": dtype,
         "precision": precision_of(precision, input.device),
-        **scalars(_DTYPES[dtype], {"logit_scale": logit_scale}),
+        **scalars(dtype, {"logit_scale": logit_scale}),
     }
-    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), _DTYPES[dtype])
+    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
+
+
+def _multiplied(input: Tensor) -> str:
+    """The dtype in which products are made: input's, or autocast's."""
+    kind = input.device.type
+    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return _DTYPES[torch.get_autocast_dtype(kind)]
+    return _DTYPES[input.dtype]
+
+
+def teacher(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, leading: Sequence[int]
+) -> dict[str, Any]:
+    """Checks a teacher's tensors, constants; what the operator takes of them."""
+    for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
+        if tensor is not None:
+            floating(name, tensor)
+    if weight.ndim != 2:
+        raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
+    shape("teacher_input", input, (*leading, weight.shape[1]))
+    shape("teacher_bias", bias, weight.shape[:1])
+    return {
+        "teacher_input": by_row(input.detach(), leading),
+        "teacher_weight": weight.detach(),
+        "teacher_bias": None if bias is None else bias.detach(),
+        "teacher_dtype": _multiplied(input),
+        **scalars(_multiplied(input), {"teacher_logit_scale": logit_scale}),
+    }
+
+
+def mask(row_mask: Tensor) -> Tensor:
+    """Checks the mask's dtype."""
+    if row_mask.dtype != torch.bool:
+        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
+    return row_mask
 
 
 def loss(
@@ -205,20 +239,42 @@ def labels(
     With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError. A row
     has the label `shift` positions later.
     """
-    exchange.check_dense("target", target)
-    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        raise TypeError(
-            f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
-        )
-    if target.shape != leading and not (
-        several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0
-    ):
+    _integers("target", target)
+    if target.shape != leading and not (several and _several(target, leading)):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
     if validate_labels:
         target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
-    target = target if target.dtype in _LABELS else target.long()
-    return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
+    return _by_row_of_ids(target, shift, leading)
+
+
+def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+    """int32 or int64 `[N, K]` of integers, where there is one target for each row."""
+    _integers("support", ids)
+    if not _several(ids, leading):
+        raise ValueError(f"support has shape {tuple(ids.shape)}; it must be {tuple(leading)} with K >= 1 ids behind it")
+    if target.shape != leading:
+        raise ValueError(
+            f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
+        )
+    return _by_row_of_ids(ids, shift, leading)
+
+
+def _integers(name: str, tensor: Tensor) -> None:
+    exchange.check_dense(name, tensor)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; it must hold integers: class probabilities are not supported"
+        )
+
+
+def _several(ids: Tensor, leading: Sequence[int]) -> bool:
+    return ids.shape[:-1] == leading and ids.ndim == len(leading) + 1 and ids.shape[-1] > 0
+
+
+def _by_row_of_ids(ids: Tensor, shift: int, leading: Sequence[int]) -> Tensor:
+    ids = ids if ids.dtype in _LABELS else ids.long()
+    return by_row(_shifted(ids, shift, leading, integration.NO_TARGET), leading)
 
 
 def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:

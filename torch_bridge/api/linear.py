@@ -125,14 +125,12 @@ def linear_row_statistics(
     checks.shape("row_mask", row_mask, head.leading)
     if row_mask is None:
         row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
-    elif row_mask.dtype != torch.bool:
-        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
     checks.shape("logit_weights", logit_weights, (head.size,))
     given = {
         "target": None if target is None else checks.labels(target, head.leading, several=True),
         "statistics": ",".join(names),
         "logit_weights": logit_weights,
-        "row_mask": checks.by_row(row_mask, head.leading),
+        "row_mask": checks.by_row(checks.mask(row_mask), head.leading),
         **checks.temperature(temperature, head.leading, head.dtype),
     }
     found = LINEAR_ROW_STATISTICS.call(options | head.given | given)
@@ -146,6 +144,7 @@ def linear_log_probs(
     target: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    support: Tensor | None = None,
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
@@ -170,6 +169,9 @@ def linear_log_probs(
             given several times. Targets outside `[0, vocab_size)` count as ignored.
         temperature: positive; a number, a tensor `[]` or one `[...]` of a temperature for each row. A constant: it gets
             no gradient. A number costs nothing but is compiled in: pass one that changes from call to call as a tensor.
+        support: `[..., K]` integers: with each target the ids that its sampler kept, and the only ones that
+            probabilities are over; -1 pads. A target outside its set has log-probability -inf and no gradient. See
+            `pallas_ce.linear_log_probs`.
         return_entropy: return `pallas_ce.LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a target is the most likely token.
@@ -180,7 +182,8 @@ def linear_log_probs(
 
     Returns:
         Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
-        `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit`.
+        and with `support`, `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit` and
+        `in_support`.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, a named implementation that cannot serve.
@@ -203,8 +206,11 @@ def linear_log_probs(
     asked = {"return_entropy": return_entropy, "return_sum_sq_probs": return_sum_sq_probs, "return_hit": return_hit}
     labels = checks.labels(target, head.leading, several=True, shift=shift, size=head.size, **options)
     given = asked | {"target": labels} | checks.temperature(temperature, head.leading, head.dtype)
+    if support is not None:
+        given["support"] = checks.support(support, target, head.leading, shift)
     found = map(head.shaped, LINEAR_LOG_PROBS.call(options | head.given | given))
-    if not any(asked.values()):
-        return next(found)
     names = ["log_probs", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)]
+    names += ["in_support"] * (support is not None)
+    if len(names) == 1:
+        return next(found)
     return LogProbs(**dict(zip(names, cast(Any, found), strict=False)))

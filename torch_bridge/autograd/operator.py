@@ -23,11 +23,20 @@ from torch_bridge.programs.program import Program, Shape, Signature
 _CALLS_KNOWN = 4096
 
 # The fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
-_BY_ROW = {"input": 0, "target": -1, "token_weights": 0, "row_mask": 0, "temperature": 1}
+_BY_ROW = {
+    "input": 0,
+    "teacher_input": 0,
+    "token_weights": 0,
+    "row_mask": 0,
+    "temperature": 1,
+    "target": -1,
+    "support": -1,
+}
 
 # Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
 _HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
-_CONSTANT = {"target", "class_weights", "logit_weights", "row_mask", "temperature"}
+_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_scale")
+_CONSTANT = {"target", "support", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
 
 
 def _schema_type(kind: Any) -> str:
@@ -200,7 +209,10 @@ LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", functions.LOSS, _OF_LOS
 LINEAR_ROW_STATISTICS = Operation(
     "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
 )
-LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature",))
+LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature", "support"))
+LINEAR_DISTILLATION = Operation(
+    "linear_distillation", functions.DISTILLATION, (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
+)
 
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
+for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS, LINEAR_DISTILLATION):
     _operation.register()

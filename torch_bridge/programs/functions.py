@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 import pallas_ce
 from pallas_ce import LowRank
-from pallas_ce.integration import Known, PerInput, cross_entropy_steps, log_probs_steps, row_statistics_steps
+from pallas_ce.integration import (
+    Known,
+    PerInput,
+    cross_entropy_steps,
+    distillation_steps,
+    log_probs_steps,
+    row_statistics_steps,
+)
 
 Arrays = Mapping[str, jax.Array]
 Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -44,6 +51,10 @@ class Options(NamedTuple):
     return_entropy: bool = False
     return_sum_sq_probs: bool = False
     return_hit: bool = False
+    divergence: str = "forward_kl"
+    beta: float = 0.5
+    teacher_dtype: str | None = None
+    teacher_logit_softcap: float | None = None
 
 
 # The names in `pallas_ce` of tensors that have another name here.
@@ -54,6 +65,7 @@ _NAMES = {
     "linear_down": "down",
     "linear_bias": "bias",
     "target": "labels",
+    "teacher_input": "teacher_hidden",
 }
 
 
@@ -76,6 +88,7 @@ class Function(NamedTuple):
         """The checked arguments; arrays that are missing are left to the function's defaults."""
         static = options._asdict()
         static |= {"temperature": options.fixed_temperature, "statistics": options.statistics.split(",")}
+        static |= {"teacher_vocab_axis": 0, "teacher_precision": options.precision}
         named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
         up, down = named.pop("up", None), named.pop("down", None)
         if up is not None and down is not None:
@@ -107,15 +120,16 @@ class Function(NamedTuple):
 
         A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
         """
-        if known is None or checked[-1].logit_scale is not None:
+        if known is None or self.steps is not cross_entropy_steps or checked[-1].logit_scale is not None:
             return {}
         sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
         return {name: x for name, x in sums.items() if x is not None}
 
     def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
         """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
-        problem = checked[-1]
-        made = known is None or any(x is not None for x in known.sums)
+        if self.steps is not cross_entropy_steps:
+            return frozenset()
+        problem, made = checked[-1], known is None or any(x is not None for x in known.sums)
         return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
 
     def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
@@ -159,3 +173,4 @@ _OF_MODE = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", 
 LOSS = Function(pallas_ce.linear_cross_entropy, cross_entropy_steps)
 STATISTICS = Function(pallas_ce.linear_row_statistics, row_statistics_steps)
 LOG_PROBS = Function(pallas_ce.linear_log_probs, log_probs_steps)
+DISTILLATION = Function(pallas_ce.linear_distillation, distillation_steps)
