@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
         vocab_start: the id of this process's first row.
         vocab_size: V, the entries of all processes together.
         group: the processes; None for all of them.
-        logit_scale: a number.
+        logit_scale: a number, or a scalar tensor that every process has, whose gradient is summed over them.
         validate_parts: raise a ValueError, on every process, where the parts are not disjoint and the whole vocabulary,
             or where two hold equal weights, by their sums, smallest and largest entries. Reads the weight, exchanges
             six numbers, and the host waits for them: for a first step.
@@ -104,6 +104,8 @@ def vocab_parallel_cross_entropy(
         weight = dataclasses.replace(weight, down=_shared(weight.down, group))
     within = target - vocab_start
     of_head: Any = {name: x for name, x in options.items() if name in HeadOptions.__annotations__}
+    if isinstance(scale := of_head.get("logit_scale"), Tensor):
+        of_head["logit_scale"] = _shared(scale, group)
     here: Any = linear_row_statistics(
         _shared(input, group),
         weight.weight if weight.down is None else weight,
