@@ -136,8 +136,11 @@ def test_a_nan_wins_over_tags_that_are_forbidden(name: str) -> None:
 
 @pytest.mark.parametrize("unused", ["one position", "no position", "an unknown tag"])
 def test_transitions_that_no_sequence_uses_are_not_read(unused: str) -> None:
-    emissions, mask, tags = jnp.ones((1, 3, 2)), jnp.array([[True, False, False]]), jnp.array([[1, 0, 0]])
-    if unused == "no position":
+    """Nor are emissions."""
+    emissions, mask, tags = jnp.full((1, 3, 2), jnp.nan), jnp.array([[True, False, False]]), jnp.array([[1, 0, 0]])
+    if unused == "one position":
+        emissions = emissions.at[:, 0].set(1.0)
+    elif unused == "no position":
         mask = jnp.zeros_like(mask)
     elif unused == "an unknown tag":
         mask, tags = jnp.ones_like(mask), tags.at[0, 1].set(2)
