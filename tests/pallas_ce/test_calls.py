@@ -98,7 +98,7 @@ def check(name: str, implementation: str, backward: str, compiled: Callable[...,
             assert relative_error(gradient, np.asarray(exact, np.float64)) <= TOLERANCE
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("name", CALLS)

@@ -77,7 +77,7 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-@pytest.mark.nightly(keep=30)
+@pytest.mark.nightly(keep=24)
 @pytest.mark.parametrize(
     ("name", "implementation", "backward"),
     [
