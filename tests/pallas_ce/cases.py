@@ -408,6 +408,7 @@ OF_STATISTICS = ("temperature", "logit_weights")
 OF_TEACHER = ("temperature", *(f"teacher_{x}" for x in HEAD))
 OF_PAIRS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 OF_TOKENS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+OF_TOP_K = ("log_probs", "teacher_log_probs")
 CASES: dict[str, Case] = {
     "linear_cross_entropy": _of_head(
         "linear_cross_entropy", _plain_cross_entropy, "token_weights", *OF_CLASSES, constants=OF_CLASSES, ways=EACH_MODE
@@ -479,5 +480,32 @@ CASES: dict[str, Case] = {
     **{
         f"top_k_distillation_loss, {name}, {tail=}": _top_k_distillation(name, tail=tail)
         for name in DISTILLATIONS for tail in (True, False)
+    },
+}  # fmt: skip
+
+_policy_loss = functools.partial(
+    P.policy_loss, kl_coefficient=0.1, entropy_coefficient=np.float32(0.1), ratio_limit=3, return_metrics=True
+)
+_top_k_loss = functools.partial(P.top_k_distillation_loss, aggregation="sequence_mean")
+# Objectives of post-training, by name: a function of a mask and of arrays of these names.
+OBJECTIVES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "tokens": (_policy_loss, OF_TOKENS),
+    "tokens of fixed length": (functools.partial(_policy_loss, aggregation="fixed_length", length=3), OF_TOKENS),
+    "sequences": (functools.partial(_policy_loss, level="sequence", aggregation="sequence_mean"), OF_TOKENS),
+    "sequences by token": (functools.partial(_policy_loss, level="sequence_token", aggregation="none"), OF_TOKENS),
+    **{
+        f"{divergence}, {tail=}": (functools.partial(_top_k_loss, divergence=divergence, tail=tail), OF_TOP_K)
+        for divergence in DISTILLATIONS
+        for tail in (True, False)
+    },
+    **{
+        kind: (functools.partial(P.dpo_loss, kind=kind, return_metrics=True), OF_PAIRS)
+        for kind in ("sigmoid", "hinge", "ipo")
+    },
+    **{
+        f"sequences' log-probabilities, {average=}": (
+            functools.partial(P.sequence_log_probs, average=average), ("log_probs",)
+        )
+        for average in (True, False)
     },
 }  # fmt: skip

@@ -22,7 +22,7 @@ from pallas_ce import (
     linear_top_k,
 )
 from pallas_ce.streaming.loops import varying
-from tests.pallas_ce.layouts import ALL, LAYOUTS, B, H, T, arrays, mesh, placed, same, sampled
+from tests.pallas_ce.layouts import ALL, LAYOUTS, B, H, T, arrays, mesh, placed, same
 
 KEY = jax.random.key(0)
 HIDDEN, WEIGHT = arrays(64, False)[:2]
@@ -53,14 +53,6 @@ def test_vmap_over_rows_that_are_split() -> None:
 
     want = jax.vmap(jax.grad(functools.partial(each, implementation="reference")))(hidden, labels)
     same(jax.jit(jax.vmap(jax.grad(each)))(hidden, labels), want)
-
-
-def test_sampled_softmax_with_a_number_of_classes_that_divides_over_no_axis() -> None:
-    want = jax.value_and_grad(sampled, (0, 1))(HIDDEN, WEIGHT)
-    for layout in LAYOUTS[:3]:
-        same(jax.jit(jax.value_and_grad(sampled, (0, 1)))(*placed(layout, mesh(), False)[:2]), want)
-    each_alone = jax.grad(lambda w: jax.vmap(lambda h: sampled(h, w))(HIDDEN).sum())
-    same(each_alone(WEIGHT), sum(jax.grad(lambda w, h=h: sampled(h, w))(WEIGHT) for h in HIDDEN))
 
 
 ROWS, SMALL = jax.random.normal(jax.random.key(1), (8, 4, H)), jax.random.normal(KEY, (24, H))

@@ -138,18 +138,6 @@ def test_a_log_uniform_first_class_follows_zipf() -> None:
     np.testing.assert_allclose(np.bincount(first, minlength=v) / 20_000, p, atol=5 * np.sqrt(0.25 / 20_000))
 
 
-def _beyond_32_bits(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
-    return ClassSample(jnp.array([1, 2**32 + 3]), jnp.zeros(vocab_size))
-
-
-def test_ids_do_not_wrap_around_into_the_vocabulary() -> None:
-    p = make(0, 8, 3, 5)
-    with jax.enable_x64(True):
-        assert np.isnan(sampled_softmax_cross_entropy(
-            **p.arrays, labels=p.labels, key=KEY, num_samples=2, sampler=_beyond_32_bits
-        ))  # fmt: skip
-
-
 def test_no_mask_of_hits_is_stored() -> None:
     n, h, v, samples = 8192, 64, 40_000, 4096
     run = jax.grad(
