@@ -160,3 +160,13 @@ def test_transitions_alone_may_vary_over_a_mesh() -> None:
 
     sharded = jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     np.testing.assert_array_equal(jax.jit(sharded)(transitions), loss(transitions))
+
+
+def test_tags_of_any_integer_dtype_are_compared_with_k_as_they_are() -> None:
+    emissions, transitions = jnp.zeros((1, 2, 200)), jnp.zeros((200, 200))
+    for dtype in (np.int8, np.uint8, np.int32, np.uint64):
+        np.testing.assert_allclose(
+            linear_chain_crf(emissions, np.array([[0, 1]], dtype), transitions), 2 * np.log(200), rtol=1e-6
+        )
+    for beyond in (np.array([[0, 2**32 + 1]]), [[0, 2**32 + 1]], np.array([[0, 255]], np.uint8)):
+        assert linear_chain_crf(emissions, beyond, transitions) == 0

@@ -146,3 +146,15 @@ def test_no_mask_of_hits_is_stored() -> None:
     )
     shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n,), jnp.int32)
     no_stored_logits(run, n, samples, 96 * 2**20, *shapes)
+
+
+def _beyond_32_bits(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
+    return ClassSample(jnp.array([1, 2**32 + 3]), jnp.zeros(vocab_size))
+
+
+def test_ids_do_not_wrap_around_into_the_vocabulary() -> None:
+    p = make(0, 8, 3, 5)
+    with jax.enable_x64(True):
+        assert np.isnan(sampled_softmax_cross_entropy(
+            **p.arrays, labels=p.labels, key=KEY, num_samples=2, sampler=_beyond_32_bits
+        ))  # fmt: skip
