@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from pallas_ce import LowRank, MeshAxes, Metrics, RowStatistics, linear_cross_entropy, linear_row_statistics
-from pallas_ce.integration import Backward, Implementation, PrecisionLike, Problem, Reduction
+from pallas_ce.api.integration import Backward, Implementation, PrecisionLike, Problem, Reduction
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 default_lora_a_init = jax.nn.initializers.he_uniform()

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from flax_modules._head import HeadCalls
 from pallas_ce import Metrics
-from pallas_ce.integration import (
+from pallas_ce.api.integration import (
     NO_TARGET,
     Reduction,
     canonical_labels,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.tiles import Tile
 
 

@@ -2,6 +2,6 @@
 
 import torch
 
-from pallas_ce.integration import refuse_older
+from pallas_ce.api.integration import refuse_older
 
 refuse_older("torch_bridge", "torch", torch.__version__, (2, 11))

@@ -15,7 +15,6 @@ from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
-from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import two_heads
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
@@ -23,6 +22,7 @@ from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.divergences import Divergence, Name
+from pallas_ce.streaming.gradient_products import PerInput
 
 
 @documented

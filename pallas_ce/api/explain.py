@@ -16,12 +16,12 @@ from pallas_ce.api.head_options import WeightOptions
 from pallas_ce.api.low_rank import LowRank, WeightLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.backends.protocol import Backward, Description, Implementation, Launch, Mode
-from pallas_ce.dispatch.settings import WeightSum
-from pallas_ce.gradient_products import NO_GRADIENT, PerInput, needed_products
+from pallas_ce.modes.settings import WeightSum
 from pallas_ce.parallel.partitioning import share
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.statistics.cross_entropy import Reduction
+from pallas_ce.streaming.gradient_products import NO_GRADIENT, PerInput, needed_products
 
 _DIFFERENTIABLE = ("hidden", "weight", "bias", "logit_scale", "up", "down")
 

@@ -11,13 +11,13 @@ from pallas_ce.api.head_options import CrossEntropyOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.options import call_metrics
 from pallas_ce.api.problem import Problem
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.modes import evaluate, running
 from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import CrossEntropy, Metrics
 from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.gradient_products import Arrays, PerInput
 
 
 @documented

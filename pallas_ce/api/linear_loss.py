@@ -13,10 +13,10 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import LossOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import Batch
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.cross_entropy import safe_inverse, zero_safe_product
 from pallas_ce.statistics.row import STATISTICS, RowStatistics, from_primitives, needs_labels, primitive_names, struct

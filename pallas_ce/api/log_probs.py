@@ -11,15 +11,15 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import LabelledOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
 from pallas_ce.statistics.support import as_set, over_support
+from pallas_ce.streaming.gradient_products import PerInput
 
 # The statistics of a support's ids.
 _OF_SUPPORT = frozenset({"target_logit"})

@@ -12,10 +12,10 @@ from pallas_ce.api.checks import ArrayLike
 from pallas_ce.api.options import read_options
 from pallas_ce.api.problem import Problem, read_labels
 from pallas_ce.backends.protocol import Implementation, Mode
-from pallas_ce.dispatch.settings import Settings
 from pallas_ce.head import NO_WEIGHT, HeadSpec
 from pallas_ce.modes import evaluate, materialized
 from pallas_ce.modes.call import Call, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.statistics.cross_entropy import Reduction, safe_inverse

@@ -11,9 +11,9 @@ from pallas_ce.api import checks as arguments
 from pallas_ce.api import low_rank, specs
 from pallas_ce.api.options import Options, read_options
 from pallas_ce.backends.protocol import Implementation
-from pallas_ce.dispatch.select import warn_once
-from pallas_ce.dispatch.settings import Settings, decide
+from pallas_ce.backends.select import warn_once
 from pallas_ce.head import Batch, BatchSpec, Head, HeadSpec
+from pallas_ce.modes.settings import Settings, decide
 from pallas_ce.parallel.mesh_axes import MeshAxes, check_split, refuse_shift, shards_of
 from pallas_ce.statistics import labels as label_rule
 from pallas_ce.streaming.rows import flat_rows

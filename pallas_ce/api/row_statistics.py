@@ -8,12 +8,12 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import StreamedOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.row import RowStatistics, from_primitives, primitive_names
+from pallas_ce.streaming.gradient_products import PerInput
 
 
 @documented

@@ -13,12 +13,12 @@ from pallas_ce.api.head_options import CrossEntropyOptions
 from pallas_ce.api.linear_cross_entropy import operands_of
 from pallas_ce.api.low_rank import LowRank
 from pallas_ce.api.problem import Problem
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_GRADIENT
 from pallas_ce.modes import evaluate, running
+from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import added
 from pallas_ce.parallel.entry import program
 from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.gradient_products import NO_GRADIENT
 
 
 class LossAndGradients(NamedTuple):

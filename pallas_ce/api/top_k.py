@@ -12,8 +12,8 @@ from pallas_ce.api.documented import documented
 from pallas_ce.api.head_options import HeadOptions
 from pallas_ce.api.low_rank import WeightLike
 from pallas_ce.api.problem import Problem
+from pallas_ce.backends import select
 from pallas_ce.backends.protocol import IMPLEMENTATIONS, Implementation, Plan, TopKFinder
-from pallas_ce.dispatch import select
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes.fold import LSE, Streams, fold_with_lse, over_rows_that_count
 from pallas_ce.parallel.entry import at_lowering, program

@@ -38,13 +38,13 @@ from jax import lax
 
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.powers import exponent_above, power_of_two
 from pallas_ce.statistics.row import Partial, from_reference, spread
 from pallas_ce.statistics.table import log_sum
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, WeightGradient
 from pallas_ce.streaming.tiles import pad
 
 # Vocabulary entries, evenly spaced, from which an lse is guessed; their exponentials may reach e^80 each.

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 
-from pallas_ce.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import NO_GRADIENT, Arrays, PerInput, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.selection import Largest
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import Batch, Head
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 
 
 class RowTotal(Protocol):

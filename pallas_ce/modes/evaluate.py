@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ce.backends import reference
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import NO_WEIGHT
 from pallas_ce.modes import in_forward, materialized, recompute
 from pallas_ce.modes.call import Call, Known, Operands, RowTotal
 from pallas_ce.modes.forward import empty_statistics, forward_statistics
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.reverse_mode import reverse_mode_only
 from pallas_ce.statistics.gradient import saved_statistics
 from pallas_ce.statistics.row import only
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.rows import constant_unless_any, flat_rows, with_placeholder_rows, zeroed
 
 _REFUSAL = (

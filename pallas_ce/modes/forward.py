@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS
 from pallas_ce.head import Batch, Head
 from pallas_ce.modes.call import Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays
 from pallas_ce.statistics.row import finalise, struct
+from pallas_ce.streaming.gradient_products import NO_ARRAYS
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.rows import RowBlock, Rows, few_ignored, zeroed
 from pallas_ce.streaming.tiles import Tiles

@@ -18,15 +18,22 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS, NO_GRADIENT, Arrays, PerInput, WeightGradient, needed_products
 from pallas_ce.modes.call import Call, Known, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, forward_statistics, put_all
+from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import NO_AXES, Local, RowArrays, Shards, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import finalise, only
+from pallas_ce.streaming.gradient_products import (
+    NO_ARRAYS,
+    NO_GRADIENT,
+    Arrays,
+    PerInput,
+    WeightGradient,
+    needed_products,
+)
 from pallas_ce.streaming.loops import vary_like
 from pallas_ce.streaming.rows import RowBlock, Rows
 

@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_ce.backends import select
 from pallas_ce.backends.protocol import Gradient, Materialized, Mode
-from pallas_ce.dispatch import select
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.head import Head, HeadSpec
 from pallas_ce.modes.call import Call, Operands, absent
 from pallas_ce.modes.forward import Statistics, empty_statistics, put_all
 from pallas_ce.modes.in_forward import row_cotangents, with_handle
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import at_lowering, over_rows_only
 from pallas_ce.parallel.shards import RowArrays
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import fields_of, finalise, only, partial_of_tile
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput
 from pallas_ce.streaming.loops import varying
 from pallas_ce.streaming.rows import RowBlock, RowBlocks, Rows, zeroed
 

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, needed_products
 from pallas_ce.head import Head
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Call, Operands
 from pallas_ce.modes.forward import Statistics, forward_statistics
+from pallas_ce.modes.settings import Settings
 from pallas_ce.parallel.entry import streamed
 from pallas_ce.parallel.shards import Local, RowArrays, psum
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.row import only
+from pallas_ce.streaming.gradient_products import NO_ARRAYS, Arrays, PerInput, TileStep, needed_products
 from pallas_ce.streaming.rows import RowBlock
 
 

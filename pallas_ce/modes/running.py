@@ -7,12 +7,12 @@ call.
 
 import jax
 
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.modes import evaluate, in_forward, recompute
 from pallas_ce.modes.call import Call, Operands
+from pallas_ce.modes.settings import Settings
 from pallas_ce.modes.sums import added
 from pallas_ce.statistics.logits import present
+from pallas_ce.streaming.gradient_products import Arrays, PerInput
 
 
 def loss_and_gradients(

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.gradient_products import Arrays, PerInput, scale_gradient
 from pallas_ce.head import Head
 from pallas_ce.modes.call import Operands
 from pallas_ce.parallel.shards import NO_AXES, Axes, Local, RowArrays, psum
 from pallas_ce.statistics.logits import product
 from pallas_ce.statistics.powers import exponent_above, power_of_two
+from pallas_ce.streaming.gradient_products import Arrays, PerInput, scale_gradient
 
 
 def through_down(head: Head, for_hidden: jax.Array | None, for_down: jax.Array | None) -> jax.Array | None:

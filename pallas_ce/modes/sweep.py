@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, needed_products, plus
 from pallas_ce.modes.call import Operands
 from pallas_ce.modes.sums import finish, sum_over_devices, through_down, without_padding
 from pallas_ce.parallel.shards import Local
+from pallas_ce.streaming.gradient_products import Arrays, PerInput, TileStep, WeightGradient, needed_products, plus
 from pallas_ce.streaming.rows import RowBlock, Rows
 from pallas_ce.streaming.tiles import Tile, Tiles, pad
 

@@ -12,15 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Plan
-from pallas_ce.gradient_products import (
-    NO_ARRAYS,
-    Arrays,
-    PerInput,
-    TileStep,
-    WeightGradient,
-    needed_products,
-    put_in_sums,
-)
 from pallas_ce.head import Batch, Head, tempered
 from pallas_ce.modes import sweep
 from pallas_ce.modes.call import Known, Operands
@@ -31,6 +22,15 @@ from pallas_ce.parallel.shards import Local, RowArrays, Shards
 from pallas_ce.statistics import divergences as pairs
 from pallas_ce.statistics import gradient as coef
 from pallas_ce.statistics.divergences import Divergence, Normaliser, PairPartial, PairStatistics
+from pallas_ce.streaming.gradient_products import (
+    NO_ARRAYS,
+    Arrays,
+    PerInput,
+    TileStep,
+    WeightGradient,
+    needed_products,
+    put_in_sums,
+)
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles
 

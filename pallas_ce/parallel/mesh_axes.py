@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_ce.gradient_products import PerInput
 from pallas_ce.parallel.shards import NO_AXES, Axes, Shards, lay_out
+from pallas_ce.streaming.gradient_products import PerInput
 from pallas_ce.streaming.loops import varying
 
 

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_ce.gradient_products import Arrays, PerInput
 from pallas_ce.head import Batch, Head
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import Partial, merge
 from pallas_ce.statistics.table import as_large
+from pallas_ce.streaming.gradient_products import Arrays, PerInput
 
 Axes = tuple[str, ...]
 NO_AXES: PerInput[Axes] = PerInput.same(())

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from pallas_ce.dispatch import select
+from pallas_ce.backends import select
 from tests.pallas_ce.toy_backend import ToyBackend
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from pallas_ce import LossAndGradients, linear_cross_entropy_and_gradients
-from pallas_ce.dispatch import select
+from pallas_ce.backends import select
 from pallas_ce.head import HeadSpec
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import Results, assert_as_accurate_as_rounded_dlogits, assert_near_oracle, call

@@ -32,10 +32,9 @@ from pallas_ce import (
     selective_log_softmax,
 )
 from pallas_ce.backends import device as targets
-from pallas_ce.backends import packages
+from pallas_ce.backends import packages, select
 from pallas_ce.backends.mosaic_gpu.gemm import launch as launching
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, epilogues
-from pallas_ce.dispatch import select
 from tests import compile_for_h200 as h200
 
 N, H, V = 64, 128, 512

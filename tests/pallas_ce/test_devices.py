@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_ce.backends import device as targets
+from pallas_ce.backends import select
 from pallas_ce.backends.triton import configs
-from pallas_ce.dispatch import select
 from pallas_ce.head import HeadSpec
 
 ROOT = Path(__file__).parents[2]

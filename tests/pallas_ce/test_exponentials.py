@@ -11,9 +11,9 @@ import pytest
 
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import WeightGradient
 
 ROWS, VOCABULARY = 6, 1000
 

@@ -12,12 +12,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_ce import explain, linear_cross_entropy
 from pallas_ce.backends.protocol import Mode, Plan
+from pallas_ce.backends.select import Default
 from pallas_ce.backends.xla import BACKEND, tiling
-from pallas_ce.dispatch.select import Default
-from pallas_ce.dispatch.settings import Settings, WeightSum, decide
-from pallas_ce.gradient_products import NO_GRADIENT
 from pallas_ce.head import Head, HeadSpec
+from pallas_ce.modes.settings import Settings, WeightSum, decide
 from pallas_ce.parallel.shards import Shards
+from pallas_ce.streaming.gradient_products import NO_GRADIENT
 
 MODES: list[Mode | None] = [None, "in_forward", "recompute"]
 GRID = [(n, v) for n in (4096, 8192, 16384) for v in (32768, 131072, 151936, 262144)]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ce.backends.protocol import Backend, Gradient, Mode, Plan
-from pallas_ce.gradient_products import Arrays, PerInput, TileStep, WeightGradient, put_in_sums
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import Arrays, PerInput, TileStep, WeightGradient, put_in_sums
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles
 

@@ -17,10 +17,10 @@ from pallas_ce import linear_cross_entropy, linear_row_statistics
 from pallas_ce.backends import entries
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import binding, configs, launch, part_products
-from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Batch, Head, HeadSpec
 from pallas_ce.statistics.gradient import Coefficients
 from pallas_ce.statistics.table import PRIMITIVES
+from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.tiles import Tiles
 from tests import compile_for_h200 as h200
 from tests.pallas_ce.test_calls import CALLS, implemented, operands

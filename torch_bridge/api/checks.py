@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from pallas_ce import LowRank, integration
-from pallas_ce.integration import PrecisionLike
+from pallas_ce import LowRank
+from pallas_ce.api import integration
+from pallas_ce.api.integration import PrecisionLike
 from torch_bridge.autograd.namespace import NAMESPACE
 from torch_bridge.dlpack import exchange
 

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from pallas_ce import integration
-from pallas_ce.integration import documented
+from pallas_ce.api import integration
+from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import LossOptions
 from torch_bridge.autograd import eager, first_order

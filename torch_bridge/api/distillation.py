@@ -5,8 +5,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from pallas_ce import LowRank, integration
-from pallas_ce.integration import Reduction, documented
+from pallas_ce import LowRank
+from pallas_ce.api import integration
+from pallas_ce.api.integration import Reduction, documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import WholeHeadOptions
 from torch_bridge.autograd.operator import LINEAR_DISTILLATION

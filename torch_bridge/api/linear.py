@@ -6,8 +6,9 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor
 
-from pallas_ce import LogProbs, LowRank, Metrics, RowStatistics, integration
-from pallas_ce.integration import documented
+from pallas_ce import LogProbs, LowRank, Metrics, RowStatistics
+from pallas_ce.api import integration
+from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.options import CrossEntropyOptions, LogProbsOptions, WholeHeadOptions
 from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS, LINEAR_ROW_STATISTICS

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from pallas_ce.integration import Backward, PrecisionLike, Reduction
+from pallas_ce.api.integration import Backward, PrecisionLike, Reduction
 
 
 class HeadOptions(TypedDict, total=False):

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pallas_ce import LowRank, integration
-from pallas_ce.integration import documented
+from pallas_ce import LowRank
+from pallas_ce.api import integration
+from pallas_ce.api.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_row_statistics
 from torch_bridge.api.options import HeadOptions, PartOptions

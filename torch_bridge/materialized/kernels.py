@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from torch import Tensor
 
 import pallas_ce
-from pallas_ce.integration import (
+from pallas_ce.api.integration import (
     NO_WEIGHT,
     Batch,
     Head,

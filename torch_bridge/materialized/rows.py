@@ -17,7 +17,7 @@ import jax
 import torch
 from torch import Tensor
 
-from pallas_ce.integration import HeadSpec, read_logits_spec
+from pallas_ce.api.integration import HeadSpec, read_logits_spec
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack.exchange import TO_JAX

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import pallas_ce
 from pallas_ce import LowRank
-from pallas_ce.integration import (
+from pallas_ce.api.integration import (
     Known,
     PerInput,
     cross_entropy_steps,

@@ -12,9 +12,9 @@ from pallas_ce.backends.mosaic_gpu.kernels import forward_kernel, materialized_k
 from pallas_ce.backends.mosaic_gpu.schedule import PARTIALS_BYTES, Kernel, device_refusal
 from pallas_ce.backends.mosaic_gpu.top_k import StoredBlocks
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
-from pallas_ce.gradient_products import Arrays, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import Arrays, TileStep
 from pallas_ce.streaming.rows import RowBlock
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))

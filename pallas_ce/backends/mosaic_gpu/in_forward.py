@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, narrow_sum, operands, product_kernel, stash_kernel
 from pallas_ce.backends.protocol import Gradient
-from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 
 # Below this many rows there is little to skip, and hidden's product takes the tiles of a shorter sum.

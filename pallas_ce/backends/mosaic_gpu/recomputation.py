@@ -11,8 +11,8 @@ from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.mosaic_gpu.kernels import dlogits_kernel, operands, product_kernel
 from pallas_ce.backends.mosaic_gpu.kernels.operands import Part
 from pallas_ce.backends.protocol import Gradient, Plan
-from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head
+from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tiles
 

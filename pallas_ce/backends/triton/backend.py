@@ -12,10 +12,10 @@ from pallas_ce.backends.exponentials import Stash
 from pallas_ce.backends.protocol import Backend, Capabilities, Description, Gradient, Launch, Mode, Plan
 from pallas_ce.backends.triton import binding, configs, in_forward, launch, recomputation
 from pallas_ce.backends.triton.configs import Use
-from pallas_ce.gradient_products import Arrays, TileStep
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.row import Partial
 from pallas_ce.statistics.table import FIELDS
+from pallas_ce.streaming.gradient_products import Arrays, TileStep
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import equal_parts, shrink
 

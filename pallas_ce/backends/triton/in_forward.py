@@ -8,8 +8,8 @@ import numpy as np
 from pallas_ce.backends.exponentials import Block
 from pallas_ce.backends.protocol import Gradient
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.statistics.row import Partial
+from pallas_ce.streaming.gradient_products import WeightGradient
 from pallas_ce.streaming.loops import device_cond
 from pallas_ce.streaming.tiles import Tiles, pad
 

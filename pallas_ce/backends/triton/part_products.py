@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ce.backends.triton import binding, configs
-from pallas_ce.gradient_products import WeightGradient
 from pallas_ce.head import Head
+from pallas_ce.streaming.gradient_products import WeightGradient
 
 
 def served(head: Head, columns: int) -> bool:

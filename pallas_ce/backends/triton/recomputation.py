@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from pallas_ce.backends import entries, low_rank
 from pallas_ce.backends.protocol import Gradient, Plan
 from pallas_ce.backends.triton import launch, part_products
-from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.head import Batch, Head
+from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Columns, Tiles
 

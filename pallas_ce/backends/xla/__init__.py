@@ -13,10 +13,10 @@ from jax import lax
 from pallas_ce.backends import device as targets
 from pallas_ce.backends.protocol import Backend, Capabilities, Gradient, Mode, Plan
 from pallas_ce.backends.xla import tiling
-from pallas_ce.gradient_products import Arrays, TileStep, WeightGradient, plus, put_in_sums
 from pallas_ce.head import PLAIN, Batch, BatchSpec, Head, HeadSpec
 from pallas_ce.statistics.gradient import dlogits
 from pallas_ce.statistics.row import Partial, merge, partial_of_tile, reads_logit_weights, without_columns
+from pallas_ce.streaming.gradient_products import Arrays, TileStep, WeightGradient, plus, put_in_sums
 from pallas_ce.streaming.loops import fori_loop
 from pallas_ce.streaming.rows import RowBlock
 from pallas_ce.streaming.tiles import Tile, Tiles

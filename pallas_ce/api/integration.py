@@ -38,13 +38,12 @@ from pallas_ce.api.specs import logits_spec as read_logits_spec
 from pallas_ce.backends.device import local_cuda
 from pallas_ce.backends.packages import refuse_older
 from pallas_ce.backends.protocol import Backward, Implementation
-from pallas_ce.dispatch.settings import Settings
-from pallas_ce.gradient_products import PerInput
 from pallas_ce.head import NO_WEIGHT, Batch, Head, HeadSpec
 from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.materialized import refusal as materialized_refusal
 from pallas_ce.modes.materialized import row_gradient as materialized_row_gradient
 from pallas_ce.modes.materialized import row_statistics as materialized_row_statistics
+from pallas_ce.modes.settings import Settings
 from pallas_ce.statistics.cross_entropy import Reduction
 from pallas_ce.statistics.labels import NO_TARGET
 from pallas_ce.statistics.labels import as_array as label_array
@@ -52,6 +51,7 @@ from pallas_ce.statistics.labels import canonical as canonical_labels
 from pallas_ce.statistics.labels import check as check_label_values
 from pallas_ce.statistics.labels import counted as counted_labels
 from pallas_ce.statistics.labels import shifted as shifted_labels
+from pallas_ce.streaming.gradient_products import PerInput
 
 __all__ = [
     "NO_TARGET",

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_ce.backends import select
 from pallas_ce.backends.protocol import Backend, Backward, Mode, Plan
-from pallas_ce.dispatch import select
-from pallas_ce.dispatch.select import Default
-from pallas_ce.gradient_products import PerInput
+from pallas_ce.backends.select import Default
 from pallas_ce.head import PLAIN, BatchSpec, Head, HeadSpec
 from pallas_ce.parallel.shards import Shards
 from pallas_ce.parallel.target import known_device
 from pallas_ce.streaming.budget import DEFAULT_SCRATCH_BYTES, budget
+from pallas_ce.streaming.gradient_products import PerInput
 
 # The default scratch at most, and by vocabulary entry: a wider vocabulary needs more for a block of as many rows. The
 # default doubles where rows should be many and are kept twice as wide: as operands, or in in_forward's stash.
