@@ -29,7 +29,7 @@ def run(folder: Path) -> int:
     """Times the forward and both backward modes at two points, beside result files of the same GPU model.
 
     Prints a table, and returns 1 where a ratio to the bare products is 4 % above the files' or not known to 1.5 %, or
-    where temporary memory has grown. On a CPU it takes a dry run's files.
+    where temporary memory has grown by more than a MiB. On a CPU it takes a dry run's files.
     """
     device = results.describe()["device"]
     options = argparse.Namespace(rounds=ROUNDS, dry_run=device == "cpu")
@@ -60,7 +60,7 @@ def compared(point: str, now: results.Record, before: results.Record) -> Iterato
         faults = {
             "too unsteady to be judged, which takes a GPU without other work": half_width >= HALF_WIDTH * ratio,
             "slower": ratio > (1 + TOLERANCE) * old,
-            "more memory": mib > mib_before,
+            "more memory": mib > mib_before + 1,
         }
         verdict = ", ".join(words for words, is_so in faults.items() if is_so)
         fine = "faster" if ratio < (1 - TOLERANCE) * old else "as before"

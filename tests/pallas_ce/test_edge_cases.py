@@ -123,6 +123,12 @@ def test_a_row_of_minus_infinity_only_has_statistics_minus_infinity_or_zero(impl
     for name, want in expected.items():
         np.testing.assert_array_equal(getattr(found, name), want, err_msg=name)
 
+    def log_prob(hidden: jax.Array) -> jax.Array:
+        options: Any = {"bias": bias, "statistics": ["log_prob"], "implementation": implementation}
+        return jnp.sum(linear_row_statistics(hidden, head[1], jnp.arange(3), **options).log_prob)
+
+    assert not np.any(jax.grad(log_prob)(head[0]))
+
 
 @pytest.mark.parametrize(("implementation", "backward"), STREAMED)
 def test_repeated_calls_give_the_same_bits(implementation: str, backward: Any) -> None:
