@@ -99,6 +99,12 @@ def test_an_edge_of_the_contract(name: str, implementation: str, backward: Any) 
 
 
 @every_way
+def test_ignored_rows_that_hold_nan_leave_the_scales_gradient_alone(implementation: str, backward: Any) -> None:
+    p = _with(CASES["ignored rows that hold NaN"].given, arrays={"logit_scale": np.float32(1.3)})
+    assert np.isfinite(library_results(p, implementation, backward)[1]["logit_scale"])
+
+
+@every_way
 def test_smoothing_over_a_minus_infinity_column_is_infinite_unless_its_weight_is_zero(
     implementation: str, backward: Any
 ) -> None:
