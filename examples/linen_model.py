@@ -1,7 +1,7 @@
 """Trains a model of Flax Linen with the Linen head: `python examples/linen_model.py`.
 
 A causal attention layer learns the characters of this project's pages. The head shares the embedding's weight
-(`LossHead.tied`) and returns the loss; in evaluation and generation its `logits` are an ordinary product. It takes
+(`LossHead.of`) and returns the loss; in evaluation and generation its `logits` are an ordinary product. It takes
 seconds on a CPU, and needs the extra `flax`.
 """
 
@@ -31,7 +31,7 @@ class LanguageModel(nn.Module):
         self.attention = nn.MultiHeadDotProductAttention(num_heads=4)
         self.perceptron = nn.Sequential([nn.Dense(4 * WIDTH), nn.gelu, nn.Dense(WIDTH)])
         self.norms = [nn.LayerNorm() for _ in range(3)]
-        self.head = LossHead.tied(self.embed)
+        self.head = LossHead.of(self.embed)
 
     def hidden_states(self, tokens: jax.Array) -> jax.Array:
         """`[B, T, WIDTH]` of tokens `[B, T]`."""

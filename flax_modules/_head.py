@@ -40,7 +40,7 @@ class LossHeadOptions:
         vocab_size: number of entries of the vocabulary.
         padded_vocab_size: number of columns of the kernel where it is padded, say to a multiple of 128. The padding
             takes no part in the loss, gets zero gradient, and does not appear in the logits.
-        embed: the embedding to share instead of owning a kernel; see `tied`.
+        embed: the embedding of shape (V, features) to share instead of owning a kernel; see `of`.
         use_bias: whether to add a bias to the logits.
         dtype: dtype of the products' operands (default: what hidden states and parameters promote to, the Flax rule;
             so with float32 parameters pass `jnp.bfloat16` for mixed precision). Sums, logits and the loss are float32,
@@ -119,14 +119,18 @@ class LossHeadOptions:
 class HeadCalls(LossHeadOptions):
     """What a head computes from its options and its parameters."""
 
+    _RENAMED = "LossHead.{} is now LossHead.of, with the same arguments"
+
     @classmethod
-    def _tied(cls, embed: Any, shape: tuple[int, int], vocab_size: int | None, options: dict[str, Any]) -> Self:
-        """A head on an embedding of that shape; all its rows are vocabulary unless `vocab_size` says fewer."""
-        rows, features = shape
-        if vocab_size is not None and vocab_size > rows:
-            raise ValueError(f"{vocab_size=} is larger than the embedding, which has {rows} rows")
-        size = rows if vocab_size is None else vocab_size
-        return cls(features, size, padded_vocab_size=rows, embed=embed, **options)
+    def _sharing(
+        cls, field: str, source: Any, shape: tuple[int, int], vocab_size: int | None, options: dict[str, Any]
+    ) -> Self:
+        """A head with a weight of `shape` (V, H), given to `field`; all is vocabulary unless `vocab_size` says less."""
+        columns, features = shape
+        size = columns if vocab_size is None else vocab_size
+        if size > columns:
+            raise ValueError(f"{vocab_size=} is larger than the vocabulary of the shared weight, {columns}")
+        return cls(features, size, padded_vocab_size=columns, **{field: source}, **options)
 
     @abc.abstractmethod
     def _projection(self) -> Projection:

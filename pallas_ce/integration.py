@@ -6,18 +6,19 @@ names changes the wrappers too; everything else inside `pallas_ce` may change wi
 - Checks of arguments, whose errors name the argument: `check_*`, `read_ignore_index`, `is_int`; `read_logits_spec` to a
   `HeadSpec`.
 - The functions of a head in three steps, for wrappers that differentiate them by other means than JAX's:
-  `cross_entropy_steps`, `log_probs_steps` and `row_statistics_steps` are modules with `read` (check the arguments and
-  choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that a `PerInput` flags) and
-  `compute`, which takes that back.
+  `cross_entropy_steps`, `log_probs_steps`, `row_statistics_steps` and `distillation_steps` are modules with `read`
+  (check the arguments and choose how to compute), `keep` (`Known`, the arrays that a backward needs for the inputs that
+  a `PerInput` flags) and `compute`, which takes that back.
 - Materialized logits row by row: `materialized_row_statistics` and `materialized_row_gradient` of `Operands`, of a
   `Batch` and a `Head` of `NO_WEIGHT`, carried out as `Settings` say; `materialized_refusal` says why a backend cannot.
 - A head's arrays, and the rule for labels: `Problem`, `read_low_rank`, `read_ids`, `label_array`,
   `canonical_labels`, `check_label_values`, `counted_labels`, `shifted_labels`, `NO_TARGET`.
 - `refuse_older`, for a package that is too old; `local_cuda`, the model of the process's GPU.
 - The types of options: `Backward`, `Implementation`, `PrecisionLike`, `Reduction`; and `precision_name`, one string for
-  what a precision may be.
+  what a precision may be. `documented` shows shared options in a function's signature and docstring.
 """
 
+from pallas_ce.api import distillation as distillation_steps
 from pallas_ce.api import linear_cross_entropy as cross_entropy_steps
 from pallas_ce.api import log_probs as log_probs_steps
 from pallas_ce.api import row_statistics as row_statistics_steps
@@ -28,6 +29,7 @@ from pallas_ce.api.checks import is_int as is_int
 from pallas_ce.api.checks import scalar as check_scalar
 from pallas_ce.api.checks import shift as check_shift
 from pallas_ce.api.checks import temperature as check_temperature
+from pallas_ce.api.documented import documented
 from pallas_ce.api.low_rank import read as read_low_rank
 from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.precision import name as precision_name
@@ -75,6 +77,8 @@ __all__ = [
     "check_temperature",
     "counted_labels",
     "cross_entropy_steps",
+    "distillation_steps",
+    "documented",
     "is_int",
     "label_array",
     "local_cuda",

@@ -107,7 +107,7 @@ def compile_for_h200(
 ) -> tuple[Any, Report]:
     """The program compiled for the arguments' devices, with XLA's options, and the report on its kernels.
 
-    No kernel's result that takes an operand's memory is fused with a slice, where it would be lost.
+    No result of our kernels that takes an operand's memory is fused with a slice, where it would be lost.
     """
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
@@ -117,7 +117,8 @@ def compile_for_h200(
             compiled = lower_for_h200(jitted, *arguments).compile(options)
         log.seek(0)
         said = log.read().decode(errors="replace")
-    assert not [fusion for fusion in _slice_fusions(compiled) if "output_to_operand_aliasing" in fusion]
+    in_place = r"(mosaic_gpu|triton_kernel)\w*\".*output_to_operand_aliasing"
+    assert not [fusion for fusion in _slice_fusions(compiled) if re.search(in_place, fusion)]
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return compiled, Report(
         len(re.findall(r"Compiling entry function", said)),

@@ -19,6 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA's threads: each warpgroup that waits in the GPU interpreter keeps one.
     os.environ.setdefault("NPROC", "16")
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -118,14 +119,18 @@ def _by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 
 def _varied(items: list[Any], count: int) -> list[Any]:
-    """Takes `count` cases of a parametrised test, each in turn with the most new values, then new pairs."""
+    """Takes `count` cases of a parametrised test, each in turn with the most new, else the rarest values."""
     if len(items) <= count:
         return items
-    left, seen = dict[Any, list[set[Any]]](), set[Any]()
+    left, seen = dict[Any, list[set[Any]]](), collections.Counter[Any]()
     for item in items:
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
         left[item] = [set(itertools.combinations(values, size)) for size in (1, 2)]
+
+    def worth(item: Any) -> tuple[int, int, int]:
+        values, pairs = left[item]
+        return len(values - seen.keys()), len(pairs - seen.keys()), -sum(seen[value] for value in values)
+
     for _ in range(count):
-        chosen = max(left, key=lambda item: [len(x - seen) for x in left[item]])
-        seen = seen.union(*left.pop(chosen))
+        seen.update(itertools.chain(*left.pop(max(left, key=worth))))
     return [item for item in items if item not in left]

@@ -1,9 +1,10 @@
 """PyTorch bridge: the losses of `pallas_ce` for PyTorch models, on the model's own tensors.
 
-`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head; `cross_entropy` and
-`selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module. `PipelineFusedLoss` serves a
-pipeline-parallel model, `vocab_parallel_cross_entropy` a head split over a process group, and `patch_causal_lm` a
-Hugging Face model. `to_jax` and `to_torch` exchange tensors and arrays; `memory_usage` shows a device's memory.
+`linear_cross_entropy`, `linear_log_probs` and `linear_row_statistics` take a head, `linear_distillation` two;
+`cross_entropy` and `selective_log_softmax` take stored logits. `LinearCrossEntropyLoss` is the module.
+`PipelineFusedLoss` serves a pipeline-parallel model, `vocab_parallel_cross_entropy` a head split over a process group,
+and `patch_causal_lm` a Hugging Face model. `to_jax` and `to_torch` exchange tensors and arrays; `memory_usage` shows a
+device's memory.
 
 Needs the extra `torch`. Importing this package does not import PyTorch; it keeps a JAX that has not started yet from
 taking most of a GPU's memory (see `torch_bridge.memory`).
@@ -16,9 +17,10 @@ from torch_bridge import memory
 
 if TYPE_CHECKING:
     from torch_bridge.api.cross_entropy import cross_entropy as cross_entropy
+    from torch_bridge.api.distillation import linear_distillation as linear_distillation
     from torch_bridge.api.linear import linear_cross_entropy as linear_cross_entropy
+    from torch_bridge.api.linear import linear_log_probs as linear_log_probs
     from torch_bridge.api.linear import linear_row_statistics as linear_row_statistics
-    from torch_bridge.api.log_probs import linear_log_probs as linear_log_probs
     from torch_bridge.api.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
     from torch_bridge.api.selective import selective_log_softmax as selective_log_softmax
     from torch_bridge.api.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -37,7 +39,8 @@ _HOMES = {
     "PipelineFusedLoss": "integrations.pipeline",
     "cross_entropy": "api.cross_entropy",
     "linear_cross_entropy": "api.linear",
-    "linear_log_probs": "api.log_probs",
+    "linear_distillation": "api.distillation",
+    "linear_log_probs": "api.linear",
     "linear_row_statistics": "api.linear",
     "memory_usage": "memory",
     "patch_causal_lm": "integrations.huggingface",

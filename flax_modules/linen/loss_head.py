@@ -1,5 +1,6 @@
 """A language model's head as an `nn.Module`: it owns (or shares) the unembedding and returns the loss."""
 
+import warnings
 from typing import Any, Self
 
 import flax.linen as nn
@@ -17,7 +18,7 @@ class LossHead(HeadCalls, nn.Module):
         loss   = mean over counted tokens of  lse - (1 - a) * logits[label] - a * mean(logits) + z_loss * lse**2
 
     with `lse = log(sum(exp(logits)))` and `a = label_smoothing`; `pallas_ce.linear_cross_entropy` states every option
-    in full. A head tied to the input embedding is built by `LossHead.tied`.
+    in full. A head tied to the input embedding is built by `LossHead.of`.
 
     Its parameters are `kernel [features, V]` (none when tied) and, if asked for, `bias [V]`, `lora_a [features, r]` and
     `lora_b [r, V]`. V is `vocab_size`, or `padded_vocab_size` where given. To partition them wrap the initializers, as
@@ -61,7 +62,7 @@ class LossHead(HeadCalls, nn.Module):
     row_statistics = HeadCalls.row_statistics
 
     @classmethod
-    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Any) -> Self:
+    def of(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Any) -> Self:
         """A head whose weight *is* an embedding `[V, H]`: `logits = hidden @ embedding.T`, as `nn.Embed.attend`.
 
         The embedding stays the one parameter of its own module, and its gradient is the sum over both uses. Call this
@@ -86,7 +87,7 @@ class LossHead(HeadCalls, nn.Module):
             >>> class Model(nn.Module):
             ...     def setup(self):
             ...         self.embed = nn.Embed(100, 16)
-            ...         self.head = LossHead.tied(self.embed)
+            ...         self.head = LossHead.of(self.embed)
             ...     def __call__(self, tokens, labels):
             ...         return self.head(self.embed(tokens), labels)
             >>> tokens = jnp.arange(10)
@@ -96,7 +97,13 @@ class LossHead(HeadCalls, nn.Module):
         if not isinstance(embed, nn.Embed):
             raise TypeError(f"embed is a {type(embed).__name__}: pass the nn.Embed whose embedding the head shares")
         options.setdefault("dtype", embed.dtype)
-        return cls._tied(embed, (embed.num_embeddings, embed.features), vocab_size, options)
+        return cls._sharing("embed", embed, (embed.num_embeddings, embed.features), vocab_size, options)
+
+    @classmethod
+    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Any) -> Self:
+        """`of`, under its former name."""
+        warnings.warn(cls._RENAMED.format("tied"), DeprecationWarning, stacklevel=2)
+        return cls.of(embed, vocab_size=vocab_size, **options)
 
     def setup(self) -> None:
         """Creates the parameters the head owns."""

@@ -1,6 +1,7 @@
 """A language model's head as an `nnx.Module`: it owns (or shares) the unembedding and returns the loss."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -23,8 +24,8 @@ class LossHead(HeadCalls, nnx.Module):
         loss   = mean over counted tokens of  lse - (1 - a) * logits[label] - a * mean(logits) + z_loss * lse**2
 
     with `lse = log(sum(exp(logits)))` and `a = label_smoothing`; `pallas_ce.linear_cross_entropy` states every option
-    in full. A head tied to the input embedding is built by `LossHead.tied`, and one of a layer that the model has, with
-    or without an adapter (LoRA), by `LossHead.of_linear`.
+    in full. A head tied to the input embedding, or of another parameter or layer that the model has, with or without an
+    adapter (LoRA), is built by `LossHead.of`.
 
     Attributes hold the loss options under the names of the constructor, so `head.label_smoothing = 0.0` for evaluation
     works as for any NNX module. Parameters are `kernel [features, V]` (or a shared `embed` or `linear`),
@@ -33,7 +34,7 @@ class LossHead(HeadCalls, nnx.Module):
 
     Args:
         {options}
-        linear: the layer to share instead of owning a kernel; see `of_linear`.
+        linear: the layer or parameter of shape (features, V) to share instead of owning a kernel; see `of`.
         kernel_metadata: metadata of the kernel's `nnx.Param`, for instance `{"out_sharding": (None, "model")}`.
         bias_metadata: metadata of the bias's `nnx.Param`.
         lora_a_metadata: metadata of the adapter's `lora_a`.
@@ -43,8 +44,8 @@ class LossHead(HeadCalls, nnx.Module):
     Raises:
         TypeError: an `embed` or a `linear` that is something else.
         ValueError: `padded_vocab_size` below `vocab_size`, no `rngs` where parameters must be initialised, an `embed`
-            or a `linear` of another shape, both, a bias or an adapter beside one that `linear` has, or a `lora_rank`
-            that is not between 1 and the smaller of features and V.
+            or a `linear` of another shape, both, a bias or an adapter beside a shared one, or a `lora_rank` that is not
+            between 1 and the smaller of features and V.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -67,9 +68,8 @@ class LossHead(HeadCalls, nnx.Module):
         [(4, 100), (16, 4)]
     """
 
-    embed: nnx.Module | nnx.Param[Any] | None = None
     _: dataclasses.KW_ONLY
-    linear: nnx.Module | None = None
+    linear: Any = None
     kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
     bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
     lora_a_metadata: dataclasses.InitVar[Mapping[str, Any]] = MappingProxyType({})
@@ -87,22 +87,28 @@ class LossHead(HeadCalls, nnx.Module):
         rngs: nnx.Rngs | None,
     ) -> None:
         """Creates the parameters the head owns."""
-        embed, linear, rank = self.embed, self.linear, self.lora_rank
-        given = None if linear is None else self._given(linear)
-        columns = self._columns(
-            None if embed is None else shared.embedding(embed).shape, None if given is None else given.weight.shape
-        )
-        # The modules and not their arrays: whoever replaces a parameter of theirs keeps the tie.
-        self.embed, self.linear = nnx.data(embed), nnx.data(linear)
+        given = [None if x is None else shared.parameters(x) for x in (self.embed, self.linear)]
+        if None not in given:
+            raise ValueError("embed and linear are both given, but a head has one weight: give one of them")
+        columns = self._columns(*(None if x is None else x.weight.shape for x in given))
+        # They stay modules, not their arrays: whoever replaces a parameter of theirs keeps the tie.
+        found = self._shared()
+        self._of_qwix = found is not None and found.of_qwix
+        if self.use_bias and found is not None and found.bias is not None:
+            raise ValueError("use_bias=True, but the head shares a layer's bias: leave use_bias out")
+        if (rank := self.lora_rank) is not None and found is not None and found.lora is not None:
+            raise ValueError(
+                f"lora_rank={rank}, but the head shares a layer that has an adapter, and takes one: leave lora_rank "
+                "out, or merge the other"
+            )
         self.kernel: nnx.Param[Any] | None = nnx.data(None)
         self.bias: nnx.Param[Any] | None = nnx.data(None)
         self.lora: nnx.LoRA | None = nnx.data(None)
-        owns_kernel = embed is None and linear is None
-        if not owns_kernel and not self.use_bias and rank is None:
+        if found is not None and not self.use_bias and rank is None:
             return
         if rngs is None:
             raise ValueError("rngs=None, but this head has parameters to initialise: pass rngs=nnx.Rngs(seed)")
-        if owns_kernel:
+        if found is None:
             shape = (self.features, columns)
             self.kernel = nnx.Param(self.kernel_init(rngs.params(), shape, self.param_dtype), **kernel_metadata)
         if self.use_bias:
@@ -120,39 +126,39 @@ class LossHead(HeadCalls, nnx.Module):
                 rngs=rngs,
             )
 
-    def _given(self, linear: nnx.Module) -> shared.Parameters:
-        """The parameters of the layer; checks what the head was asked to have beside it."""
-        if self.embed is not None:
-            raise ValueError("embed and linear are both given, but a head has one weight: give one of them")
-        given = shared.parameters(linear)
-        if self.use_bias:
-            raise ValueError("use_bias=True, but the bias of a head with linear= is the layer's: leave use_bias out")
-        if self.lora_rank is not None and given.lora is not None:
-            raise ValueError(
-                f"lora_rank={self.lora_rank}, but linear is an {type(linear).__name__}, which has an adapter: a head "
-                "takes one, so leave lora_rank out, or merge the other"
-            )
-        return given
+    def _shared(self) -> shared.Parameters | None:
+        """The parameters that another layer has; None where the head owns its kernel."""
+        source = self.linear if self.embed is None else self.embed
+        return None if source is None else shared.parameters(source)
 
     @classmethod
-    def tied(cls, embed: nnx.Module | nnx.Param[Any], *, vocab_size: int | None = None, **options: Any) -> Self:
-        """A head whose weight *is* an embedding `[V, H]`: `logits = hidden @ embedding.T`, as `nnx.Embed.attend`.
+    def of(cls, source: Any, *, vocab_axis: int | None = None, vocab_size: int | None = None, **options: Any) -> Self:
+        """A head with a parameter or a layer that the model has: its weight, and a layer's bias and adapter (LoRA).
 
-        The embedding is shared, not copied: it is one parameter of the model, counted once by `nnx.state`, and its
-        gradient is the sum over both uses. Sharing is a reference between modules, so it needs NNX's graph mode (the
-        default); the embedding and the head must be parts of one module for `nnx.split` and the optimizer to see both.
+        They are shared, not copied. A parameter of the model is counted once by `nnx.state`, and its gradient is the
+        sum over all its uses. Sharing is a reference between modules, so it needs NNX's graph mode (the default); the
+        layer and the head must be parts of one module for `nnx.split` and the optimizer to see both. An adapter is
+        never added to the weight, so that training it alone, as below, makes no array of the weight's size. A quantised
+        weight is dequantised in every call by the function `dequantize` of the package that it is of.
 
         Args:
-            embed: an `nnx.Embed`, any other module with an `embedding` parameter `[V, H]`, or such a parameter.
-            vocab_size: number of its rows that are vocabulary, where it is padded (default: all).
-            **options: as for `LossHead`. `dtype` defaults to the embedding module's, as in `attend`.
+            source: a layer, or a parameter alone: an `nnx.Param`, an array, or a variable with a `.value`, as of Keras.
+                A layer is an `nnx.Embed`, `nnx.Linear`, `nnx.Einsum`, `nnx.LoRALinear`, an `nnx.LoRA` around one, or
+                another module with one matrix, whose output is taken for the product with it plus its `bias`.
+            vocab_axis: 0 where the weight is `[V, H]`, 1 where it is `[H, V]`; needed where the layer does not tell.
+            vocab_size: number of its entries that are vocabulary, where it is padded (default: all).
+            **options: as for `LossHead`. `dtype` and `precision` default to the layer's, and serve the adapter too.
+                `lora_scale` is a factor of the layer's adapter; it is needed for one of qwix, `alpha / rank` of its
+                rule, whose dropout the head leaves out. With `lora_rank` and `rngs` the head has an adapter of its own.
 
         Returns:
             The head.
 
         Raises:
-            TypeError: `embed` is neither a module with an `embedding` nor a parameter.
-            ValueError: the embedding is not a matrix, or `vocab_size` exceeds its rows.
+            TypeError: no parameter and no layer with one matrix, a layer that multiplies in a way of its own, or, when
+                called, a quantised weight whose package has no `dequantize`.
+            ValueError: no matrix, several adapters, `vocab_axis` missing or wrong, `vocab_size` above its entries, or
+                an adapter of qwix without `lora_scale`.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -161,9 +167,9 @@ class LossHead(HeadCalls, nnx.Module):
             >>> class Model(nnx.Module):
             ...     def __init__(self, rngs):
             ...         self.embed = nnx.Embed(100, 16, rngs=rngs)
-            ...         self.head = LossHead.tied(self.embed)
-            ...     def __call__(self, tokens, labels):
-            ...         return self.head(self.embed(tokens), labels)
+            ...         self.head = LossHead.of(self.embed)
+            ...     def __call__(self, tokens):
+            ...         return self.head(self.embed(tokens), tokens, shift=1)
             >>> jax.tree.map(jnp.shape, nnx.state(Model(nnx.Rngs(0))))
             State({
               'embed': {
@@ -172,68 +178,48 @@ class LossHead(HeadCalls, nnx.Module):
                 )
               }
             })
+
+            The adapter of a layer is trained alone:
+
+            >>> head = LossHead.of(nnx.LoRALinear(16, 100, lora_rank=4, use_bias=False, rngs=nnx.Rngs(0)))
+            >>> hidden, labels = jnp.ones((10, 16)), jnp.arange(10)
+            >>> of_adapter = nnx.grad(lambda head: head(hidden, labels), argnums=nnx.DiffState(0, nnx.LoRAParam))
+            >>> sorted(jnp.shape(x) for x in jax.tree.leaves(of_adapter(head)))
+            [(4, 100), (16, 4)]
         """
-        shape = shared.embedding(embed).shape
-        if len(shape) != 2:
-            raise ValueError(f"embed has shape {shape}: a head needs an embedding of shape (V, features)")
-        options.setdefault("dtype", None if isinstance(embed, nnx.Variable) else getattr(embed, "dtype", None))
-        return cls._tied(embed, shape, vocab_size, options)
+        layer, found = shared.layer(source), shared.parameters(source)
+        if found.of_qwix and "lora_scale" not in options:
+            raise ValueError(
+                f"lora_scale is missing: the adapter of this {type(layer).__name__} is of qwix, whose rule alone has "
+                "the scale: pass lora_scale=alpha / rank"
+            )
+        if isinstance(layer, nnx.Module):
+            for option in ("dtype", "precision"):
+                options.setdefault(option, getattr(layer, option, None))
+        axis, shape = shared.vocab_axis(layer, vocab_axis), found.weight.shape
+        return cls._sharing(("embed", "linear")[axis], source, (shape[axis], shape[1 - axis]), vocab_size, options)
+
+    @classmethod
+    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
+        """`of` a parameter or a layer whose weight is `[V, H]`, under its former name."""
+        warnings.warn(cls._RENAMED.format("tied"), DeprecationWarning, stacklevel=2)
+        return cls.of(embed, vocab_axis=0, vocab_size=vocab_size, **options)
 
     @classmethod
     def of_linear(cls, linear: nnx.Module, *, vocab_size: int | None = None, **options: Any) -> Self:
-        """A head with the parameters of a layer that the model has: its kernel, bias and adapter (LoRA).
-
-        The layer is shared, not copied, as by `tied`. An adapter of it is never added to the kernel, so that training
-        it alone, as below, makes no array of the kernel's size.
-
-        Args:
-            linear: an `nnx.Linear`, an `nnx.LoRALinear`, or an `nnx.LoRA` whose `base_module` is an `nnx.Linear`.
-            vocab_size: number of its columns that are vocabulary, where it is padded (default: all).
-            **options: as for `LossHead`. `dtype` and `precision` default to the kernel layer's, and
-                serve the adapter too; `lora_scale`, 1 by default as in Flax, is a factor of its adapter. With
-                `lora_rank` and `rngs` the head has an adapter of its own beside a layer without one.
-
-        Returns:
-            The head.
-
-        Raises:
-            TypeError: another kind of layer, or one with a `dot_general` of its own.
-            ValueError: several adapters, or `vocab_size` exceeds its columns.
-
-        Example:
-            >>> import jax, jax.numpy as jnp
-            >>> from flax import nnx
-            >>> from flax_modules.nnx import LossHead
-            >>> class Model(nnx.Module):
-            ...     def __init__(self, rngs):
-            ...         self.embed = nnx.Embed(100, 16, rngs=rngs)
-            ...         self.lm_head = nnx.LoRALinear(16, 100, lora_rank=4, use_bias=False, rngs=rngs)
-            ...         self.loss_head = LossHead.of_linear(self.lm_head)
-            ...     def __call__(self, tokens):
-            ...         return self.loss_head(self.embed(tokens), tokens, shift=1)
-            >>> tokens = jnp.arange(10)
-            >>> of_adapter = nnx.grad(lambda model: model(tokens), argnums=nnx.DiffState(0, nnx.LoRAParam))
-            >>> sorted(jnp.shape(x) for x in jax.tree.leaves(of_adapter(Model(nnx.Rngs(0)))))
-            [(4, 100), (16, 4)]
-        """
-        layer = shared.layer(linear)
-        features, columns = layer.kernel.shape
-        if vocab_size is not None and vocab_size > columns:
-            raise ValueError(f"{vocab_size=} is larger than linear, which has {columns} columns")
-        options.setdefault("dtype", layer.dtype)
-        options.setdefault("precision", layer.precision)
-        size = columns if vocab_size is None else vocab_size
-        return cls(features, size, padded_vocab_size=columns, linear=linear, **options)
+        """`of` a layer, under its former name."""
+        warnings.warn(cls._RENAMED.format("of_linear"), DeprecationWarning, stacklevel=2)
+        return cls.of(linear, vocab_size=vocab_size, **options)
 
     def _projection(self) -> Projection:
-        if self.linear is not None:
-            found = shared.parameters(self.linear)
-        elif self.embed is not None:
-            found = shared.Parameters(shared.embedding(self.embed), 0, self.bias)
-        else:
-            assert self.kernel is not None
-            found = shared.Parameters(self.kernel, 1, self.bias)
-        weight, axis, bias = found.weight[...], found.vocab_axis, None if found.bias is None else found.bias[...]
-        if (lora := found.lora if self.lora is None else self.lora) is None:
-            return Projection(weight, axis, bias)
-        return Projection(self._adapted(weight, axis, lora.lora_a[...], lora.lora_b[...]), axis, bias)
+        found = self._shared() or shared.Parameters(self.kernel)
+        if found.of_qwix and not self._of_qwix:
+            raise ValueError("qwix adapted the layer after the head: make it anew by LossHead.of, with a lora_scale")
+        own = None if self.lora is None else (self.lora.lora_a, self.lora.lora_b)
+        weight, axis = shared.array(found.weight), 1 if self.embed is None else 0
+        bias = self.bias if found.bias is None else found.bias
+        return Projection(
+            weight if (lora := found.lora or own) is None else self._adapted(weight, axis, *map(shared.array, lora)),
+            axis,
+            None if bias is None else shared.array(bias),
+        )

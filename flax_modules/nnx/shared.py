@@ -1,62 +1,118 @@
-"""What a head reads of other modules of the model: an embedding, a linear layer, a layer with an adapter (LoRA)."""
+"""What a head reads of a parameter or a layer that the model has: the weight, the bias and the adapter (LoRA)."""
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
 class Parameters(NamedTuple):
-    """The parameters of a head.
+    """The parameters of a head, to be read by `array`.
 
     Attributes:
-        weight: `[V, H]` (`vocab_axis` 0) or `[H, V]` (1).
-        vocab_axis: 0 or 1.
+        weight: `[V, H]` or `[H, V]`.
         bias: `[V]`, or None.
-        lora: the adapter `lora_a [H, r]` and `lora_b [r, V]`, or None.
+        lora: the adapter's factors `[H, r]` and `[r, V]`, or None.
+        of_qwix: whether the adapter is one of qwix's, which keeps its scale in a rule that the layer does not know.
     """
 
-    weight: nnx.Variable[Any]
-    vocab_axis: int
-    bias: nnx.Variable[Any] | None = None
-    lora: nnx.LoRA | None = None
+    weight: Any
+    bias: Any = None
+    lora: tuple[Any, Any] | None = None
+    of_qwix: bool = False
 
 
-def embedding(embed: nnx.Module | nnx.Param[Any]) -> nnx.Variable[Any]:
-    """The parameter of an embedding given as a module or as that parameter."""
-    parameter = embed if isinstance(embed, nnx.Variable) else getattr(embed, "embedding", None)
-    if not isinstance(parameter, nnx.Variable):
-        cure = "build the head with LossHead.of_linear" if isinstance(embed, nnx.Linear | nnx.LoRA) else (
-            "pass an nnx.Embed, or its parameter `embed.embedding`"
-        )  # fmt: skip
-        raise TypeError(f"embed is a {type(embed).__name__}: {cure}")
-    return parameter
-
-
-def layer(linear: nnx.Module) -> nnx.Linear:
-    """The layer that has the kernel: inside an `nnx.LoRA`, or itself.
+def layer(source: Any) -> Any:
+    """The layer that has the weight, inside an `nnx.LoRA` or `source` itself; or `source`, a parameter.
 
     Raises:
-        TypeError: neither a layer of Flax nor an adapter of one, or one that multiplies in a way of its own.
         ValueError: an adapter of a layer that has one.
     """
-    inner = linear.base_module if isinstance(linear, nnx.LoRA) else linear
-    if inner is not linear and isinstance(inner, nnx.LoRA | nnx.LoRALinear):
-        raise ValueError(f"linear is an nnx.LoRA of an {type(inner).__name__}: a head takes one adapter, so merge one")
-    if type(inner) not in (nnx.Linear, nnx.LoRALinear):
-        found = type(linear).__name__ if inner is linear else f"LoRA of a {type(inner).__name__}"
-        raise TypeError(
-            f"linear is a {found}: pass an nnx.Linear, an nnx.LoRALinear, or an nnx.LoRA whose base_module is an "
-            "nnx.Linear"
-        )
-    assert isinstance(inner, nnx.Linear)
-    if inner.dot_general is not jax.lax.dot_general:
-        raise TypeError("linear has a dot_general of its own, which the head would not call: make it jax.lax's")
+    inner = source.base_module if isinstance(source, nnx.LoRA) else source
+    if inner is not source and isinstance(inner, nnx.LoRA | nnx.LoRALinear):
+        raise ValueError(f"source is an nnx.LoRA of an {type(inner).__name__}: a head takes one adapter, so merge one")
     return inner
 
 
-def parameters(linear: nnx.Module) -> Parameters:
-    """The parameters of a layer that `layer` takes."""
-    inner = layer(linear)
-    lora = linear if isinstance(linear, nnx.LoRA) else getattr(inner, "lora", None)
-    return Parameters(inner.kernel, 1, inner.bias, lora)
+def parameters(source: Any) -> Parameters:
+    """The parameters of a layer, or of a parameter alone.
+
+    Raises:
+        TypeError: neither a parameter nor a layer with one matrix, or a layer that multiplies in a way of its own.
+        ValueError: it is no matrix, or several adapters.
+    """
+    inner = layer(source)
+    if not isinstance(inner, nnx.Module):
+        shape = getattr(inner, "shape", None)
+        if shape is None:
+            named = f"an nnx.LoRA of a {type(inner).__name__}" if inner is not source else f"a {type(inner).__name__}"
+            raise TypeError(f"source is {named}: pass a parameter, an array, or a layer of NNX with one matrix")
+        if len(shape) != 2:
+            raise ValueError(f"source has shape {shape}: a head needs a weight of shape (V, H) or (H, V)")
+        return Parameters(inner)
+    for name, usual in (("dot_general", jax.lax.dot_general), ("einsum_op", jnp.einsum)):
+        if getattr(inner, name, usual) is not usual:
+            raise TypeError(f"source has {name} of its own, which the head would not call: make it JAX's")
+    own = {name: x for name, x in vars(inner).items() if not isinstance(x, nnx.LoRAParam)}
+    names = [name for name, x in own.items() if len(getattr(x, "shape", ())) == 2]
+    if "embedding" not in names and len(names) != 1:
+        raise TypeError(
+            f"source is a {type(inner).__name__} with the matrices {names}, but a head has one: pass the parameter"
+        )
+    name = "embedding" if "embedding" in names else names[0]
+    adapters = [(x.lora_a, x.lora_b) for x in (source, own.get("lora")) if isinstance(x, nnx.LoRA)]
+    if of_qwix := hasattr(inner, f"{name}_lora_b"):  # beside the weight
+        adapters.append((getattr(inner, f"{name}_lora_a"), getattr(inner, f"{name}_lora_b")))
+    if len(adapters) > 1:
+        raise ValueError(f"source is a {type(source).__name__} with two adapters: a head takes one, so merge one")
+    return Parameters(own[name], own.get("bias"), adapters[0] if adapters else None, of_qwix)
+
+
+def vocab_axis(inner: Any, said: int | None) -> int:
+    """Which axis of the weight is the vocabulary: as the layer `inner` has it, or as `said`.
+
+    Raises:
+        ValueError: neither tells, or they disagree.
+    """
+    known = None
+    if type(inner) in (nnx.Linear, nnx.LoRALinear):
+        known = 1
+    elif isinstance(inner, nnx.Module) and hasattr(inner, "embedding"):
+        known = 0
+    elif isinstance(equation := getattr(inner, "einsum_str", None), str):
+        operands, _, result = equation.replace(" ", "").partition("->")
+        known = next((i for i, axis in enumerate(operands.rpartition(",")[2]) if axis in result), None)
+    if said not in (0, 1, None) or (said is None and known is None):
+        raise ValueError(
+            f"vocab_axis={said!r}, with a {type(inner).__name__}: pass 0 for a weight [V, H], 1 for one [H, V]"
+        )
+    if None not in (said, known) and said != known:
+        raise ValueError(f"vocab_axis={said}, but the vocabulary of this {type(inner).__name__} is axis {known}")
+    return known if said is None else said  # type: ignore[return-value]
+
+
+def array(parameter: Any) -> jax.Array:
+    """A parameter's value; a quantised one's by the `dequantize` of its own package.
+
+    Raises:
+        TypeError: it is quantised, and its package has no such function.
+    """
+    value = parameter
+    if isinstance(parameter, nnx.Variable):
+        value = parameter.get_value()
+    elif not isinstance(parameter, jax.Array | np.ndarray):
+        value = getattr(parameter, "value", parameter)  # a variable of Keras
+    if isinstance(value, jax.Array | np.ndarray):
+        return jnp.asarray(value)
+    value = getattr(value, "array", value)  # qwix's wrapper, which also says how it was quantised
+    package = type(value).__module__.partition(".")[0]
+    dequantize = getattr(sys.modules.get(package), "dequantize", None)
+    if dequantize is None:
+        raise TypeError(
+            f"the weight is a {package} {type(value).__name__}, and {package}.dequantize does not exist: pass the head "
+            "an array or a parameter of floating dtype"
+        )
+    return dequantize(value)

@@ -38,16 +38,37 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN // 2]}…"
 
 
+def no_tensor(name: str, value: Any) -> None:
+    """Refuses PyTorch's tensors, which NumPy would read without their gradients."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name} is a torch.Tensor: torch_bridge has these functions for tensors, with gradients, and to_jax, "
+            "which makes an array on a tensor's memory"
+        )
+
+
 def array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array."""
+    no_tensor(name, value)
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(value).__name__} that JAX cannot read as an array: {error}") from error
 
 
+def known_sizes(name: str, value: Any, instead: str) -> None:
+    """Refuses sizes that only a run tells, as `jax.export` has them; `instead` serves these."""
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(
+            f"{name} has shape {value.shape}, but blocks are planned for known sizes: export a fixed batch, and fill "
+            f"it up with rows whose label is ignore_index (-100 by default), or take {instead}"
+        )
+
+
 def ids(name: str, value: Any) -> np.ndarray | jax.Array:
     """`value` as an array, one of NumPy if JAX does not hold it: JAX would cut 64-bit integers before they are read."""
+    no_tensor(name, value)
     held = any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in jax.tree.leaves(value))
     try:
         values = None if held else np.asarray(value)
@@ -89,7 +110,8 @@ def check_labels(labels: Any, leading: tuple[int, ...], of: str = "hidden's", se
         return
     if labels.shape != leading:
         either = ", or that with K >= 1 labels for each row behind it," if several else ""
-        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed")
+        order = "; arguments come as hidden, weight, labels" if of == "hidden's" else ""
+        raise ValueError(f"labels have shape {labels.shape}; {of} leading shape {leading}{either} is needed{order}")
 
 
 def shift(value: Any, labels: Any | None, leading: tuple[int, ...]) -> int:

@@ -1,6 +1,6 @@
 """`linear_distillation`: a student's head against a teacher's, neither's logits stored."""
 
-from typing import Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from pallas_ce.api.precision import PrecisionLike
 from pallas_ce.api.problem import Problem
 from pallas_ce.backends import protocol as backends
 from pallas_ce.backends import reference
+from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import two_heads
-from pallas_ce.modes.call import Operands
+from pallas_ce.modes.call import Known, Operands
 from pallas_ce.modes.fold import Streams
 from pallas_ce.parallel.entry import program
 from pallas_ce.parallel.mesh_axes import MeshAxes, shards_of
@@ -122,17 +123,58 @@ def linear_distillation(
         "Distilling the Knowledge in a Neural Network" (Hinton, Vinyals, Dean), section 2. "On-Policy Distillation of
         Language Models" (Agarwal et al.), section 2: the generalised Jensen-Shannon divergence.
     """
-    student = Problem.read(
-        hidden,
-        weight,
-        labels,
-        row_mask=row_mask,
-        ignore_index=ignore_index,
-        token_weights=token_weights,
-        reduction=reduction,
-        normalizer=normalizer,
-        **options,
-    ).tempered(temperature)
+    return compute(
+        *read(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            divergence=divergence,
+            beta=beta,
+            temperature=temperature,
+            row_mask=row_mask,
+            ignore_index=ignore_index,
+            token_weights=token_weights,
+            reduction=reduction,
+            normalizer=normalizer,
+            teacher_bias=teacher_bias,
+            teacher_vocab_axis=teacher_vocab_axis,
+            teacher_logit_softcap=teacher_logit_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_dtype=teacher_dtype,
+            teacher_precision=teacher_precision,
+            implementation=implementation,
+            **options,
+        )
+    )
+
+
+# What `compute` and `keep` take: the student and the teacher are the problems.
+Checked = tuple[two_heads.Pair, bool, Problem, Problem]
+
+
+def read(
+    hidden: Any,
+    weight: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    labels: Any = None,
+    *,
+    divergence: Name,
+    beta: float,
+    temperature: Any = 1.0,
+    implementation: str | None,
+    teacher_bias: Any = None,
+    teacher_vocab_axis: int | None = None,
+    teacher_logit_softcap: float | None = None,
+    teacher_logit_scale: Any = 1.0,
+    teacher_dtype: Any = None,
+    teacher_precision: Any = None,
+    **options: Any,
+) -> Checked:
+    """Checks the arguments of `linear_distillation`."""
+    student = Problem.read(hidden, weight, labels, **options).tempered(temperature)
     try:
         teacher = Problem.read(
             teacher_hidden,
@@ -163,7 +205,7 @@ def linear_distillation(
     for mode in (None, "recompute"):
         streams.block_sizes(max(student.tokens, 1), mode)  # raises where the budget is too small
     pair = two_heads.Pair(_divergence(divergence, beta), streams, shards_of(MeshAxes(), student, teacher))
-    return _linear_distillation(pair, _streamed(implementation), student, teacher)
+    return pair, _streamed(implementation), student, teacher
 
 
 def _divergence(name: Name, beta: float) -> Divergence:
@@ -180,18 +222,33 @@ def _streamed(implementation: str | None) -> bool:
     return implementation != "reference"
 
 
-@program(static=2, by_row=lambda pair, streamed, student, teacher: student.options.by_row)
-def _linear_distillation(pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem) -> jax.Array:
-    batch, head, mask = student.flat_rows_that_count()
-    batch = batch._replace(labels=None)
-    constant, constant_head, _ = lax.stop_gradient(teacher.flat_rows_that_count())
+@program(static=2, by_row=lambda pair, streamed, student, *_: student.options.by_row)
+def compute(
+    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, known: Known | None = None
+) -> jax.Array:
+    """The loss. `known`: what `keep` has found for the same call."""
+    operands = _operands(student, teacher)
+    batch, head, mask, constant = operands[:4]
     if not student.tokens:
         values = jnp.zeros(0, student.spec.accumulator)
     elif streamed:
-        operands = Operands(batch, head, mask, two_heads.Teacher(constant.hidden, constant_head))
-        values = two_heads.row_divergences(pair, operands)
+        values = two_heads.row_divergences(pair, operands._replace(known=known))
     else:
         values = reference.divergences(
-            pair.divergence, batch.hidden, head, mask, constant.hidden, constant_head, batch.inverse_temperature
+            pair.divergence, batch.hidden, head, mask, constant.hidden, constant.head, batch.inverse_temperature
         )
     return student.options.reduced(values, mask, student.leading)
+
+
+def keep(
+    pair: two_heads.Pair, streamed: bool, student: Problem, teacher: Problem, needs_grad: PerInput[bool]
+) -> Known | None:
+    """What `compute` takes as `known`; None for the reference, which differentiates its logits anew."""
+    del needs_grad
+    return two_heads.keep(pair, _operands(student, teacher)) if streamed and student.tokens else None
+
+
+def _operands(student: Problem, teacher: Problem) -> Operands:
+    batch, head, mask = student.flat_rows_that_count()
+    constant, constant_head, _ = lax.stop_gradient(teacher.flat_rows_that_count())
+    return Operands(batch._replace(labels=None), head, mask, two_heads.Teacher(constant.hidden, constant_head))

@@ -13,6 +13,23 @@ from pallas_ce.api.problem import Problem
 
 _DEFAULTS: dict[str, Any] = {**(Problem.read.__kwdefaults__ or {}), **(read_options.__kwdefaults__ or {})}
 
+# PyTorch's names of a head's arrays begin with it.
+_PREFIX = "linear_"
+
+# One argument's names here, in the bridge, and in other libraries.
+_NAMES = (
+    ("hidden", "input", "_input", "x", "e", "hidden_states", "embeddings"),
+    ("weight", "linear_weight", "lin_weight", "c", "classifier"),
+    ("labels", "target", "targets"),
+    ("bias", "linear_bias"),
+    ("class_weights", "ce_weight"),
+    ("token_weights", "weights", "loss_mask"),
+    ("logit_softcap", "softcap", "logits_soft_cap", "final_logit_softcapping"),
+    ("z_loss", "lse_square_scale", "z_loss_multiplier"),
+    ("return_metrics", "return_z_loss"),
+    ("implementation", "impl"),
+)
+
 
 def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     """`function`, whose last parameter is `**options: Unpack[...]`, with a signature and texts of these options.
@@ -22,15 +39,20 @@ def documented[**P, Out](function: Callable[P, Out]) -> Callable[P, Out]:
     *own, last = inspect.signature(function).parameters.values()
     (options,) = typing.get_args(last.annotation)
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=annotation)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name.removeprefix(_PREFIX)], annotation=annotation
+        )
         for name, annotation in options.__annotations__.items()
     ]
-    known = {parameter.name for parameter in (*own, *shared) if parameter.kind is not parameter.VAR_POSITIONAL}
+    known = frozenset(x.name for x in (*own, *shared) if x.kind is not x.VAR_POSITIONAL)
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Out:
-        if unknown := [name for name in kwargs if name not in known]:
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        if not known.issuperset(kwargs):
+            unknown = next(name for name in kwargs if name not in known)
+            called = [name for names in _NAMES if unknown in names for name in names if name in known]
+            hint = f"; it is called {called[0]!r} here" if called else ""
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}{hint}")
         return function(*args, **kwargs)
 
     public.__signature__ = inspect.signature(function).replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
@@ -47,4 +69,4 @@ def _texts(options: type) -> dict[str, str]:
         if isinstance(base, type):  # `TypedDict` itself is none
             texts |= _texts(base)
     section = inspect.cleandoc(options.__doc__ or "").partition("Attributes:\n")[2]
-    return texts | {entry.split(":")[0].strip(): entry for entry in re.split(r"\n(?=    \S)", section)}
+    return texts | {entry.split(":")[0].strip(): entry for entry in re.split(r"\n(?=    \S)", section) if entry}

@@ -266,6 +266,7 @@ def _explained(problem: Problem, arrays: Any, needs_grad: PerInput[bool], backwa
 
 
 def _described(name: str, given: Any) -> jax.ShapeDtypeStruct:
+    arguments.no_tensor(name, given)
     if not hasattr(given, "shape") or not hasattr(given, "dtype"):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be an array or a jax.ShapeDtypeStruct")
     narrowed = given.dtype == jnp.float64 and not jax.config.read("jax_enable_x64")

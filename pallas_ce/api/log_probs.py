@@ -1,5 +1,6 @@
 """`linear_log_probs`: log-probabilities of given tokens, entropies and what else post-training reads of a row."""
 
+import dataclasses
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -15,9 +16,13 @@ from pallas_ce.gradient_products import PerInput
 from pallas_ce.modes import evaluate
 from pallas_ce.modes.call import Call, Known, Operands
 from pallas_ce.parallel.entry import program
-from pallas_ce.statistics.labels import NO_TARGET
+from pallas_ce.statistics.labels import NO_TARGET, as_array, canonical
 from pallas_ce.statistics.logits import present
 from pallas_ce.statistics.row import from_primitives, primitive_names, spread
+from pallas_ce.statistics.support import as_set, over_support
+
+# The statistics of a support's ids.
+_OF_SUPPORT = frozenset({"target_logit"})
 
 
 class LogProbs(NamedTuple):
@@ -29,12 +34,14 @@ class LogProbs(NamedTuple):
         sum_sq_probs: `Σ_v p_v²`, `[...]`.
         hit: bool, the labels' shape: whether the label is the largest logit's, the lowest one where several tie; False
             for ignored labels.
+        in_support: bool `[...]`, with `support`: whether it has the label; False for ignored labels.
     """
 
     log_probs: jax.Array
     entropy: jax.Array | None = None
     sum_sq_probs: jax.Array | None = None
     hit: jax.Array | None = None
+    in_support: jax.Array | None = None
 
 
 @documented
@@ -44,6 +51,7 @@ def linear_log_probs(
     labels: ArrayLike,
     *,
     temperature: ArrayLike = 1.0,
+    support: ArrayLike | None = None,
     return_entropy: bool = False,
     return_sum_sq_probs: bool = False,
     return_hit: bool = False,
@@ -66,6 +74,10 @@ def linear_log_probs(
             token may be given several times. Labels outside `[0, vocab_size)` count as ignored.
         temperature: positive; a number, an array `[]` or one `[...]` of a temperature for each row. A constant: it gets
             no gradient. A number costs nothing.
+        support: `[..., K]`, any integer dtype: with each label the ids that its sampler kept (top-k, top-p), in any
+            order. `softmax` is over their logits alone, and so are entropy, squares and hits. Ids outside
+            `[0, vocab_size)`, say -1, are padding; one that is given twice counts once. A label outside its set has
+            log-probability -inf and no gradient. Labels are then `[...]`. Takes memory for `[N, K]` numbers.
         return_entropy: return `LogProbs` with the rows' entropy.
         return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
         return_hit: return `LogProbs` with whether a label is the most likely token.
@@ -77,7 +89,8 @@ def linear_log_probs(
             take dlogits that are not rounded to bfloat16; sums and log-probabilities are float32 in any case.
 
     Returns:
-        The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked.
+        The log-probabilities, float32 (float64 for float64), in the labels' shape; `LogProbs` where more is asked,
+        and with `support`, whose `in_support` tells which rows a loss can use.
 
     Raises:
         ValueError: shapes or values that do not fit, a named implementation that cannot serve.
@@ -98,6 +111,9 @@ def linear_log_probs(
         ...     return jnp.sum(found.log_probs + 0.01 * found.entropy)
         >>> jax.grad(objective)(hidden).shape
         (2, 3)
+        >>> found = linear_log_probs(hidden, weight, jnp.array([1, 3]), support=jnp.array([[0, 1], [2, -1]]))
+        >>> print(found.log_probs, found.in_support)
+        [-0.6931472       -inf] [ True False]
         >>> narrow = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)  # a float32 head of bfloat16 tensors
         >>> def policy_gradient(hidden, weight):
         ...     return linear_log_probs(hidden, weight, jnp.array([1, 2]), dtype=jnp.float32).sum()
@@ -113,6 +129,7 @@ def linear_log_probs(
             hidden,
             weight,
             labels,
+            support=support,
             return_entropy=return_entropy,
             return_sum_sq_probs=return_sum_sq_probs,
             return_hit=return_hit,
@@ -121,11 +138,12 @@ def linear_log_probs(
             **options,
         )
     )
-    return found if return_entropy or return_sum_sq_probs or return_hit else found.log_probs
+    more = return_entropy or return_sum_sq_probs or return_hit or support is not None
+    return found if more else found.log_probs
 
 
 # What `compute` and `keep` take.
-Checked = tuple[Settings, tuple[str, ...], Problem]
+Checked = tuple[Settings, tuple[str, ...], Problem, jax.Array | None]
 
 
 def read(
@@ -133,29 +151,88 @@ def read(
     weight: Any,
     labels: Any,
     *,
+    support: Any = None,
     return_entropy: bool,
     return_sum_sq_probs: bool,
     return_hit: bool,
     **options: Any,
 ) -> Checked:
-    """Checks the arguments of `linear_log_probs`."""
+    """Checks the arguments of `linear_log_probs`. With a support the settings are for K targets a row."""
     problem = Problem.read(hidden, weight, ids("labels", labels), reduction="none", several=True, **options)
     asked = {"log_prob": True, "entropy": return_entropy, "sum_sq_probs": return_sum_sq_probs, "argmax": return_hit}
-    return problem.settings(), tuple(name for name, wanted in asked.items() if wanted), problem
+    names = tuple(name for name, wanted in asked.items() if wanted)
+    if support is None:
+        return problem.settings(), names, problem, None
+    support = _read_support(support, problem)
+    return dataclasses.replace(problem, labels=support).settings((problem.labels,)), names, problem, support
+
+
+def _read_support(support: Any, problem: Problem) -> jax.Array:
+    assert problem.labels is not None
+    kept, leading = ids("support", support), problem.leading
+    if not jnp.issubdtype(kept.dtype, jnp.integer):
+        raise TypeError(f"support has dtype {kept.dtype}; it must be an integer one")
+    if kept.shape[:-1] != leading or kept.ndim != len(leading) + 1 or not kept.shape[-1]:
+        raise ValueError(f"support has shape {kept.shape}; {leading} with K >= 1 ids of each row behind it is needed")
+    if problem.labels.shape != leading:
+        raise ValueError(
+            f"support takes one label of each row, {leading}, and labels have shape {problem.labels.shape}"
+        )
+    return as_array(kept)
 
 
 @program(static=2)
-def compute(settings: Settings, names: tuple[str, ...], problem: Problem, known: Known | None = None) -> LogProbs:
+def compute(
+    settings: Settings,
+    names: tuple[str, ...],
+    problem: Problem,
+    support: jax.Array | None = None,
+    known: Known | None = None,
+) -> LogProbs:
     """Everything asked for. `known`: what `keep` has found for the same call."""
-    batch, head, mask = problem.rows_that_count()
-    operands = Operands(batch, head, mask, known=known)
+    operands = _operands(problem, support)._replace(known=known)
+    if support is not None:
+        return _over_support(settings, names, problem, operands)
     found = from_primitives(evaluate.statistics(Call(settings, primitive_names(names)), operands), names)
-    targets = present(batch.labels)
+    targets = present(operands.batch.labels)
     counts = targets != NO_TARGET
     hit = None if found.argmax is None else counts & (spread(found.argmax, targets) == targets)
     return LogProbs(jnp.where(counts, present(found.log_prob), 0), found.entropy, found.sum_sq_probs, hit)
 
 
-def keep(settings: Settings, names: tuple[str, ...], problem: Problem, needs_grad: PerInput[bool]) -> Known | None:
+def _over_support(settings: Settings, names: tuple[str, ...], problem: Problem, operands: Operands) -> LogProbs:
+    mask, labels = operands.mask, present(problem.rows_that_count()[0].labels)
+    logits = evaluate.statistics(Call(settings, _OF_SUPPORT), operands)["target_logit"]
+    found = over_support(logits, present(operands.batch.labels), labels)
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return x if mask is None else jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+    log_probs, entropy, sum_sq_probs, hit, in_support = map(of_rows, found)
+    return LogProbs(
+        log_probs,
+        entropy if "entropy" in names else None,
+        sum_sq_probs if "sum_sq_probs" in names else None,
+        hit if "argmax" in names else None,
+        in_support,
+    )
+
+
+def keep(
+    settings: Settings,
+    names: tuple[str, ...],
+    problem: Problem,
+    support: jax.Array | None,
+    needs_grad: PerInput[bool],
+) -> Known | None:
     """What `compute` takes as `known`."""
-    return evaluate.keep(Call(settings, primitive_names(names)), Operands(*problem.rows_that_count()), needs_grad)
+    primitives = primitive_names(names) if support is None else _OF_SUPPORT
+    return evaluate.keep(Call(settings, primitives), _operands(problem, support), needs_grad)
+
+
+def _operands(problem: Problem, support: jax.Array | None) -> Operands:
+    """The rows that count, whose targets are the labels, or a support's ids."""
+    batch, head, mask = problem.rows_that_count()
+    if support is not None:
+        batch = batch._replace(labels=as_set(problem.shifted(canonical(support, head.spec.vocab_size), NO_TARGET)))
+    return Operands(batch, head, mask)

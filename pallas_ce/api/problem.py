@@ -81,6 +81,9 @@ class Problem:
         """
         ignore_index = arguments.ignored(ignore_index)
         hidden, given = arguments.array("hidden", hidden), low_rank.read(weight)
+        if implementation != "reference":
+            for name, x in (("hidden", hidden), ("weight", given.weight)):
+                arguments.known_sizes(name, x, "implementation='reference' for symbolic rows; it stores the logits")
         bias = None if bias is None else arguments.array("bias", bias)
         mesh_axes = arguments.mesh_axes(mesh_axes)
         parts = (1, 1) if mesh_axes is None else mesh_axes.parts

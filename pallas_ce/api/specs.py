@@ -88,6 +88,7 @@ def logits_spec(logits: Any, vocab_size: int | None, logit_softcap: float | None
     """The static facts of materialized logits, as hidden states; of anything with `shape` and `dtype`. V may be 0."""
     if logits.ndim < 1:
         raise ValueError(f"logits have shape {logits.shape}; they must be [..., V]")
+    checks.known_sizes("logits", logits, "jax.nn.log_softmax")
     if logits.dtype not in _DTYPES:
         raise TypeError(f"logits have dtype {logits.dtype}; {_SUPPORTED}")
     columns = logits.shape[-1]

@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
     def setup(self):
         self.embed = nn.Embed(VOCAB, FEATURES)
-        self.head = linen.LossHead.tied(self.embed, **self.options)
+        self.head = linen.LossHead.of(self.embed, **self.options)
 
     def __call__(self, hidden, labels):
         return self.head(hidden, labels)
@@ -46,7 +46,7 @@ def head(package, tied, **options):
     if package is linen:
         return Tied(options)
     rngs = nnx.Rngs(0)
-    return on_nnx.LossHead.tied(nnx.Embed(VOCAB, FEATURES, rngs=rngs), rngs=rngs, **options)
+    return on_nnx.LossHead.of(nnx.Embed(VOCAB, FEATURES, rngs=rngs), rngs=rngs, **options)
 
 
 def name_of(path):
@@ -110,16 +110,16 @@ def test_any_shape_of_any_head_of_nnx(sizes, data, backward, kind):
     if kind == "own":
         made = on_nnx.LossHead(features, vocab, **options, **own)
     elif kind == "tied":
-        made = on_nnx.LossHead.tied(nnx.Embed(vocab, features, rngs=rngs), **options, **own)
+        made = on_nnx.LossHead.of(nnx.Embed(vocab, features, rngs=rngs), **options, **own)
     elif kind == "linear":
-        made = on_nnx.LossHead.of_linear(nnx.Linear(features, vocab, use_bias=False, rngs=rngs), **options, **own)
+        made = on_nnx.LossHead.of(nnx.Linear(features, vocab, use_bias=False, rngs=rngs), **options, **own)
     elif kind == "lora of linear":
         linear = nnx.Linear(features, vocab, use_bias=False, rngs=rngs)
         lora = nnx.LoRA(features, rank, vocab, base_module=linear, b_initializer=drawn, rngs=rngs)
-        made = on_nnx.LossHead.of_linear(lora, **options)
+        made = on_nnx.LossHead.of(lora, **options)
     else:
         lora = nnx.LoRALinear(features, vocab, lora_rank=rank, use_bias=False, b_initializer=drawn, rngs=rngs)
-        made = on_nnx.LossHead.of_linear(lora, **options)
+        made = on_nnx.LossHead.of(lora, **options)
     hidden = jax.random.normal(rngs(), (tokens, features))
     labels = jax.random.randint(rngs(), (tokens,), -1, vocab).at[0].set(0)
     graph, params = nnx.split(made)
@@ -246,16 +246,16 @@ def test_a_layer_of_the_model_gives_its_logits(kind, hidden, labels):
         layer = nnx.Linear(FEATURES, VOCAB, **bias)
     if kind == "lora of linear":
         layer = nnx.LoRA(FEATURES, RANK, VOCAB, base_module=layer, b_initializer=drawn, rngs=rngs)
-    made = on_nnx.LossHead.of_linear(layer)
+    made = on_nnx.LossHead.of(layer)
     assert_close(made.logits(hidden), layer(hidden), rtol=1e-4, atol=1e-5)
     assert_close(made(hidden, labels), mean_cross_entropy(layer(hidden), labels))
-    few = on_nnx.LossHead.of_linear(layer, vocab_size=VOCAB - 2)
+    few = on_nnx.LossHead.of(layer, vocab_size=VOCAB - 2)
     assert_close(few.logits(hidden), layer(hidden)[..., :-2], rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_is_shared_and_computes_as_it_says(hidden, labels):
     layer = nnx.LoRALinear(FEATURES, VOCAB, lora_rank=RANK, dtype=jnp.bfloat16, precision="highest", rngs=nnx.Rngs(0))
-    made = on_nnx.LossHead.of_linear(layer)
+    made = on_nnx.LossHead.of(layer)
     assert (made.dtype, made.precision) == (jnp.bfloat16, "highest")
     layer.kernel[...] = jnp.zeros((FEATURES, VOCAB))
     layer.lora = nnx.LoRA(FEATURES, 1, VOCAB, rngs=nnx.Rngs(1))
@@ -280,7 +280,7 @@ def test_a_scale_that_cannot_be_is_named(framework, scale, hidden, labels):
 def test_layers_that_a_head_does_not_take_are_refused_by_name():
     rngs = nnx.Rngs(0)
     linear, adapted = nnx.Linear(4, 9, rngs=rngs), nnx.LoRALinear(4, 9, lora_rank=2, rngs=rngs)
-    make = on_nnx.LossHead.of_linear
+    make = on_nnx.LossHead.of
 
     def lora(base):
         return nnx.LoRA(4, 2, 9, base_module=base, rngs=rngs)
@@ -288,18 +288,20 @@ def test_layers_that_a_head_does_not_take_are_refused_by_name():
     class Own(nnx.Linear):
         pass
 
-    quantised = nnx.Linear(4, 9, dot_general=lambda *given, **options: None, rngs=rngs)
+    multiplies = nnx.Linear(4, 9, dot_general=lambda *given, **options: None, rngs=rngs)
     for error, words, call in (
-        (TypeError, "linear is a Embed: pass an nnx.Linear", lambda: make(nnx.Embed(9, 4, rngs=rngs))),
-        (TypeError, "linear is a Own", lambda: make(Own(4, 9, rngs=rngs))),
-        (TypeError, "linear is a LoRA of a NoneType", lambda: make(lora(None))),
-        (TypeError, "dot_general of its own", lambda: make(quantised)),
-        (TypeError, r"embed is a LoRALinear: .* LossHead\.of_linear", lambda: on_nnx.LossHead.tied(adapted)),
+        (TypeError, "source is an nnx.LoRA of a NoneType", lambda: make(lora(None))),
+        (TypeError, "source is a list: pass a parameter", lambda: make([1])),
+        (TypeError, "dot_general of its own", lambda: make(multiplies)),
+        (TypeError, r"BatchNorm with the matrices \[\]", lambda: make(nnx.BatchNorm(4, rngs=rngs))),
+        (ValueError, "vocab_axis=None, with a Own: pass 0 for", lambda: make(Own(4, 9, rngs=rngs))),
+        (ValueError, "vocab_axis=0, but .* Linear is axis 1", lambda: make(linear, vocab_axis=0)),
+        (ValueError, "vocab_axis=2, with a Param", lambda: make(linear.kernel, vocab_axis=2)),
         (ValueError, "nnx.LoRA of an LoRALinear: a head takes one adapter", lambda: make(lora(adapted))),
         (ValueError, "nnx.LoRA of an LoRA: a head takes one adapter", lambda: make(lora(lora(linear)))),
-        (ValueError, "lora_rank=2, but linear is an LoRALinear", lambda: make(adapted, lora_rank=2, rngs=rngs)),
-        (ValueError, "use_bias=True, but the bias", lambda: make(linear, use_bias=True, rngs=rngs)),
-        (ValueError, "vocab_size=10 is larger than linear, which has 9", lambda: make(linear, vocab_size=10)),
+        (ValueError, "lora_rank=2, but .* has an adapter", lambda: make(adapted, lora_rank=2, rngs=rngs)),
+        (ValueError, "use_bias=True, but the head shares", lambda: make(linear, use_bias=True, rngs=rngs)),
+        (ValueError, "vocab_size=10 is larger than .* weight, 9", lambda: make(linear, vocab_size=10)),
         (ValueError, r"linear has shape \(4, 9\), .* \(4, 8\)", lambda: on_nnx.LossHead(4, 8, linear=linear)),
         (ValueError, "both given", lambda: on_nnx.LossHead(4, 9, embed=nnx.Embed(9, 4, rngs=rngs), linear=linear)),
         (ValueError, r"pass rngs=nnx\.Rngs", lambda: make(linear, lora_rank=2)),

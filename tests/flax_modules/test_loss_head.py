@@ -197,10 +197,10 @@ def test_construction_names_what_is_wrong(framework, hidden, labels):
         constructed(padded_vocab_size=30)
     with pytest.raises(ValueError, match=r"embed has shape \(37, 8\), but this head needs \(37, 16\)"):
         constructed(embed=embed(8))
-    with pytest.raises(ValueError, match="vocab_size=38 is larger than the embedding, which has 37 rows"):
-        framework.LossHead.tied(embed(FEATURES), vocab_size=38)
-    with pytest.raises(TypeError, match=r"embed is a (Dense|Linear)"):
-        framework.LossHead.tied(nn.Dense(3) if framework is linen else nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="vocab_size=38 is larger than the vocabulary of the shared weight, 37"):
+        framework.LossHead.of(embed(FEATURES), vocab_size=38)
+    with pytest.raises(TypeError, match=r"(embed|source) is a Dense"):
+        framework.LossHead.of(nn.Dense(3))
 
 
 def test_nnx_needs_random_numbers_for_parameters_and_a_table_to_tie_to():
@@ -208,6 +208,6 @@ def test_nnx_needs_random_numbers_for_parameters_and_a_table_to_tie_to():
     with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
         on_nnx.LossHead(FEATURES, VOCAB)
     with pytest.raises(ValueError, match=r"pass rngs=nnx\.Rngs"):
-        on_nnx.LossHead.tied(embed, use_bias=True)
-    with pytest.raises(ValueError, match=r"embed has shape \(3,\)"):
-        on_nnx.LossHead.tied(nnx.Param(jnp.ones(3)))
+        on_nnx.LossHead.of(embed, use_bias=True)
+    with pytest.raises(ValueError, match=r"source has shape \(3,\)"):
+        on_nnx.LossHead.of(nnx.Param(jnp.ones(3)), vocab_axis=0)

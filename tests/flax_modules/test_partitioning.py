@@ -31,7 +31,7 @@ def test_a_tied_embedding_may_be_partitioned(labels):
         def __call__(self, tokens, labels):
             init = nn.with_partitioning(nn.initializers.normal(0.1), ("model", None))
             embed = nn.Embed(VOCAB, FEATURES, embedding_init=init, name="embed")
-            return linen.LossHead.tied(embed)(embed(tokens), labels)
+            return linen.LossHead.of(embed)(embed(tokens), labels)
 
     tokens = jnp.maximum(labels, 0)
     grads = jax.grad(Model().apply)(Model().init(jax.random.key(0), tokens, labels), tokens, labels)

@@ -15,7 +15,7 @@ FEATURES, VOCAB = 16, 37
 
 def tied(package, embed, k):
     """A head for one token, or for the next k."""
-    head = package.LossHead.tied(embed)
+    head = package.LossHead.of(embed)
     return head if k == 1 else of(package, "MultiTokenLossHead", head, k)
 
 
@@ -81,12 +81,22 @@ def test_an_embedding_that_is_replaced_is_the_heads_too(labels):
 
 def test_a_head_can_be_tied_to_a_bare_parameter(hidden, labels):
     table = nnx.Param(jax.random.normal(jax.random.key(3), (VOCAB + 3, FEATURES)))
-    head = on_nnx.LossHead.tied(table, vocab_size=VOCAB)
+    head = on_nnx.LossHead.of(table, vocab_axis=0, vocab_size=VOCAB)
     assert head.logits(hidden).shape == (2, 7, VOCAB)
     assert_close(head(hidden, labels), mean_cross_entropy(stored_logits(hidden, table[:VOCAB].T), labels))
 
 
 def test_a_tied_head_computes_in_the_dtype_of_its_embedding():
     narrow, wide = (nnx.Embed(VOCAB, FEATURES, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in (jnp.bfloat16, None))
-    assert on_nnx.LossHead.tied(narrow).dtype == jnp.bfloat16
-    assert on_nnx.LossHead.tied(wide, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert on_nnx.LossHead.of(narrow).dtype == jnp.bfloat16
+    assert on_nnx.LossHead.of(wide, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_the_former_names_warn_and_make_the_same_head(framework, hidden):
+    embed = nn.Embed(VOCAB, FEATURES) if framework is linen else nnx.Embed(VOCAB, FEATURES, rngs=nnx.Rngs(0))
+    with pytest.warns(DeprecationWarning, match=r"LossHead\.tied is now LossHead\.of"):
+        assert framework.LossHead.tied(embed, vocab_size=30).vocab_size == 30
+    if framework is on_nnx:
+        linear = nnx.Linear(FEATURES, VOCAB, rngs=nnx.Rngs(0))
+        with pytest.warns(DeprecationWarning, match=r"LossHead\.of_linear is now LossHead\.of"):
+            assert_close(on_nnx.LossHead.of_linear(linear).logits(hidden), linear(hidden), rtol=1e-4, atol=1e-5)

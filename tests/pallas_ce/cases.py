@@ -37,6 +37,12 @@ def _statistics(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     return P.linear_row_statistics(hidden, weight, labels, **given)
 
 
+def _supported(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    """The label and three others, one of them twice, and padding."""
+    ids = labels[..., None] + jnp.array([2, 0, -1, 2, 5]) * (labels >= 0)[..., None]
+    return P.linear_log_probs(hidden, weight, labels, support=ids, return_entropy=True, return_hit=True, **options)
+
+
 def _top_k(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     return P.linear_top_k(hidden, weight, 3, **{"row_mask": labels >= 0, **options})
 
@@ -59,6 +65,7 @@ BY_ROW: dict[str, Callable[..., Any]] = {
     "linear_log_probs": functools.partial(
         P.linear_log_probs, return_entropy=True, return_sum_sq_probs=True, return_hit=True
     ),
+    "linear_log_probs over a support": _supported,
     "linear_top_k": _top_k,
     "linear_sample": _sample,
     "linear_sample of the 3 largest": functools.partial(_sample, top_k=3),
@@ -73,7 +80,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
 HEADS = BY_ROW | LOSSES
 # By name, the implementations of those that can be told which, beside the kernels; None: the only one.
 SERVED = dict.fromkeys(HEADS, (None,)) | {
-    **dict.fromkeys(("linear_row_statistics", "linear_log_probs", *LOSSES), ("xla", "reference", "toy")),
+    **dict.fromkeys(
+        ("linear_row_statistics", "linear_log_probs", "linear_log_probs over a support", *LOSSES),
+        ("xla", "reference", "toy"),
+    ),
     **dict.fromkeys(DISTILLATIONS, ("xla", "reference")),
 }
 TEMPERED = sorted(HEADS.keys() - {"linear_cross_entropy", "sampled_softmax"})
@@ -398,6 +408,7 @@ OF_STATISTICS = ("temperature", "logit_weights")
 OF_TEACHER = ("temperature", *(f"teacher_{x}" for x in HEAD))
 OF_PAIRS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 OF_TOKENS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+OF_TOP_K = ("log_probs", "teacher_log_probs")
 CASES: dict[str, Case] = {
     "linear_cross_entropy": _of_head(
         "linear_cross_entropy", _plain_cross_entropy, "token_weights", *OF_CLASSES, constants=OF_CLASSES, ways=EACH_MODE
@@ -469,5 +480,32 @@ CASES: dict[str, Case] = {
     **{
         f"top_k_distillation_loss, {name}, {tail=}": _top_k_distillation(name, tail=tail)
         for name in DISTILLATIONS for tail in (True, False)
+    },
+}  # fmt: skip
+
+_policy_loss = functools.partial(
+    P.policy_loss, kl_coefficient=0.1, entropy_coefficient=np.float32(0.1), ratio_limit=3, return_metrics=True
+)
+_top_k_loss = functools.partial(P.top_k_distillation_loss, aggregation="sequence_mean")
+# Objectives of post-training, by name: a function of a mask and of arrays of these names.
+OBJECTIVES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "tokens": (_policy_loss, OF_TOKENS),
+    "tokens of fixed length": (functools.partial(_policy_loss, aggregation="fixed_length", length=3), OF_TOKENS),
+    "sequences": (functools.partial(_policy_loss, level="sequence", aggregation="sequence_mean"), OF_TOKENS),
+    "sequences by token": (functools.partial(_policy_loss, level="sequence_token", aggregation="none"), OF_TOKENS),
+    **{
+        f"{divergence}, {tail=}": (functools.partial(_top_k_loss, divergence=divergence, tail=tail), OF_TOP_K)
+        for divergence in DISTILLATIONS
+        for tail in (True, False)
+    },
+    **{
+        kind: (functools.partial(P.dpo_loss, kind=kind, return_metrics=True), OF_PAIRS)
+        for kind in ("sigmoid", "hinge", "ipo")
+    },
+    **{
+        f"sequences' log-probabilities, {average=}": (
+            functools.partial(P.sequence_log_probs, average=average), ("log_probs",)
+        )
+        for average in (True, False)
     },
 }  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_ce import (
@@ -20,7 +22,7 @@ from pallas_ce import (
     linear_top_k,
 )
 from pallas_ce.streaming.loops import varying
-from tests.pallas_ce.layouts import ALL, LAYOUTS, B, H, T, arrays, mesh, placed, same, sampled
+from tests.pallas_ce.layouts import ALL, LAYOUTS, B, H, T, arrays, mesh, placed, same
 
 KEY = jax.random.key(0)
 HIDDEN, WEIGHT = arrays(64, False)[:2]
@@ -51,14 +53,6 @@ def test_vmap_over_rows_that_are_split() -> None:
 
     want = jax.vmap(jax.grad(functools.partial(each, implementation="reference")))(hidden, labels)
     same(jax.jit(jax.vmap(jax.grad(each)))(hidden, labels), want)
-
-
-def test_sampled_softmax_with_a_number_of_classes_that_divides_over_no_axis() -> None:
-    want = jax.value_and_grad(sampled, (0, 1))(HIDDEN, WEIGHT)
-    for layout in LAYOUTS[:3]:
-        same(jax.jit(jax.value_and_grad(sampled, (0, 1)))(*placed(layout, mesh(), False)[:2]), want)
-    each_alone = jax.grad(lambda w: jax.vmap(lambda h: sampled(h, w))(HIDDEN).sum())
-    same(each_alone(WEIGHT), sum(jax.grad(lambda w, h=h: sampled(h, w))(WEIGHT) for h in HIDDEN))
 
 
 ROWS, SMALL = jax.random.normal(jax.random.key(1), (8, 4, H)), jax.random.normal(KEY, (24, H))
@@ -189,3 +183,31 @@ def test_nothing_is_said_where_the_weight_is_whole_gathered_or_on_an_axis_of_one
 
     same(mapped(invariant, P(), P("tensor")), jnp.sum(linear_top_k(HIDDEN, WEIGHT, 2).ids))
     same(mapped(linear_cross_entropy, P(), P("tensor"), mesh(shape=(8, 1))), whole(HIDDEN, WEIGHT, IDS))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_jaxs_leak_check_finds_no_tracer_that_the_partitioner_holds(kind: AxisType) -> None:
+    on = mesh(kind)
+    hidden, weight, _, _, labels, _ = placed(LAYOUTS[0], on, False)
+    with jax.checking_leaks(), jax.set_mesh(on):
+        jax.block_until_ready(jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(hidden, weight, labels))
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("tpu",)])
+def test_a_program_of_a_shard_map_is_exported(platforms: tuple[str, ...]) -> None:
+    """Under `jit` alone the partitioner would call back into this process, which no file can hold."""
+    on, labels = mesh(), IDS % 64
+    specs = P("data"), P("tensor"), P("data")
+
+    @functools.partial(jax.shard_map, mesh=on, in_specs=specs, out_specs=P())
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        axes = MeshAxes(vocabulary="tensor")
+        part = linear_cross_entropy(hidden, weight, labels, normalizer=B * T, mesh_axes=axes)
+        return jax.lax.psum(part, "data")
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    given = jax.device_put((HIDDEN, WEIGHT, labels), tuple(jax.NamedSharding(on, spec) for spec in specs))
+    exported = export.export(step, platforms=platforms)(*given)
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+    if "cpu" in platforms:
+        same(jax.jit(exported.call)(*given), jax.value_and_grad(whole, (0, 1))(HIDDEN, WEIGHT, labels))

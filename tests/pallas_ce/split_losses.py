@@ -68,7 +68,7 @@ def assert_laid_as(found: Any, inputs: Any, explicit: bool) -> None:
         assert jax.typeof(x) == jax.typeof(y) if explicit else x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
 
-@pytest.mark.nightly(keep=12)
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS, **IDS)
@@ -131,7 +131,7 @@ def normalised(vocabulary: int, low_rank: bool) -> tuple[Any, Any, Any]:
     return given, count, gradients(reference)(*given)
 
 
-@pytest.mark.nightly(keep=16)
+@pytest.mark.nightly(keep=10)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("mode", MODES)
@@ -209,14 +209,6 @@ def test_gradients_are_added_to_sums_inside_shard_map(layout: Layout, checked: b
     out = P(), layout.hidden, layout.weight, layout.bias
     mapped = jax.shard_map(local, mesh=mesh(), in_specs=layout.specs, out_specs=out, check_vma=checked)
     same(jax.jit(mapped)(*given), expected_sums(layout.vocabulary))
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1)])
-def test_axes_of_one_device(shape: tuple[int, int]) -> None:
-    for layout, mode in zip((LAYOUTS[2], LAYOUTS[7]), MODES, strict=True):
-        given = placed(layout, mesh(shape=shape), True)
-        step = jax.jit(gradients(functools.partial(loss, padded=True, backward=mode)))
-        same(step(*given), expected(layout.vocabulary, True))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import pallas_ce as P
-from pallas_ce.statistics.row import finalise, merge, partial_of_tile
-from pallas_ce.statistics.table import PRIMITIVES
 from tests.pallas_ce.streamed import log_softmax
 
 N, V, H = 10, 1003, 8
@@ -130,11 +128,6 @@ def test_stored_logits_at_any_offset(function: Rows, name: str, offset: float, s
     assert_as_plain(compiled(function, name), compiled(plain, name), z)
 
 
-def test_three_logits_at_an_offset_have_the_loss_that_they_have_without() -> None:
-    z = np.array([[0.0, 1.0, 3.0]], np.float32)
-    np.testing.assert_allclose(P.cross_entropy(z + np.float32(1e5), [0]), P.cross_entropy(z, [0]), rtol=0, atol=1e-6)
-
-
 @pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(("function", "implementation", "name"), STREAMED)
 @hypothesis.given(offset=OFFSETS, seed=st.integers(0, 99))
@@ -180,23 +173,6 @@ def test_log_probabilities_of_several_tokens_and_all_that_comes_of_them(offset: 
     np.testing.assert_allclose(gradient.T, right, rtol=0, atol=1e-5)
 
 
-@jax.jit
-def _joined(z: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
-    """The statistics of two tiles of two columns."""
-    names, columns = frozenset(PRIMITIVES), jnp.arange(4)
-    tiles = (slice(0, 2), slice(2, 4))
-    parts = (partial_of_tile(z[:, x], columns[x], None, None, weights[x], names) for x in tiles)
-    return finalise(merge(*parts), names)
-
-
-@pytest.mark.parametrize("first", [[1.0, 5.0], [-np.inf, -np.inf], [2.0, -np.inf]])
-@pytest.mark.parametrize("weights", [[0.5, 0.25, 1.0, -2.0], [0.5, 0.0, 1.0, 3.0], [1.0, -1.0, 0.5, 0.25]])
-def test_weighted_sums_move_with_the_maximum(first: list[float], weights: list[float]) -> None:
-    """To which columns of weight 0 add nothing, even of -inf; also from a part that has no other."""
-    z, u = np.array([*first, 40.0, 7.0]), np.array(weights)
-    found = _joined(jnp.asarray(z[None], jnp.float32), jnp.asarray(u, jnp.float32))
-    with np.errstate(invalid="ignore"):
-        want = np.where(u != 0, u * z, 0).sum()
-        mean_log_prob = want - u.sum() * np.log(np.exp(z).sum())
-    np.testing.assert_allclose(found["mean_logit"][0], want, rtol=1e-6)
-    np.testing.assert_allclose(found["mean_log_prob"][0], mean_log_prob, rtol=1e-6)
+def test_three_logits_at_an_offset_have_the_loss_that_they_have_without() -> None:
+    z = np.array([[0.0, 1.0, 3.0]], np.float32)
+    np.testing.assert_allclose(P.cross_entropy(z + np.float32(1e5), [0]), P.cross_entropy(z, [0]), rtol=0, atol=1e-6)

@@ -101,16 +101,6 @@ def test_blocks_without_a_loop_are_traced_once() -> None:
     assert len(traced) == 1
 
 
-@hypothesis.given(masked=masks())
-def test_what_is_visited_is_put_back_in_row_order(masked: Any) -> None:
-    counts, mask = masked
-    n = len(counts)
-    x = np.arange(2.0 * n).reshape(n, 2) + 1
-    order = Rows.counted(mask)
-    visited = x if order.order is None else np.where(np.asarray(order.valid)[:, None], x[order.order], np.nan)
-    np.testing.assert_array_equal(order.in_row_order(jnp.asarray(visited)), x * counts[:, None])
-
-
 def test_no_rows_at_all_are_visited_as_none() -> None:
     assert Rows.counted(jnp.zeros(0, bool)).in_row_order(jnp.zeros(0)).shape == (0,)
 

@@ -19,7 +19,8 @@ TOLERANCE = 8e-3
 
 N, H, V = 144, 64, 1000
 
-IMPLEMENTATIONS = ["xla", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("mosaic_gpu", "triton"))]
+KERNELS = ("mosaic_gpu", "triton")
+IMPLEMENTATIONS = ["xla", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)]
 
 Loss = Callable[..., Any]
 
@@ -97,7 +98,7 @@ def check(name: str, implementation: str, backward: str, compiled: Callable[...,
             assert relative_error(gradient, np.asarray(exact, np.float64)) <= TOLERANCE
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize("name", CALLS)
@@ -107,7 +108,8 @@ def test_each_call(name: str, backward: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_a_float32_weight_has_a_float32_gradient(backward: str, implementation: str) -> None:
+def test_a_float32_weight_has_the_float32_accumulator(backward: str, implementation: str) -> None:
+    """No bfloat16 sum, no bfloat16 result."""
     hidden, weight, labels = operands()
     master = weight.astype(jnp.float32)
     loss = implemented(implementation, backward, dtype=jnp.bfloat16)
@@ -115,19 +117,18 @@ def test_a_float32_weight_has_a_float32_gradient(backward: str, implementation: 
     want = jax.grad(lambda w: implemented("reference", "auto")(hidden.astype(jnp.float32), w, labels))(master)
     assert got.dtype == jnp.float32
     assert relative_error(got, np.asarray(want, np.float64)) <= TOLERANCE
+    assert np.any(got != got.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-LARGE = [pytest.param(name, 1, marks=pytest.mark.gpu) for name in ("mosaic_gpu", "triton")]
-
-
-@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 1024), *LARGE])
-def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, divisor: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str) -> None:
     """What lies behind the 2³¹st decides: the last classes have the largest logits, and are the labels."""
-    n, h, v = 64, 4096, 2**20 // divisor
+    n, h, v = 64, 4096, 2**20
     hidden = jnp.ones((n, h), jnp.bfloat16)
     row = jnp.arange(v, dtype=jnp.float32) / v
     weight = jnp.broadcast_to((row / 256).astype(jnp.bfloat16)[:, None], (v, h))
-    assert divisor > 1 or v * h > 2**31
+    assert v * h > 2**31
     labels = v - 1 - jnp.arange(n)
     loss = implemented(implementation, "recompute")
     got, gradient = jax.jit(jax.value_and_grad(lambda w: loss(hidden, w, labels)))(weight)
@@ -141,14 +142,13 @@ def test_a_weight_of_more_numbers_than_31_bits_count(implementation: str, diviso
         assert relative_error(part, want) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 16), *LARGE])
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("ignored", [0.0, 0.7])
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
-def test_a_low_rank_term_where_rows_are_skipped(
-    implementation: str, divisor: int, ignored: float, backward: str
-) -> None:
+def test_a_low_rank_term_where_rows_are_skipped(implementation: str, ignored: float, backward: str) -> None:
     """Nothing is stored of the skipped, nor behind the end of the vocabulary, which is no multiple of its parts."""
-    n, h, v = 4096 // divisor, 512, 64 * (1 + 2**10 // divisor)
+    n, h, v = 4096, 512, 64 * (1 + 2**10)
     hidden, weight, labels = operands(n, h, v)
     labels = jnp.where(jnp.arange(n) < ignored * n, -100, labels)
     up, down = (operands(n, h, v, seed)[1] for seed in (1, 2))
@@ -157,22 +157,23 @@ def test_a_low_rank_term_where_rows_are_skipped(
     def results(loss: Loss, *arrays: jax.Array) -> Any:
         return jax.jit(jax.value_and_grad(lambda h, *w: loss(h, LowRank(*w, 0.125), labels), range(4)))(*arrays)
 
-    got, gradients = results(implemented(implementation, backward, scratch_bytes=2**29 // divisor), *arrays)
+    got, gradients = results(implemented(implementation, backward, scratch_bytes=2**29), *arrays)
     want, exact = results(implemented("reference", "auto"), *(x.astype(jnp.float32) for x in arrays))
     np.testing.assert_allclose(got, want, rtol=1e-4)
     for gradient, expected in zip(gradients, exact, strict=True):
         assert relative_error(gradient, np.asarray(expected, np.float64)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("implementation", "divisor"), [("xla", 512), *LARGE])
-def test_a_block_of_more_logits_than_31_bits_count(implementation: str, divisor: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_block_of_more_logits_than_31_bits_count(implementation: str) -> None:
     """In one block of rows, whose exponentials are stored: the last row and the last class are like the first."""
-    n, h, v = 8448 // (8 if divisor > 1 else 1), 64, 2**18 // divisor
-    assert divisor > 1 or n * v > 2**31
+    n, h, v = 8448, 64, 2**18
+    assert n * v > 2**31
     few, weight, labels = operands(33, h, v)
     hidden, labels = jnp.tile(few, (n // 33, 1)), jnp.tile(labels, n // 33)
     loss = implemented(implementation, "in_forward", scratch_bytes=2**33)
-    assert implementation == "xla" or explain(hidden, weight, scratch_bytes=2**33, backward="in_forward").rows == n
+    assert explain(hidden, weight, scratch_bytes=2**33, backward="in_forward").rows == n
     got, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight, labels)
     wide = (few.astype(jnp.float32), weight.astype(jnp.float32), labels[:33])
     want, needs_grad = jax.value_and_grad(implemented("reference", "auto"), argnums=(0, 1))(*wide)

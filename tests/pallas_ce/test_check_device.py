@@ -1,5 +1,6 @@
 """`python -m pallas_ce.check_device`: what it finds on a CPU, writes, and does when something fails."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -12,8 +13,6 @@ import numpy as np
 import pytest
 
 from pallas_ce import check_device as command
-
-MANY = len(command.CASES) * 2 * len(command.DTYPES)
 
 
 @pytest.fixture
@@ -40,19 +39,24 @@ def run(path: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(path.read_text())
 
 
-@pytest.mark.slow
-def test_on_a_cpu_every_check_passes_and_the_file_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("cases", ["quick", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.nightly])])
+def test_on_a_cpu_every_check_passes_and_the_file_tells_all(
+    cases: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if cases == "quick":
+        request.getfixturevalue("quick")
+    many = len(command.CASES) * 2 * len(command.DTYPES)
     status, found = run(tmp_path / "found.json")
     assert (status, found["passed"], found["device"]) == (0, True, "cpu")
     assert {"jax", "jaxlib", "numpy", "python", "pallas-ce"} <= found["versions"].keys()
-    assert len(found["checks"]) == MANY
+    assert len(found["checks"]) == many
     for check in found["checks"]:
         assert check["status"] == "pass"
         assert {"loss", "hidden", "weight"} <= check["errors"].keys()
         assert all(0 <= error["error"] <= error["bound"] < 0.02 for error in check["errors"].values())
     assert os.listdir(tmp_path) == ["found.json"]
     printed = capsys.readouterr().out
-    assert f"{MANY} checks passed, 0 failed" in printed
+    assert f"{many} checks passed, 0 failed" in printed
     assert "row temperatures" in printed
 
 
@@ -61,53 +65,50 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "JAX finds no CUDA GPU, or no CPU; --device cpu checks XLA's code on the CPU" in capsys.readouterr().err
 
 
+def broken(loss: Any) -> Any:
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_INSTRUCTION")
+
+
+def with_gradient_times(factor: float) -> Callable[[Any], Any]:
+    scaled = jax.custom_jvp(lambda x: x)
+    scaled.defjvp(lambda primals, tangents: (primals[0], factor * tangents[0]))
+    return scaled
+
+
+def noisy(loss: Any) -> Any:
+    """Another value in each run."""
+    return loss + jax.pure_callback(lambda: np.float32(next(RUNS)), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+RUNS = itertools.count()
+
+
 @pytest.mark.usefixtures("quick")
-def test_the_file_is_named_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (broken, "RuntimeError: CUDA_ERROR_ILLEGAL_INSTRUCTION"),
+        (with_gradient_times(1.0001), None),
+        (with_gradient_times(np.nan), "RuntimeError: loss or gradients are not finite"),
+        (noisy, "RuntimeError: two runs of the same program gave different bits"),
+    ],
+)
+def test_a_fault_is_recorded_and_the_other_checks_go_on(
+    spoilt: Callable[[Any], Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that is named for the device."""
     monkeypatch.chdir(tmp_path)
-    assert command.main(["--device", "cpu"]) == 0
-    assert os.listdir(tmp_path) == ["pallas_ce_cpu.json"]
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_check_that_raises_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(loss: Any) -> Any:
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_INSTRUCTION")
-
-    spoil(monkeypatch, broken)
-    status, found = run(tmp_path / "found.json")
-    assert (status, found["passed"]) == (1, False)
+    spoil(monkeypatch, spoilt)
+    assert command.main(["--device", "cpu"]) == 1
+    text = Path("pallas_ce_cpu.json").read_text()
+    found = json.loads(text)
+    assert "NaN" not in text
+    assert not found["passed"]
     assert {check["case"]: check["status"] for check in found["checks"]} == {
         "ragged": "pass",
         "row temperatures, ragged": "fail",
     }
-    assert found["checks"][-1]["message"] == "RuntimeError: CUDA_ERROR_ILLEGAL_INSTRUCTION"
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("factor", "message"), [(1.0001, None), (np.nan, "loss or gradients are not finite")])
-def test_a_wrong_gradient_or_nan_fails(
-    factor: float, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaled = jax.custom_jvp(lambda x: x)
-    scaled.defjvp(lambda primals, tangents: (primals[0], factor * tangents[0]))
-    spoil(monkeypatch, scaled)
-    status, found = run(tmp_path / "found.json")
-    assert status == 1
-    assert [check["status"] for check in found["checks"]] == ["pass", "pass", "fail", "fail"]
-    assert found["checks"][-1].get("message") == (message and f"RuntimeError: {message}")
-    assert "NaN" not in (tmp_path / "found.json").read_text()
-
-
-@pytest.mark.usefixtures("quick")
-def test_results_that_differ_from_run_to_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = iter(range(1000))
-
-    def noisy(loss: Any) -> Any:
-        return loss + jax.pure_callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
-
-    spoil(monkeypatch, noisy)
-    _, found = run(tmp_path / "found.json")
-    assert found["checks"][-1]["message"] == "RuntimeError: two runs of the same program gave different bits"
+    assert found["checks"][-1].get("message") == message
 
 
 @pytest.mark.usefixtures("quick")

@@ -57,15 +57,6 @@ def test_dlogits_are_the_derivative_of_the_statistics(names: tuple[str, ...], so
     assert relative_error(got, vjp(cotangents)[0]) < 2e-6
 
 
-def test_columns_that_are_not_live_get_exactly_nothing() -> None:
-    valid = COLUMNS >= 4
-    logits = jnp.full((N, V), jnp.nan).at[:, 4:].set(0.0)
-    ones = jnp.ones(N)
-    got = dlogits(Coefficients(ones, ones, ones, ones, ones), logits, ones, COLUMNS, valid, LABELS, None, U, None)
-    assert not np.any(got[:, :4])
-    assert np.all(np.isfinite(got))
-
-
 magnitudes = st.integers(-120, 100).map(lambda exponent: 2.0**exponent) | st.just(0.0)
 
 

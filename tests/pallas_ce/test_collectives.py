@@ -136,7 +136,7 @@ def test_inside_shard_map_a_weight_is_gathered_once_for_both_passes(weight: P, a
     assert gathered == [("all-gather", "bf16", V * H)]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("mode", ["in_forward", "recompute"])

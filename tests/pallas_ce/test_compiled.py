@@ -63,7 +63,7 @@ def _check(compiled: Any, arguments: Any, needed: tuple[str, ...], **options: An
     assert used <= told.peak_bytes - shared + n * h
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 @pytest.mark.parametrize(
     ("shape", "dtype", "scratch_bytes"),
@@ -85,6 +85,7 @@ def _on_the_cpu(shape: tuple[int, int, int], dtype: Any, needed: tuple[str, ...]
     _check(compiled, arguments, needed, **options)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("backward", "needed"), MODES)
 def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     mesh = h200.h200_mesh()
@@ -94,6 +95,7 @@ def test_memory_on_an_h200(backward: Any, needed: tuple[str, ...]) -> None:
     _check(compiled, arguments, needed, **options)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("backward", "needed"), [MODES[0], *MODES[2:]])
 def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, needed: tuple[str, ...]) -> None:
     mesh = h200.h200_mesh()
@@ -104,6 +106,7 @@ def test_few_ragged_tiles_on_an_h200_are_not_alive_together(backward: Any, neede
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.05 * told.peak_bytes
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("backward", "products"), [("in_forward", 3), ("recompute", 4)])
 @pytest.mark.parametrize(("vocab_size", "tiles_apart"), [(131072, False), (151936, True)])
 def test_an_h200s_products_read_and_write_in_place(

@@ -145,6 +145,7 @@ def serving(gpu: str, name: str, dtype: Any = jnp.bfloat16) -> set[str]:
     return {"mosaic_gpu"} if dtype == jnp.bfloat16 or "stored" in name else set()
 
 
+@pytest.mark.nightly(keep=len(CALLS))
 @on_each_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu: str) -> None:
@@ -152,6 +153,7 @@ def test_one_trace_has_the_kernels_for_cuda_and_none_for_the_cpu(name: str, gpu:
     assert not kernels_for("cpu", CALLS[name], *structs())
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("name", CALLS)
 def test_without_a_gpu_at_hand_nothing_is_traced_twice(name: str) -> None:
     assert not left_to_lowering(CALLS[name], *structs())
@@ -169,7 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(keep=16)
+@pytest.mark.nightly(keep=10)
 @on_each_gpu
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("places", [(0,), (1,), (0, 1, 2, 3)])
@@ -187,6 +189,7 @@ def test_both_backends_return_the_same_types(name: str, places: tuple[int, ...],
     assert left_to_lowering(differentiated, hidden, weight, *of_head, labels)
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "row temperatures"])
 def test_a_mesh_of_h200s_decides_for_what_lies_on_it(name: str, dtype: Any) -> None:
@@ -209,7 +212,7 @@ def test_in_a_shard_map_they_serve_where_axes_are_not_tracked(name: str, checked
     assert bool(kernels_in(jax.jit(mapped).lower(*on_mesh(mesh, *places)))) == (not checked)
 
 
-@pytest.mark.nightly(keep=12)
+@pytest.mark.nightly(keep=4)
 @on_each_gpu
 @pytest.mark.parametrize("sizes", [(512, 64, 16384), (8, 4096, 16), (1, 16, 8), (4096, 256, 16384)])
 @pytest.mark.parametrize("backward", ["auto", "in_forward", "recompute"])
@@ -378,6 +381,7 @@ def test_statistics_and_terms_that_the_kernels_do_not_compute_are_refused(
         jax.eval_shape(gradients, *structs(jnp.float16)[:2])
 
 
+@pytest.mark.nightly(keep=4)
 @on_hopper
 @pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}, {"logit_softcap": 30.0, "logit_scale": 2.0}])
 @pytest.mark.parametrize(
@@ -432,14 +436,6 @@ def test_the_first_default_call_on_an_architecture_that_it_was_never_run_on_tell
     assert explain(*structs(), implementation="xla").implementation_reason == "asked for by name"
 
 
-@needs_triton
-def test_nothing_is_told_of_a_hopper_gpu() -> None:
-    with ambient(HOPPER):
-        assert explain(*structs()).implementation_reason.split(";")[0] == f"the call is for {HOPPER}"
-        assert "never run" not in explain(*structs()).implementation_reason
-        assert explain(*structs(), implementation="triton").implementation_reason == "asked for by name"
-
-
 @pytest.fixture(params=["missing", "3.5.1", "3.10.0"])
 def unusable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Triton is not installed, or in a version that does not work; yields the message."""
@@ -467,11 +463,13 @@ def test_without_a_triton_that_works_xla_serves_and_one_warning_tells_what_to_in
 
 
 @needs_triton
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.7.0+git1234", ""])
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0", "3.7.0+git1234", ""])
 def test_versions_that_work_or_do_not_tell_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is told of a GPU that the kernels were run on."""
     monkeypatch.setattr(packages, "_version", lambda name: version)
     with ambient(HOPPER):
-        assert explain(*structs(), implementation="triton").implementation == "triton"
+        assert explain(*structs(), implementation="triton").implementation_reason == "asked for by name"
+        assert "never run" not in explain(*structs()).implementation_reason
 
 
 @needs_triton
@@ -490,8 +488,6 @@ def test_an_architecture_that_nothing_is_for_is_xlas_and_named_where_triton_is_a
 
 
 @needs_triton
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_mesh_of_gpus_that_are_not_there_tells_what_tritons_kernel_is_compiled_for(gpus: int) -> None:
-    arguments = on_mesh(h200.h200_mesh(gpus))
-    compiled = jax.jit(loss(implementation="triton")).lower(*arguments).compile()
+def test_a_mesh_of_gpus_that_are_not_there_tells_what_tritons_kernel_is_compiled_for() -> None:
+    compiled = jax.jit(loss(implementation="triton")).lower(*on_mesh(h200.h200_mesh(2))).compile()
     assert '"triton_kernel_call_ffi"' in compiled.as_text()

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import pallas_ce
-from pallas_ce import ClassSample
+from pallas_ce import ClassSample, LowRank
 
 HIDDEN, WEIGHT, LABELS = jnp.ones((4, 3)), jnp.ones((5, 3)), jnp.array([0, 1, 2, 4])
 LOGITS, INTEGERS, COMPLEX = jnp.zeros((2, 3)), jnp.zeros((2, 3), int), jnp.ones(4, complex)
+UP, DOWN = jnp.ones((5, 2)), jnp.ones((2, 3))
 KEY, NAN, IN_FORWARD = jax.random.key(0), float("nan"), {"backward": "in_forward"}
 KERNELS = {"implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
 
@@ -127,6 +128,17 @@ OF_ONE: dict[str, list[Row]] = {
         ({"z_loss": [1e-4]}, ValueError, r"z_loss has shape \(1,\); it must be a scalar"),
         ({"class_weights": jnp.ones(5), "vocab_size": 4}, ValueError, r" \(5,\); it must be \(4,\), one .* vocab_size"),
         ({"class_weights": jnp.ones(5, complex)}, TypeError, "class_weights has dtype complex64; it must be real"),
+        *(({"shift": x}, ValueError, f"shift={x!r} must be an int, at least 0") for x in (-1, 1.0, True, "1", None)),
+        *(({"weight": LowRank(WEIGHT, *term)}, error, words) for term, error, words in (
+            ((UP[:, :1], DOWN), ValueError, r"weight.down has shape \(2, 3\).* equal to weight.up's, 1"),
+            ((UP[1:], DOWN), ValueError, r"up.*\(4, 2\)"),
+            ((UP, DOWN[:, 1:]), ValueError, r"down.*\(2, 2\)"),
+            ((UP[:, 0], DOWN), ValueError, "up"),
+            ((UP.astype(int), DOWN), TypeError, "up"),
+            ((UP, DOWN, "2"), TypeError, "weight.scale is a str"),
+            ((UP, DOWN, jnp.ones(())), TypeError, "weight.scale is a .* multiply weight.up"),
+            ((UP, DOWN, NAN), ValueError, "weight.scale"),
+        )),
     ],
     "linear_row_statistics": [
         ({"labels": None}, ValueError, "names 'target_logit', which needs labels; labels is None"),
@@ -144,6 +156,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"row_loss": lambda s: -s.log_prob, "labels": None}, TypeError, "labels is None, so .*s.log_prob are None"),
         ({"row_inputs": (1.0, jnp.ones(3))}, ValueError, r"row_inputs\[1\] has shape \(3,\); it must be a scalar or"),
         ({"labels": None, "validate_labels": True}, ValueError, "validate_labels=True needs labels, which is None"),
+        ({"labels": None, "shift": 1}, ValueError, "shift=1 needs labels, which is None"),
     ],
     "explain": [
         ({"differentiate": ("labels",)}, ValueError, r"differentiate names \['labels'\], .* choose from \('hid"),
@@ -154,6 +167,7 @@ OF_ONE: dict[str, list[Row]] = {
         ({"labels": jnp.zeros((4, 0), int)}, ValueError, r"shape \(4, 0\).*\(4,\), or that with K >= 1 labels"),
         ({"temperature": jnp.ones(4), **KERNELS}, ValueError, "Python number"),
         ({"labels": LABELS + 7, "validate_labels": True}, ValueError, r"labels\[0\]=7 is neither"),
+        ({"hidden": HIDDEN[0], "labels": LABELS[0], "shift": 1}, ValueError, "an axis of positions; hidden is a singl"),
     ],
     "linear_top_k": [
         ({"k": 4, "vocab_size": 3}, ValueError, "k=4 must be an int between 1 and vocab_size=3"),
@@ -164,6 +178,12 @@ OF_ONE: dict[str, list[Row]] = {
         *(({"key": key}, TypeError, "key is .*; it must be one key, such as")
           for key in ("abc", 0, jax.random.split(KEY, 5), np.zeros((2, 2), np.uint32), np.zeros(2, np.float32))),
         ({"temperature": -1.0}, ValueError, "temperature=-1 must be a finite number at least 0"),
+        *(({"top_p": x}, ValueError, f"top_p={x} must be above 0 and at most 1") for x in (0, -0.1, 1.5, NAN)),
+        *(({"min_p": x}, ValueError, f"min_p={x} must be at least 0 and at most 1") for x in (-0.1, 1.5, NAN)),
+        ({"top_p": np.float32([0.5, 2, 1, 1])}, ValueError, "top_p=2 must be above 0"),
+        ({"top_p": jnp.ones(3)}, ValueError, r"top_p has shape \(3,\); it must be a scalar or have hidden's leading"),
+        ({"min_p": jnp.ones(4, int)}, TypeError, "min_p has dtype int32; it must be a floating dtype"),
+        ({"top_p": "0.9"}, TypeError, "top_p is a str"),
     ],
     "sampled_softmax_cross_entropy": [
         ({"sampler": "zipf"}, ValueError, r"sampler='zipf' is unknown; choose from 'log_uniform', 'uniform'"),
@@ -176,6 +196,17 @@ OF_ONE: dict[str, list[Row]] = {
         ({"teacher_hidden": jnp.ones((3, 7))}, ValueError, r"teacher_hidden has shape \(3, 7\) and hidden \(4, 3\)"),
         ({"teacher_weight": jnp.ones((6, 7))}, ValueError, "5 vocabulary entries and teacher_weight 6; pass vocab_s"),
         ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 cannot hold one row in the forward pass"),
+    ],
+    "linear_cross_entropy_and_gradients": [
+        ({"weight_sum": WEIGHT.T}, ValueError, r"weight_sum has shape \(3, 5\); it must be \(5, 3\), the"),
+        ({"weight_sum": jnp.ones((5, 3), jnp.float16)}, TypeError, "weight_sum is float16; it must be float32"),
+        ({"weight_sum": jnp.ones((5, 3), int)}, TypeError, "weight_sum is int"),
+        ({"bias_sum": jnp.ones(5)}, ValueError, "bias_sum is given and bias is None"),
+        ({"bias": jnp.ones(5), "bias_sum": jnp.ones(4)}, ValueError, r"bias_sum has shape \(4,\)"),
+        ({"reduction": "none"}, ValueError, "reduction='none' has no single gradient"),
+        ({"loss_scale": jnp.ones(2)}, ValueError, "loss_scale"),
+        ({"loss_scale": "1"}, TypeError, "loss_scale"),
+        ({"weight": LowRank(WEIGHT, UP, DOWN)}, TypeError, "weight is a LowRank"),
     ],
     "linear_chain_crf": [
         ({"emissions": jnp.ones(3)}, ValueError, r"emissions has shape \(3,\); it must be \[..., T, K\]"),
@@ -282,3 +313,13 @@ def test_a_fault_in_the_teachers_head_is_said_to_be_there() -> None:
 def test_mesh_axes_without_what_they_split_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=re.escape("mesh_axes=('data', 'tensor') must be a MeshAxes")):
         called(name, mesh_axes=("data", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("linear_cross_entropy", "labels"), ("explain", "hidden"), ("cross_entropy", "logits")]
+)
+def test_tensors_belong_to_the_bridge(name: str, tensor: str) -> None:
+    torch = pytest.importorskip("torch")
+    given = ARGUMENTS[name] | {tensor: torch.zeros(ARGUMENTS[name][tensor].shape)}
+    with pytest.raises(TypeError, match=rf"{tensor} is a torch\.Tensor: torch_bridge has these functions"):
+        getattr(pallas_ce, name)(**given)

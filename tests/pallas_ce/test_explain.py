@@ -50,7 +50,7 @@ def test_products_are_counted_for_each_mode_and_frozen_side(options: dict[str, A
 
 def test_evaluation_has_no_backward_and_no_gradients() -> None:
     told = _xla(differentiate=())
-    assert told.backward is None
+    assert told.backward is told.alternative is None
     assert told.backward_reason == "nothing is differentiated"
     assert told.gradient_bytes == told.accumulator_bytes == 0
     assert told.scratch_bytes < told.peak_bytes < told.logits_bytes == 4 * N * V
@@ -72,6 +72,8 @@ def test_the_backward_mode_comes_with_its_reason(options: dict[str, Any], backwa
     told = _xla(**options)
     assert told.backward == backward
     assert told.backward_reason.startswith(reason)
+    no_choice = options in ({"reduction": "none"}, {"scratch_bytes": 20_000}, {"implementation": "reference"})
+    assert (told.alternative is None) == no_choice
 
 
 def test_the_implementation_comes_with_its_reason() -> None:
@@ -121,14 +123,6 @@ def test_the_other_mode_stands_beside_the_one_taken(options: dict[str, Any]) -> 
     assert told.alternative == dataclasses.replace(other, alternative=None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"differentiate": ()}, {"reduction": "none"}, {"implementation": "reference"}, {"scratch_bytes": 20_000}],
-)
-def test_where_there_is_no_choice_no_alternative_is_told(options: dict[str, Any]) -> None:
-    assert _xla(**options).alternative is None
-
-
 @pytest.mark.parametrize("differentiate", [(), ("hidden",), ("hidden", "weight")])
 def test_peaks_are_compared_with_those_of_a_program_that_stores_logits(differentiate: tuple[str, ...]) -> None:
     """Logits, their gradient and the gradients returned: what XLA plans for the plain loss."""
@@ -148,14 +142,8 @@ def test_peaks_are_compared_with_those_of_a_program_that_stores_logits(different
 
 
 def test_str_is_a_summary_one_can_read() -> None:
-    told = _xla()
-    lines = str(told).splitlines()
-    assert lines[0] == "implementation  xla: asked for by name"
-    assert lines[1].startswith("backward        in_forward: a scalar loss")
-    assert lines[2] == "products        3 (2·N·H·V operations each)"
-    assert lines[3] == f"tiles           blocks of {told.rows} rows x {told.columns} columns"
-    assert lines[-2].startswith("predicted peak  ")
-    assert lines[-2].endswith("MiB (with stored float32 logits: 532.0 MiB)")
-    assert lines[-1].startswith("alternative     recompute, xla: 4 products, predicted peak ")
-    assert "tiles           materialised logits" in str(_xla(implementation="reference"))
-    assert "backward        none: nothing is differentiated" in str(_xla(differentiate=()))
+    told = str(_xla())
+    for word in ("xla: asked for by name", "in_forward: a scalar loss", "3 (", "MiB", "recompute, xla: 4 products"):
+        assert word in told
+    assert "materialised logits" in str(_xla(implementation="reference"))
+    assert "nothing is differentiated" in str(_xla(differentiate=()))

@@ -69,15 +69,6 @@ def test_a_temperature_has_no_gradient() -> None:
     assert jax.grad(total)(0.5) == 0
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize(("closed", "want"), [(1, [-np.inf, *[-np.log(4)] * 3]), (5, [-np.inf] * 4)])
-def test_impossible_tokens(implementation: Any, closed: int, want: list[float]) -> None:
-    options = {"bias": jnp.where(jnp.arange(5) < closed, -jnp.inf, 0), "implementation": implementation}
-    found, gradient = with_gradients(lambda hidden: linear_log_probs(hidden, WEIGHT, jnp.arange(4), **options), HIDDEN)
-    np.testing.assert_allclose(found, want, rtol=1e-6)
-    assert np.all(np.isfinite(gradient))
-
-
 def test_no_array_of_rows_times_vocabulary() -> None:
     n, v, k = 512, 4096, 64
 

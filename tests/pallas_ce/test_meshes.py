@@ -53,4 +53,4 @@ def test_two_processes_give_the_result_of_one() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     programs = [started(4, "tests.pallas_ce.hosts_program", address, str(i), **gloo) for i in range(2)]
-    assert [said.count("passed") for said in outputs(*programs, timeout=600)] == [8, 8]
+    assert [said.count("passed") for said in outputs(*programs, timeout=600)] == [5, 5]

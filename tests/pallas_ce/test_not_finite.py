@@ -57,27 +57,6 @@ def _one_nan(where: str) -> tuple[Any, dict[str, Any], np.ndarray]:
     return hidden, {"weight": weight, "bias": bias}, np.arange(8) + 8
 
 
-@pytest.mark.parametrize("where", ["weight", "bias"])
-def test_one_nan_in_the_head_makes_every_row_nan(where: str) -> None:
-    """Of a vocabulary so wide that XLA's maximum on a CPU loses the NaN; of stored logits too."""
-    hidden, head, labels = _one_nan(where)
-    logits = hidden @ head["weight"].T + head["bias"]
-    found = P.linear_row_statistics(hidden, **head, labels=labels, statistics=P.RowStatistics._fields)
-    for name, x in found._asdict().items():
-        assert np.all(x == 7 if name == "argmax" else np.isnan(x)) or name == "target_logit", name
-    largest = P.linear_top_k(hidden, k=3, **head)
-    results = {
-        "loss": P.linear_cross_entropy(hidden, **head, labels=labels),
-        "log-probabilities": P.linear_log_probs(hidden, **head, labels=labels),
-        "the 3 largest": largest.log_probs,
-        "stored logits": P.cross_entropy(logits, labels),
-        "entries": P.selective_log_softmax(logits, labels),
-        "squares": P.mean_squared_lse(logits, labels),
-    }
-    assert [name for name, x in results.items() if not np.all(np.isnan(x))] == []
-    assert np.all(largest.ids[:, 0] == 7)
-
-
 LIMITS: list[dict[str, Any]] = [
     {}, {"temperature": 0.0}, {"temperature": np.linspace(0, 2, 8, dtype=np.float32), "scratch_bytes": 700},
     {"top_p": 0.9}, {"min_p": 0.1, "scratch_bytes": 33_000}, {"top_k": 5}, {"top_k": 5, "top_p": 0.9},
@@ -210,14 +189,6 @@ def test_dlogits_of_a_row_with_a_nan_are_nan_and_columns_that_are_not_valid_stay
     assert not found[:, 3].any()
 
 
-def test_normalised_coefficients_fit_whatever_rows_hold_that_is_not_finite() -> None:
-    given = Coefficients(jnp.array([1e-6, jnp.nan, jnp.inf]), target=jnp.array([-1e-6, 1.0, jnp.nan]))
-    normalised, factor = jax.jit(coef.normalise)(given, 1.0)
-    assert normalised.prob is not None
-    assert np.isfinite(factor)
-    assert 2**10 <= float(normalised.prob[0]) <= 2**13
-
-
 KERNELS = ("mosaic_gpu", "triton", "xla")
 LARGE = Sizes(rows=512, width=256, classes=4080, padded=4096, dtype="bfloat16", scratch_bytes=None)
 STATISTICS = ("linear_cross_entropy", "linear_row_statistics", "linear_log_probs", "linear_loss")
@@ -241,6 +212,35 @@ def test_kernels_have_what_is_not_finite_where_plain_jax_has_it(name: str, way: 
     case = CASES[name]
     case = case._replace(finite=(*case.finite, "class_weights", "up", "down"))
     check(case.without("temperature") if way[0] == "mosaic_gpu" else case, LARGE, way, seed)
+
+
+@pytest.mark.parametrize("where", ["weight", "bias"])
+def test_one_nan_in_the_head_makes_every_row_nan(where: str) -> None:
+    """Of a vocabulary so wide that XLA's maximum on a CPU loses the NaN; of stored logits too."""
+    hidden, head, labels = _one_nan(where)
+    logits = hidden @ head["weight"].T + head["bias"]
+    found = P.linear_row_statistics(hidden, **head, labels=labels, statistics=P.RowStatistics._fields)
+    for name, x in found._asdict().items():
+        assert np.all(x == 7 if name == "argmax" else np.isnan(x)) or name == "target_logit", name
+    largest = P.linear_top_k(hidden, k=3, **head)
+    results = {
+        "loss": P.linear_cross_entropy(hidden, **head, labels=labels),
+        "log-probabilities": P.linear_log_probs(hidden, **head, labels=labels),
+        "the 3 largest": largest.log_probs,
+        "stored logits": P.cross_entropy(logits, labels),
+        "entries": P.selective_log_softmax(logits, labels),
+        "squares": P.mean_squared_lse(logits, labels),
+    }
+    assert [name for name, x in results.items() if not np.all(np.isnan(x))] == []
+    assert np.all(largest.ids[:, 0] == 7)
+
+
+def test_normalised_coefficients_fit_whatever_rows_hold_that_is_not_finite() -> None:
+    given = Coefficients(jnp.array([1e-6, jnp.nan, jnp.inf]), target=jnp.array([-1e-6, 1.0, jnp.nan]))
+    normalised, factor = jax.jit(coef.normalise)(given, 1.0)
+    assert normalised.prob is not None
+    assert np.isfinite(factor)
+    assert 2**10 <= float(normalised.prob[0]) <= 2**13
 
 
 @pytest.mark.gpu

@@ -61,9 +61,9 @@ def test_pythons_hash_seed_changes_no_program():
             cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
             stdout=subprocess.PIPE, text=True,
         )
-        for seed in ("0", "1", "4")
+        for seed in ("0", "1")
     ]  # fmt: skip
     programs = [process.communicate()[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(programs[0]) == 13 + 2 * (importlib.util.find_spec("triton") is not None)
-    assert programs[0] == programs[1] == programs[2]
+    assert programs[0] == programs[1]

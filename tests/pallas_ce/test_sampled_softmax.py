@@ -138,6 +138,16 @@ def test_a_log_uniform_first_class_follows_zipf() -> None:
     np.testing.assert_allclose(np.bincount(first, minlength=v) / 20_000, p, atol=5 * np.sqrt(0.25 / 20_000))
 
 
+def test_no_mask_of_hits_is_stored() -> None:
+    n, h, v, samples = 8192, 64, 40_000, 4096
+    run = jax.grad(
+        lambda x, w, t: sampled_softmax_cross_entropy(x, w, t, key=KEY, num_samples=samples, scratch_bytes=2**24),
+        (0, 1),
+    )
+    shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n,), jnp.int32)
+    no_stored_logits(run, n, samples, 96 * 2**20, *shapes)
+
+
 def _beyond_32_bits(key: Any, num_samples: int, vocab_size: int) -> ClassSample:
     return ClassSample(jnp.array([1, 2**32 + 3]), jnp.zeros(vocab_size))
 
@@ -148,13 +158,3 @@ def test_ids_do_not_wrap_around_into_the_vocabulary() -> None:
         assert np.isnan(sampled_softmax_cross_entropy(
             **p.arrays, labels=p.labels, key=KEY, num_samples=2, sampler=_beyond_32_bits
         ))  # fmt: skip
-
-
-def test_no_mask_of_hits_is_stored() -> None:
-    n, h, v, samples = 8192, 64, 40_000, 4096
-    run = jax.grad(
-        lambda x, w, t: sampled_softmax_cross_entropy(x, w, t, key=KEY, num_samples=samples, scratch_bytes=2**24),
-        (0, 1),
-    )
-    shapes = ((n, h), jnp.float32), ((v, h), jnp.float32), ((n,), jnp.int32)
-    no_stored_logits(run, n, samples, 96 * 2**20, *shapes)

@@ -96,33 +96,9 @@ def test_it_is_the_loss_of_slices(name: str, data: Any) -> None:
     assert_close(got, want, 1e-5, floor=1e-6)
 
 
-def test_positions_without_a_label_have_loss_and_gradient_0_and_no_place_in_the_mean() -> None:
-    hidden, weight, labels = jnp.ones((2, 4, H)), jnp.eye(V, H), jnp.arange(8).reshape(2, 4)
-    each = linear_cross_entropy(hidden, weight, labels, shift=1, reduction="none")
-    np.testing.assert_array_equal(each > 0, [[True, True, True, False]] * 2)
-    loss, metrics = linear_cross_entropy(hidden, weight, labels, shift=1, return_metrics=True)
-    assert int(metrics.num_tokens) == 6
-    np.testing.assert_allclose(loss, each.sum() / 6, rtol=1e-6)
-    gradient = jax.grad(linear_cross_entropy)(hidden, weight, labels, shift=1)
-    np.testing.assert_array_equal(jnp.any(gradient != 0, axis=-1), [[True, True, True, False]] * 2)
-
-
 def test_examples_of_a_vmap_are_shifted_each_by_itself() -> None:
     hidden, weight = jax.random.normal(jax.random.key(0), (3, 4, H)), jax.random.normal(jax.random.key(1), (V, H))
     labels = jnp.arange(12).reshape(3, 4)
     each = jax.vmap(lambda h, t: linear_cross_entropy(h, weight, t, shift=1, reduction="none"))(hidden, labels)
     whole = linear_cross_entropy(hidden, weight, labels, shift=1, reduction="none")
     np.testing.assert_allclose(each, whole, rtol=1e-6)
-
-
-@pytest.mark.parametrize("shift", [-1, 1.0, True, "1", None])
-def test_a_shift_that_is_no_count_is_named(shift: Any) -> None:
-    with pytest.raises(ValueError, match=rf"shift={shift!r} must be an int, at least 0"):
-        linear_cross_entropy(jnp.ones((4, H)), jnp.ones((V, H)), jnp.zeros(4, int), shift=shift)
-
-
-def test_a_shift_without_positions_or_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"shift=1 needs an axis of positions; hidden is a single row"):
-        linear_log_probs(jnp.ones(H), jnp.ones((V, H)), jnp.array(3), shift=1)
-    with pytest.raises(ValueError, match="shift=1 needs labels, which is None"):
-        linear_loss(lambda row: row.lse, jnp.ones((4, H)), jnp.ones((V, H)), None, shift=1)

@@ -46,3 +46,17 @@ def test_no_other_argument_is_taken(name: str) -> None:
     for word in ("misspelt", *sorted(of_others - own)):
         with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{word}'"):
             FUNCTIONS[name](**{word: None})
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("targets", "labels"),
+        ("softcap", "logit_softcap"),
+        ("lse_square_scale", "z_loss"),
+        ("ce_weight", "class_weights"),
+    ],
+)
+def test_other_libraries_names_are_recognised(word: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'; it is called '{ours}' here$"):
+        FUNCTIONS["linear_cross_entropy"](**{word: None})

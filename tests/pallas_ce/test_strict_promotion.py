@@ -16,32 +16,28 @@ from pallas_ce import (
     build_loss_fn,
     chunked_cross_entropy,
     cross_entropy,
-    dpo_loss,
     group_advantages,
     kl_estimate,
     linear_chain_crf,
     linear_cross_entropy,
     linear_cross_entropy_and_gradients,
     linear_log_probs,
-    policy_loss,
-    sequence_log_probs,
 )
-from tests.pallas_ce.cases import CASES, KEY, Sizes, Way, total
+from tests.pallas_ce.cases import CASES, KEY, OBJECTIVES, Sizes, Way, total
 
 B, T, H, V, K = 2, 6, 8, 31, 3
 _RNG = np.random.default_rng(0)
-HIDDEN, WEIGHT, LOGITS, LOG_PROBS, OTHERS = (
-    _RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, H), (V, H), (B, T, V), (B, T), (B, T))
+HIDDEN, WEIGHT, LOGITS, LOG_PROBS = (
+    _RNG.normal(size=shape).astype(np.float32) for shape in ((B, T, H), (V, H), (B, T, V), (B, T))
 )
 LABELS = _RNG.integers(-1, V, (B, T)).astype(np.int32)
 TAGS, MASK, SEVERAL = np.maximum(LABELS, 0) % K, LABELS >= 0, np.stack([LABELS, LABELS[:, ::-1]], -1)
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
 OF_CLASSES = {**SMOOTHED, "class_weights": np.ones(V, np.int32), "token_weights": np.ones((B, T), np.int8)}
-POLICY = {"kl_coefficient": 0.1, "entropy_coefficient": np.float32(0.1), "ratio_limit": 3, "return_metrics": True}
 
 
-def _dpo(kind: Any, x: Any) -> Any:
-    return dpo_loss(x, -x, -x, x, MASK, kind=kind, return_metrics=True)
+def _masked(function: Callable[..., Any], x: Any) -> Any:
+    return function(**x, mask=MASK)
 
 
 # What the examples of all functions leave out.
@@ -62,23 +58,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
     "a configured loss": (
         lambda z: build_loss_fn({"loss_fn": "cross_entropy", "z_loss_weight": 0.1})(z, LABELS), LOGITS
     ),
-    "sequence_log_probs": (lambda x: sequence_log_probs(x, MASK, average=True), LOG_PROBS),
-    **{
-        f"dpo_loss, {kind}": (functools.partial(_dpo, kind), LOG_PROBS)
-        for kind in ("sigmoid", "hinge", "ipo")
-    },
-    **{
-        f"policy_loss, {level}, {aggregation}": (
-            lambda x, given=given: policy_loss(
-                x, OTHERS.astype(x.dtype), MASK, old_log_probs=-x, ref_log_probs=-x, entropy=x, **given, **POLICY
-            ),
-            LOG_PROBS,
-        )
-        for level, aggregation, length in (
-            ("token", "token_mean", None), ("sequence", "sequence_mean", None), ("sequence_token", "fixed_length", 8)
-        )
-        for given in [{"level": level, "aggregation": aggregation, "length": length}]
-    },
+    **{name: (functools.partial(_masked, function), dict.fromkeys(names, LOG_PROBS))
+       for name, (function, names) in OBJECTIVES.items() if "teacher_log_probs" not in names},
     **{f"kl_estimate, {name}": (lambda x, name=name: kl_estimate(x, -x, estimator=name), LOG_PROBS)
        for name in ("k1", "k2", "k3")},
     **{
@@ -97,6 +78,7 @@ def assert_promotes_nothing(function: Callable[[Any], Any], arrays: Any, dtype: 
             jax.jit(jax.grad(lambda arrays: total(function(arrays)))).lower(given)
 
 
+@pytest.mark.nightly(keep=len(CALLS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_function_and_its_gradients_promote_nothing(name: str, dtype: Any) -> None:

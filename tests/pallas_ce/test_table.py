@@ -2,14 +2,12 @@
 
 import functools
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_ce
 from pallas_ce import RowStatistics
 from pallas_ce.statistics.row import finalise, merge, partial_of_tile
 from pallas_ce.statistics.table import DERIVED, FIELDS, PRIMITIVES, TERMS, Coefficients, Partial
@@ -26,26 +24,6 @@ def test_every_public_statistic_has_one_entry_and_every_entry_is_read() -> None:
     described = inspect.getdoc(RowStatistics) or ""
     for name in RowStatistics._fields:
         assert f"\n    {name}: " in described
-
-
-@pytest.mark.parametrize(
-    ("word", "places"),
-    [
-        ("varentropy", {"statistics/table.py"}),
-        (
-            "sum_exp_deviation_sq",
-            {"statistics/table.py", "kernels/epilogues.py", "kernels/partials.py", "triton/kernel.py"},
-        ),
-        ("prob_deviation_sq", {"statistics/table.py", "kernels/dlogits_kernel.py", "triton/kernel.py"}),
-    ],
-)
-def test_a_statistic_is_named_in_its_entry_and_what_it_adds_in_the_kernels_translation(
-    word: str, places: set[str]
-) -> None:
-    root = pathlib.Path(pallas_ce.__file__).parent
-    files = [path for folder in (root, root.parent / "torch_bridge", root.parent / "flax_modules")
-             for path in folder.rglob("*.py")]  # fmt: skip
-    assert {"/".join(path.parts[-2:]) for path in files if word in path.read_text("utf-8")} == places
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ LOGITS = {"logits": torch.zeros(3, 7), "target": IDS}
 SELECTED = {"logits": torch.zeros(3, 7), "index": IDS}
 TARGET_SHAPE = r"target has shape \(3, 1, 2\); it must be \(3,\), or that with K >= 1"
 EXPANDED = r"an expanded view \(shape \(3, 7\), strides \(0, 1\)\)"
-FRACTIONAL = "ignore_index=(1.5|'a'|True) must be a Python int"
 
 TERM = {"weight": torch.ones(7, 4), "up": torch.ones(7, 2), "down": torch.ones(2, 4)}
 TERMS = [
@@ -56,21 +55,14 @@ MISTAKES = [
         (ValueError, "logit_scale has shape", {"logit_scale": torch.ones(2)}),
         (ValueError, "linear_weight lies on meta", {"linear_weight": torch.ones(7, 4, device="meta")}),
         (ValueError, "implementation='fast'", {"implementation": "fast"}),
-        (ValueError, "logit_softcap=-1", {"logit_softcap": -1.0}),
         (ValueError, "precision='fast' is ", {"precision": "fast"}),
         (TypeError, "precision=2 is ", {"precision": 2}),
         *((ValueError, f"shift={x} must be an int, at least 0", {"shift": x}) for x in (-1, 1.5, True)),
         *((kind, message, {"linear_weight": LowRank(**TERM | change)}) for kind, message, change in TERMS),
     ]),
     (vocab_parallel_cross_entropy, PART, [
-        (ValueError, "normalizer is given with reduction='sum'", {"reduction": "sum", "normalizer": 5.0}),
-        (ValueError, "label_smoothing=3.0 must be between 0 and 1", {"label_smoothing": 3.0}),
-        (ValueError, "z_loss=-1 must be", {"z_loss": -1}),
-        (ValueError, r"token_weights has shape \(1,\); it must be", {"token_weights": torch.ones(1)}),
-        (TypeError, "ignore_index='a' must be", {"ignore_index": "a"}),
         (ValueError, "vocab_start=24 with 7 rows", {"vocab_start": 24}),
         (ValueError, "vocab_start=None with 7 rows.*must be ints", {"vocab_start": None}),
-        (ValueError, "vocab_start=0.0 with 7 rows.*must be ints", {"vocab_start": 0.0}),
         (ValueError, "with 0 rows.*at least one row", {"linear_weight": torch.ones(0, 4)}),
     ]),
     (linear_log_probs, HEAD, [
@@ -81,23 +73,15 @@ MISTAKES = [
         (ValueError, r"temperature has shape \(2,\).*leading shape \(3,\)", {"temperature": torch.ones(2)}),
         (TypeError, "temperature has dtype torch.int64", {"temperature": torch.ones(3).long()}),
         (TypeError, "temperature is a ndarray; it must be a number or a torch.Tensor", {"temperature": np.ones(3)}),
-        (TypeError, "ignore_index=0.5 must be a Python int", {"ignore_index": 0.5}),
     ]),
     (cross_entropy, LOGITS, [
         (ValueError, r"target has shape \(2,\); it must be", {"target": IDS[:2]}),
-        (TypeError, "target has dtype torch.float32", {"target": torch.zeros(3)}),
         (TypeError, "logits has dtype torch.int64", {"logits": torch.zeros(3, 7).long()}),
-        (ValueError, "label_smoothing=2", {"label_smoothing": 2}),
-        (ValueError, "z_loss=-1 must be", {"z_loss": -1}),
-        (ValueError, "reduction='max'", {"reduction": "max"}),
         (ValueError, "normalizer has shape", {"normalizer": torch.ones(1)}),
         (TypeError, "normalizer is a str", {"normalizer": "a"}),
         (ValueError, EXPANDED, {"logits": torch.zeros(7).expand(3, 7), "inplace_backward": True}),
         (ValueError, "vocab_size=8", {"vocab_size": 8}),
-        (ValueError, "class_weights has", {"class_weights": torch.ones(2)}),
-        (TypeError, FRACTIONAL, {"ignore_index": 1.5}),
-        (TypeError, FRACTIONAL, {"ignore_index": "a"}),
-        (TypeError, FRACTIONAL, {"ignore_index": True}),
+        (TypeError, "ignore_index='a' must be", {"ignore_index": "a"}),
     ]),
     (selective_log_softmax, SELECTED, [
         (TypeError, "index has dtype torch.float32; it must be an integer one", {"index": torch.zeros(3)}),

@@ -111,17 +111,3 @@ def test_a_loss_written_in_torch_on_the_statistics_trains():
     assert not row.argmax[~mask].any()
     assert row.lse is None
     assert_close(gradients(got, arrays), gradients(want, exact), 1e-5, floor=3e-6)
-
-
-@pytest.mark.parametrize("name", [n for n in pallas_ce.RowStatistics._fields if n != "argmax"])
-def test_each_statistic_alone_has_its_gradient(name):
-    p, upstream = make(11, 12, 5, 33), np.linspace(-1, 1, 12, dtype=np.float32)
-    arrays = tensors(p, torch.float32)
-    found = getattr(linear_row_statistics(*arrays.values(), torch.tensor(p.labels).long(), statistics=(name,)), name)
-
-    def library(arrays):
-        row = pallas_ce.linear_row_statistics(**arrays, labels=p.labels, statistics=(name,))
-        return (getattr(row, name) * upstream).sum()
-
-    want = jax.tree.map(np.asarray, jax.grad(library)(p.arrays))
-    assert_close(gradients(found, arrays, torch.tensor(upstream)), want, 1e-5)

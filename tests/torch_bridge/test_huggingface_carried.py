@@ -88,14 +88,6 @@ def test_after_the_unwrapping_that_is_advised_a_model_is_patched_as_before_and_c
     assert patch_causal_lm(inner)(**batch()).logits is None
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_that_is_pickled_within_mixed_precision_is_patched(mixed_precision):
-    model = mixed_precision.prepare(patch_causal_lm(make(), label_smoothing=0.1))
-    found, plain = pickled(model), unpatch_causal_lm(pickled(model))
-    assert found(**batch()).logits is None
-    assert found(**batch()).loss != plain(**batch()).loss
-
-
 def test_a_forward_that_takes_the_patched_ones_place_is_warned_of_by_name():
     """As `use_liger_kernel=True` of Trainer does it."""
 

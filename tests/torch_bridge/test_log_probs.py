@@ -3,13 +3,15 @@
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import pallas_ce
 from tests.pallas_ce import oracle
 from tests.pallas_ce.checks import assert_close
-from tests.pallas_ce.problems import make, statistics_problems
+from tests.pallas_ce.problems import statistics_problems
 from tests.torch_bridge.problems import bridged, head, tensors
 from torch_bridge import linear_log_probs, linear_row_statistics
 
@@ -55,6 +57,49 @@ def test_only_what_is_asked_for_is_returned(ways):
         assert names == {"return_log_probs", *ways}
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_support_means_what_it_does_in_jax(shift):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((2, 5, 6), (31, 6)))
+    target = torch.randint(0, 31, (2, 5), generator=generator)
+    support = torch.cat([target[..., None], torch.randint(-1, 31, (2, 5, 4), generator=generator)], dim=2)
+    target[0, 2], support[1, 3] = -100, -1
+    options = {**ALL, "shift": shift}
+    found = linear_log_probs(hidden, weight, target, support=support, **options)
+    arrays = [jnp.asarray(x.detach().numpy()) for x in (hidden, weight)]
+    labels, ids = target.numpy(), support.numpy()
+
+    def weighted(entropy, log_probs, in_support, where):
+        return (0.3 * entropy + where(in_support, log_probs, 0.0 * entropy)).sum()
+
+    def of_jax(hidden, weight):
+        found = pallas_ce.linear_log_probs(hidden, weight, labels, support=ids, **options)
+        return weighted(found.entropy, found.log_probs, found.in_support, jnp.where), found
+
+    (_, want), needed = jax.value_and_grad(of_jax, (0, 1), has_aux=True)(*arrays)
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x.detach(), y, rtol=1e-5, atol=1e-6)
+    got = torch.autograd.grad(weighted(found.entropy, found.log_probs, found.in_support, torch.where), (hidden, weight))
+    for x, y in zip(got, needed, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("support", "error", "message"),
+    [
+        (torch.ones(2, 3), TypeError, "support has dtype torch.float32; it must hold integers"),
+        (
+            torch.ones(2, dtype=int),
+            ValueError,
+            r"support has shape \(2,\); it must be \(2,\) with K >= 1 ids behind it",
+        ),
+    ],
+)
+def test_a_support_of_another_kind_is_refused(support, error, message):
+    with pytest.raises(error, match=message):
+        linear_log_probs(torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 1]), support=support)
+
+
 @pytest.mark.parametrize("leading", [(), (0,), (2, 3), (2, 0)])
 @pytest.mark.parametrize("targets", [(), (3,)])
 def test_any_leading_shape(leading, targets):
@@ -65,23 +110,6 @@ def test_any_leading_shape(leading, targets):
     torch.testing.assert_close(found.entropy.detach(), torch.full(leading, LOG_5))
     (found.log_probs.sum() + found.entropy.sum()).backward()
     assert hidden.grad.shape == hidden.shape
-
-
-def test_float64_is_computed_in_float64():
-    p = make(3, 20, 7, 50)
-    p.options = {"logit_softcap": 3.0, "temperature": np.linspace(0.5, 2, 20)}
-    with jax.enable_x64(True):
-        assert_agrees(p, 1e-12, 1e-13, torch.float64)
-
-
-def test_a_frozen_weight_gets_no_gradient_and_a_temperature_none_either():
-    hidden, weight, target = head()
-    temperature = (torch.rand(20) + 0.5).requires_grad_()
-    found = linear_log_probs(hidden, weight.detach(), target, temperature=temperature)
-    for_hidden, for_temperature = torch.autograd.grad(found.sum(), (hidden, temperature), allow_unused=True)
-    want = torch.log_softmax(hidden @ weight.T / temperature.detach()[:, None], 1).gather(1, target[:, None]).sum()
-    torch.testing.assert_close(for_hidden, torch.autograd.grad(want, hidden)[0], rtol=1e-4, atol=1e-6)
-    assert for_temperature is None
 
 
 def test_row_statistics_take_several_targets_and_temperatures_too():

@@ -110,37 +110,19 @@ def test_loss_and_gradients_match_float64_for_any_options(data):
         assert torch.equal(logits.detach(), got[0])
 
 
-@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "sum", "z_loss": 0.1, "ignore_index": 3},
-        {"label_smoothing": 0.2, "class_weights": torch.linspace(0, 2, 16), "vocab_size": 16, "normalizer": 5},
-        {"logit_softcap": 3.0, "z_loss": torch.tensor(0.1, requires_grad=True)},
-    ],
-)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_one_program_for_all_rows_gives_what_two_for_parts_of_them_do(inplace, dtype, options, weighted):
-    leaf, target = problem(dtype, (4, 32))
-    target = target.to(torch.int32) if weighted else target
-    weights = torch.linspace(0.5, 2, 128).reshape(4, 32).requires_grad_() if weighted else None
-    inputs = [x for x in (weights, options.get("z_loss")) if isinstance(x, torch.Tensor)]
-    exact = cross_entropy(leaf, target, token_weights=weights, **options)
-    for upstream in (1.0, 3.0):
-        want = torch.autograd.grad(upstream * exact, [leaf, *inputs], retain_graph=True)
-        with as_on_a_gpu():
-            logits = leaf.view(4, 32, -1) * 1
-            got = cross_entropy(logits, target, token_weights=weights, inplace_backward=inplace, **options)
-            again = torch.autograd.grad(upstream * got, [logits, *inputs], retain_graph=True)
-            gradients = torch.autograd.grad(upstream * got, [logits, *inputs])
-        assert got.grad_fn.name() == "_LossAndGradientsBackward"
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
-        for x, y in zip(again + gradients, want + want, strict=True):
+def test_one_program_for_all_rows_scales_its_gradients_anew_in_every_backward(inplace):
+    leaf, target = problem(torch.bfloat16, (4, 32))
+    weights = torch.linspace(0.5, 2, 128).reshape(4, 32).requires_grad_()
+    exact = torch.autograd.grad(cross_entropy(leaf, target, token_weights=weights), [leaf, weights])
+    with as_on_a_gpu():
+        logits = leaf * 1
+        loss = cross_entropy(logits, target.int(), token_weights=weights, inplace_backward=inplace)
+        assert loss.grad_fn.name() == "_LossAndGradientsBackward"
+        for upstream, kept in ((2.0, True), (1.0, True), (3.0, False)):
+            got = torch.autograd.grad(upstream * loss, [logits, weights], retain_graph=kept)
             # A second rounding where the upstream is no power of two.
-            torch.testing.assert_close(x, y, rtol=2**-7 if x.dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+            torch.testing.assert_close(got, [upstream * x for x in exact], rtol=2**-7, atol=1e-6)
 
 
 def test_rows_are_cut_into_few_sizes():
@@ -181,14 +163,6 @@ def test_rows_that_do_not_count_may_hold_anything():
     assert nothing == 0
 
 
-def test_no_tokens_have_loss_0():
-    logits = torch.zeros(0, 5, requires_grad=True)
-    loss = cross_entropy(logits, torch.zeros(0, dtype=torch.long))
-    loss.backward()
-    assert loss == 0
-    assert logits.grad.shape == (0, 5)
-
-
 EXACT = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
@@ -220,9 +194,6 @@ def test_at_any_common_offset_the_error_is_no_larger_than_pytorchs_own_on_the_sa
     assert ((loss - exact).abs() <= (plain - exact).abs() + 1e-6).all()
     allowed = (plain_gradient - exact_gradient).abs() + 1e-6
     assert ((gradient - exact_gradient).abs() <= allowed).all()
-    of_tokens = selective_log_softmax(logits, target.clamp(0))
-    want = logits.double().log_softmax(-1).gather(-1, target.clamp(0)[:, None])[:, 0]
-    assert ((of_tokens - want).abs() <= 1e-6 + 1e-6 * want.abs()).all()
 
 
 @pytest.mark.parametrize("name", EXACT)

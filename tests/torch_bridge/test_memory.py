@@ -64,12 +64,6 @@ def told(monkeypatch):
     return found
 
 
-def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made(told):
-    memory.keep_pool(1, memory.SHARING)
-    ((pool, attribute, value),) = told
-    assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)
-
-
 @pytest.mark.parametrize("name", memory.SHARING)
 def test_the_pools_of_other_settings_are_left_alone(name, told):
     for other in (memory.SHARING | {name: "other"}, {k: v for k, v in memory.SHARING.items() if k != name}):
@@ -96,3 +90,9 @@ def test_everything_promised_is_there_and_nothing_else():
     assert set(torch_bridge.__all__) < set(dir(torch_bridge))
     with pytest.raises(AttributeError, match="no attribute 'linear'"):
         _ = torch_bridge.linear
+
+
+def test_cuda_is_told_to_keep_the_pool_of_the_settings_that_were_made(told):
+    memory.keep_pool(1, memory.SHARING)
+    ((pool, attribute, value),) = told
+    assert (pool, attribute.name, int(value)) == ("pool of 1", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", 2**64 - 1)

@@ -203,16 +203,6 @@ def test_losses_of_stored_logits_are_the_kernels_and_take_no_memory_beside_the_g
         assert (gradient.double() - exactly).norm() < 1.1 * rounding
 
 
-def test_log_probs_on_the_device_are_those_of_stored_logits():
-    hidden, weight, target = problem()
-    temperature = torch.linspace(0.5, 2, len(target), device="cuda")
-    found = linear_log_probs(hidden, weight, target, temperature=temperature, return_entropy=True)
-    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature[:, None], 1)
-    want = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    torch.testing.assert_close(tuple(x.double() for x in found[:2]), want, rtol=1e-5, atol=1e-4)
-    assert (found.log_probs.sum() + found.entropy.sum()).requires_grad
-
-
 def test_every_device_of_a_process_computes_its_own():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
@@ -300,3 +290,13 @@ def test_the_bridge_costs_the_host_no_more_than_it_did(differentiate, most):
             torch.cuda.synchronize()
         least[name] = min(seconds)
     assert least["bridge"] - least["native"] <= most, least
+
+
+def test_log_probs_on_the_device_are_those_of_stored_logits():
+    hidden, weight, target = problem()
+    temperature = torch.linspace(0.5, 2, len(target), device="cuda")
+    found = linear_log_probs(hidden, weight, target, temperature=temperature, return_entropy=True)
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature[:, None], 1)
+    want = log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    torch.testing.assert_close(tuple(x.double() for x in found[:2]), want, rtol=1e-5, atol=1e-4)
+    assert (found.log_probs.sum() + found.entropy.sum()).requires_grad

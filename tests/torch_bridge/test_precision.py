@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.problems import HEADS, head
-from torch_bridge import linear_cross_entropy, linear_log_probs
+from torch_bridge import linear_log_probs
 from torch_bridge.api import checks
 
 CUDA = torch.device("cuda")
@@ -32,15 +32,16 @@ def test_products_have_the_precision_asked_for(name, precision):
 @pytest.mark.parametrize("name", HEADS)
 def test_without_one_pytorchs_settings_for_the_device_decide(name, monkeypatch):
     given = []
-    monkeypatch.setattr(checks, "precision", lambda *arguments: given.append(arguments) or ELSEWHERE)
+    monkeypatch.setattr(checks, "precision_of", lambda *arguments: given.append(arguments) or ELSEWHERE)
     with refused:
         HEADS[name](*head())
     assert given == [(None, torch.device("cpu"))]
 
 
-@pytest.mark.parametrize("precision", ["highest", "tensorfloat32", jax.lax.Precision.DEFAULT])
-def test_a_cpu_has_one_accuracy(precision):
-    assert linear_cross_entropy(*head(), precision=precision) == linear_cross_entropy(*head())
+def both():
+    """After which PyTorch itself raises where `allow_tf32` is read."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 @pytest.mark.parametrize(
@@ -52,28 +53,19 @@ def test_a_cpu_has_one_accuracy(precision):
         (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), "tensorfloat32"),
         (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tensorfloat32"),
         (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tensorfloat32"),
-        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "highest"),
+        (both, "highest"),
     ],
 )
 def test_pytorchs_settings_are_those_of_cuda_devices(choose, on_cuda):
     choose()
-    assert checks.precision(None, CUDA) == on_cuda
-    assert checks.precision(None, torch.device("cpu")) == "highest"
-    assert checks.precision("high", CUDA) == checks.precision(jax.lax.Precision.HIGH, CUDA) == "high"
-
-
-def test_settings_of_both_interfaces_can_be_read():
-    """PyTorch itself raises where `allow_tf32` is read after this."""
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    with pytest.raises(RuntimeError):
-        _ = torch.backends.cuda.matmul.allow_tf32
-    assert checks.precision(None, CUDA) == "highest"
+    assert checks.precision_of(None, CUDA) == on_cuda
+    assert checks.precision_of(None, torch.device("cpu")) == "highest"
+    assert checks.precision_of("high", CUDA) == checks.precision_of(jax.lax.Precision.HIGH, CUDA) == "high"
 
 
 def test_a_compiled_function_follows_the_settings():
     compiled = torch.compile(
-        lambda x: x * (2 if checks.precision(None, CUDA) == "highest" else 3), fullgraph=True, backend="eager"
+        lambda x: x * (2 if checks.precision_of(None, CUDA) == "highest" else 3), fullgraph=True, backend="eager"
     )
     assert compiled(torch.ones(())) == 2
     torch.set_float32_matmul_precision("high")

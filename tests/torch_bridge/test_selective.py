@@ -77,13 +77,6 @@ def test_values_and_gradients_are_those_of_the_exact_log_softmax(data: Any) -> N
         assert torch.equal(logits.detach(), gradient)
 
 
-def test_rows_of_a_slice_of_the_logits_are_views() -> None:
-    """What trainers pass: all positions but the last."""
-    whole = torch.randn(3, 5, 11)
-    for _, rows in chunks.chunks(whole[:, :-1]):
-        assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_no_tensor_of_the_logits_size_is_made_forward_and_only_the_gradient_backward(
     temperature: float, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import re
+import types
 import warnings
 from pathlib import Path
 
@@ -241,30 +242,20 @@ def test_the_default_environment_has_a_version_that_counts_as_tested():
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("found", "served", "message"),
     [
-        ("nothing", None),
-        (adapter.TESTED[0], None),
-        ("9.9", r"TRL 9\.9 was not tested with patch_causal_lm; tested: 1\.16\.0"),
-        ("1.2", r"TRL 1\.2 has trainers that will not use patch_causal_lm \(.*no attribute.*\); tested"),
+        (adapter.TESTED[0], True, None),
+        ("9.9", True, r"TRL 9\.9 was not tested with patch_causal_lm; tested: 1\.16\.0"),
+        ("1.2", False, r"TRL 1\.2 has trainers that will not use patch_causal_lm \(.*no attribute"),
     ],
 )
-def test_versions_of_trl_that_were_not_tested_are_warned_about(monkeypatch, found, message):
-    class Utils:
-        class _ChunkedLogProbFunction:
-            def forward(
-                ctx, hidden, weight, bias, targets, temperature, chunk_size,
-                final_logit_softcapping=None, logit_scale=1.0, outputs=(),
-            ): ...  # fmt: skip
-
-    if found == "1.2":
-        del Utils._ChunkedLogProbFunction
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if found == "nothing" else name)
+def test_versions_of_trl_that_were_not_tested_are_warned_about(monkeypatch, found, served, message):
+    function = types.SimpleNamespace(forward=adapter.FusedHead.apply)
+    utils = types.SimpleNamespace(**{"_ChunkedLogProbFunction": function} if served else {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
-    monkeypatch.setattr(importlib, "import_module", lambda name: Utils)
-    read = adapter._utils.__wrapped__
-    if message is None:
-        assert read() is (None if found == "nothing" else Utils)
-    else:
-        with pytest.warns(UserWarning, match=message):
-            assert read() is (Utils if found == "9.9" else None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: utils)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert adapter._utils.__wrapped__() is (utils if served else None)
+    assert (len(warned) == 0) if message is None else re.search(message, str(warned[0].message))

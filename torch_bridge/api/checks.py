@@ -25,6 +25,7 @@ _LABELS = (torch.int32, torch.int64)
 # Scalars: the number whose term is left out, and the bounds of others.
 _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
     "logit_scale": (1.0,),
+    "teacher_logit_scale": (1.0,),
     "label_smoothing": (0.0, 0.0, 1.0),
     "z_loss": (0.0, 0.0),
     "normalizer": (None, 0.0),
@@ -32,19 +33,23 @@ _SCALARS: dict[str, tuple[float | None, *tuple[float, ...]]] = {
 
 
 class Head(NamedTuple):
-    """A head as the operators take it.
+    """A checked head.
 
     Attributes:
-        tensors: by name.
-        options: of every function of a head.
+        given: what the operators take of it, by name.
         leading: input's leading shape.
         size: V.
+        dtype: the products'.
     """
 
-    tensors: dict[str, Tensor | None]
-    options: dict[str, Any]
+    given: dict[str, Any]
     leading: torch.Size
     size: int
+    dtype: str
+
+    def shaped(self, by_row: Tensor) -> Any:
+        """`[N, ...]` with the leading shape."""
+        return by_row.reshape((*self.leading, *by_row.shape[1:]))
 
 
 def weight(given: Tensor | LowRank) -> LowRank:
@@ -64,16 +69,17 @@ def weight(given: Tensor | LowRank) -> LowRank:
 def head(
     input: Tensor,
     of_weight: Tensor | LowRank,
-    bias: Tensor | None,
-    logit_scale: float | Tensor,
-    logit_softcap: float | None,
-    vocab_size: int | None,
-    how: tuple[PrecisionLike | None, str | None, int | None],
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    precision: PrecisionLike | None = None,
+    **_: Any,
 ) -> Head:
-    """Checks a head; `how` is `(precision, implementation, scratch_bytes)`."""
+    """Checks a head's tensors, and which of a call's options decide over them; programs check all others."""
     read = weight(of_weight)
     rows, width = read.weight.shape
-    for name, tensor in (("input", input), ("linear_bias", bias)):
+    for name, tensor in (("input", input), ("linear_bias", linear_bias)):
         if tensor is not None:
             floating(name, tensor)
     if input.ndim < 1:
@@ -83,28 +89,54 @@ def head(
             f"input has shape {tuple(input.shape)} and linear_weight {tuple(read.weight.shape)}: the hidden size is "
             f"{input.shape[-1]} in the one and {width} in the other"
         )
-    shape("linear_bias", bias, (rows,))
-    kind, dtype, leading = input.device.type, input.dtype, input.shape[:-1]
-    if dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    options = {
-        "dtype": _DTYPES[dtype],
-        "precision": precision(how[0], input.device),
-        "logit_softcap": logit_softcap,
-        "vocab_size": vocab_size,
-        "implementation": how[1],
-        "scratch_bytes": how[2],
-        "term_scale": read.scale,
-    }
-    tensors = {
+    shape("linear_bias", linear_bias, (rows,))
+    dtype, leading = _multiplied(input), input.shape[:-1]
+    given = {
         "input": by_row(input, leading),
         "linear_weight": read.weight,
         "linear_up": read.up,
         "linear_down": read.down,
-        "linear_bias": bias,
-        **scalars(_DTYPES[dtype], {"logit_scale": logit_scale}),
+        "term_scale": read.scale,
+        "dtype": dtype,
+        "precision": precision_of(precision, input.device),
+        **scalars(dtype, {"logit_scale": logit_scale}),
     }
-    return Head(tensors, options, leading, size(vocab_size, rows, "linear_weight's rows"))
+    return Head(given, leading, size(vocab_size, rows, "linear_weight's rows"), dtype)
+
+
+def _multiplied(input: Tensor) -> str:
+    """The dtype in which products are made: input's, or autocast's."""
+    kind = input.device.type
+    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return _DTYPES[torch.get_autocast_dtype(kind)]
+    return _DTYPES[input.dtype]
+
+
+def teacher(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | Tensor, leading: Sequence[int]
+) -> dict[str, Any]:
+    """Checks a teacher's tensors, constants; what the operator takes of them."""
+    for name, tensor in (("teacher_input", input), ("teacher_weight", weight), ("teacher_bias", bias)):
+        if tensor is not None:
+            floating(name, tensor)
+    if weight.ndim != 2:
+        raise ValueError(f"teacher_weight has shape {tuple(weight.shape)}; it must be [V, H_t]")
+    shape("teacher_input", input, (*leading, weight.shape[1]))
+    shape("teacher_bias", bias, weight.shape[:1])
+    return {
+        "teacher_input": by_row(input.detach(), leading),
+        "teacher_weight": weight.detach(),
+        "teacher_bias": None if bias is None else bias.detach(),
+        "teacher_dtype": _multiplied(input),
+        **scalars(_multiplied(input), {"teacher_logit_scale": logit_scale}),
+    }
+
+
+def mask(row_mask: Tensor) -> Tensor:
+    """Checks the mask's dtype."""
+    if row_mask.dtype != torch.bool:
+        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
+    return row_mask
 
 
 def loss(
@@ -112,26 +144,31 @@ def loss(
     size: int,
     dtype: str,
     target: Tensor,
-    class_weights: Tensor | None,
-    token_weights: Tensor | None,
-    numbers: Mapping[str, float | Tensor | None],
-    valid: tuple[int, int | None] | None,
+    *,
     shift: int = 0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
+    **options: Any,
 ) -> dict[str, Tensor | None]:
-    """The tensors of cross entropy beside its logits; `size` is V, and `valid` as `labels` takes it."""
+    """The tensors of cross entropy beside its logits; `size` is V."""
+    integration.check_reduction(reduction, normalizer, "auto")
     shape("class_weights", class_weights, (size,))
     shape("token_weights", token_weights, leading)
     if token_weights is not None:
         token_weights = by_row(_shifted(token_weights, shift, leading, 0), leading)
     return {
-        "target": labels(target, leading, valid=valid, shift=shift),
+        "target": labels(target, leading, shift=shift, size=size, **options),
         "class_weights": class_weights,
         "token_weights": token_weights,
-        **scalars(dtype, numbers),
+        **scalars(dtype, {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}),
     }
 
 
-def precision(value: PrecisionLike | None, device: torch.device) -> str:
+def precision_of(value: PrecisionLike | None, device: torch.device) -> str:
     """How float32 operands are multiplied: as asked for, or as PyTorch's own products on that device."""
     if value is None:
         return "tensorfloat32" if device.type == "cuda" and _tf32_on_cuda() else "highest"
@@ -189,34 +226,61 @@ def by_row(tensor: Tensor, leading: Sequence[int]) -> Tensor:
 def labels(
     target: Tensor,
     leading: Sequence[int],
+    *,
     several: bool = False,
-    valid: tuple[int, int | None] | None = None,
     shift: int = 0,
+    size: int = 0,
+    ignore_index: int | None = -100,
+    validate_labels: bool = False,
+    **_: Any,
 ) -> Tensor:
     """int32 or int64 `[N]` of integers, one for each row; with `several`, or `[N, K]`.
 
-    `valid` is a vocabulary's size and `ignore_index`: with it the values are read, and others raise a ValueError. A row
+    With `validate_labels` their values are read, and ones outside the vocabulary of that size raise a ValueError. A row
     has the label `shift` positions later.
     """
-    exchange.check_dense("target", target)
-    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        raise TypeError(
-            f"target has dtype {target.dtype}; it must hold integers: class probabilities are not supported"
-        )
-    if target.shape != leading and not (
-        several and target.shape[:-1] == leading and target.ndim == len(leading) + 1 and target.shape[-1] > 0
-    ):
+    _integers("target", target)
+    if target.shape != leading and not (several and _several(target, leading)):
         either = ", or that with K >= 1 targets for each row behind it" if several else ""
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(leading)}{either}")
-    if valid is not None:
-        target = _with_valid_values(target, valid[0], integration.read_ignore_index(valid[1]))
-    target = target if target.dtype in _LABELS else target.long()
-    return by_row(_shifted(target, shift, leading, integration.NO_TARGET), leading)
+    if validate_labels:
+        target = _with_valid_values(target, size, integration.read_ignore_index(ignore_index))
+    return _by_row_of_ids(target, shift, leading)
+
+
+def support(ids: Tensor, target: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+    """int32 or int64 `[N, K]` of integers, where there is one target for each row."""
+    _integers("support", ids)
+    if not _several(ids, leading):
+        raise ValueError(f"support has shape {tuple(ids.shape)}; it must be {tuple(leading)} with K >= 1 ids behind it")
+    if target.shape != leading:
+        raise ValueError(
+            f"support takes one target of each row, {tuple(leading)}, and target has shape {tuple(target.shape)}"
+        )
+    return _by_row_of_ids(ids, shift, leading)
+
+
+def _integers(name: str, tensor: Tensor) -> None:
+    exchange.check_dense(name, tensor)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; it must hold integers: class probabilities are not supported"
+        )
+
+
+def _several(ids: Tensor, leading: Sequence[int]) -> bool:
+    return ids.shape[:-1] == leading and ids.ndim == len(leading) + 1 and ids.shape[-1] > 0
+
+
+def _by_row_of_ids(ids: Tensor, shift: int, leading: Sequence[int]) -> Tensor:
+    ids = ids if ids.dtype in _LABELS else ids.long()
+    return by_row(_shifted(ids, shift, leading, integration.NO_TARGET), leading)
 
 
 def _shifted(by_token: Tensor, shift: int, leading: Sequence[int], fill: int) -> Tensor:
     """`[..., *K]` values of tokens at the rows that predict these; `fill` where there is none."""
-    if not (shift := integration.check_shift(shift, by_token, tuple(leading))):
+    # The default costs no check; False would be an error.
+    if (type(shift) is int and shift == 0) or not (shift := integration.check_shift(shift, by_token, tuple(leading))):
         return by_token
     behind = by_token.narrow(len(leading) - 1, gone := min(shift, leading[-1]), leading[-1] - gone)
     return nn.functional.pad(behind, (*(0, 0) * (by_token.ndim - len(leading)), 0, gone), value=fill)
@@ -243,12 +307,12 @@ def shape(name: str, tensor: Tensor | None, expected: Sequence[int]) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
-def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tuple[float, Tensor | None]:
-    """A number to compile in, and a tensor `[]` or `[N]` in the dtype of the sums: 1 or None stands for the other."""
+def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> dict[str, Any]:
+    """A number, which is compiled in, or else a tensor `[]` or `[N]` in the dtype of the sums."""
     if not isinstance(value, Tensor):
         if not isinstance(number := integration.check_temperature(value, tuple(leading)), float):
             raise TypeError(f"temperature is a {type(value).__name__}; it must be a number or a torch.Tensor")
-        return number, None
+        return {"fixed_temperature": number}
     exchange.check_dense("temperature", value)
     if not value.dtype.is_floating_point:
         raise TypeError(f"temperature has dtype {value.dtype}; it must be a floating dtype")
@@ -258,7 +322,7 @@ def temperature(value: float | Tensor, leading: Sequence[int], dtype: str) -> tu
             f"{tuple(leading)}"
         )
     value = value.to(_wide(dtype))
-    return 1.0, by_row(value, leading) if value.ndim else value
+    return {"temperature": by_row(value, leading) if value.ndim else value}
 
 
 def scalars(dtype: str, given: Mapping[str, float | Tensor | None]) -> dict[str, Tensor | None]:

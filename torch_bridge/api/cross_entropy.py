@@ -4,33 +4,33 @@ Where the kernels serve all rows at once, one program makes the loss and its gra
 PyTorch's own operators, which differentiate everything else, on row statistics that are differentiable in the logits.
 """
 
+from typing import Any, Unpack
+
 import torch
 from torch import Tensor
 
 from pallas_ce import integration
-from pallas_ce.integration import Reduction
+from pallas_ce.integration import documented
 from torch_bridge.api import checks
+from torch_bridge.api.options import LossOptions
 from torch_bridge.autograd import eager, first_order
 from torch_bridge.dlpack import exchange
 from torch_bridge.materialized import kernels, losses, one_program, rows
 from torch_bridge.materialized.chunks import check_inplace, wide
 
+_CONSTANT = ("target", "class_weights")
 
+
+@documented
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    label_smoothing: float | Tensor = 0.0,
-    z_loss: float | Tensor = 0.0,
     logit_softcap: float | None = None,
-    ignore_index: int | None = -100,
     class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    reduction: Reduction = "mean",
-    normalizer: float | Tensor | None = None,
     vocab_size: int | None = None,
-    validate_labels: bool = False,
     inplace_backward: bool = False,
+    **options: Unpack[LossOptions],
 ) -> Tensor:
     r"""The loss of `pallas_ce.cross_entropy`, whose docstring has the formula, on PyTorch tensors (CPU or CUDA).
 
@@ -41,16 +41,9 @@ def cross_entropy(
     Args:
         logits: `[..., V']` bfloat16, float16, float32 or float64; the class is the last axis. A slice is not copied.
         target: `[...]` integers; those outside `[0, vocab_size)` count as ignored.
-        label_smoothing: in [0, 1]; differentiable, as a tensor.
-        z_loss: factor β of `β·lse²`; differentiable, as a tensor.
         logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
-        ignore_index: tokens with this target have loss 0 and gradient 0.
         class_weights: `[V]`, PyTorch's `weight`; a constant.
-        token_weights: `[...]`, differentiable.
-        reduction: "mean", "sum", or "none" for `[...]`.
-        normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
         vocab_size: V; columns from there on are padding. Default V'.
-        validate_labels: as in `linear_cross_entropy`.
         inplace_backward: write the gradient over the logits' memory, in the backward or at once. They must not be
             needed after this function, by anything: the values there are lost. What `torch.compile` compiles plans
             its memory itself, and leaves them.
@@ -76,15 +69,11 @@ def cross_entropy(
     References:
         See `pallas_ce.cross_entropy`.
     """
-    integration.check_reduction(reduction, normalizer, "auto")
-    ignore_index = integration.read_ignore_index(ignore_index)
-    dtype = checks.floating("logits", logits)
-    size = checks.vocabulary(logits, vocab_size)
-    leading = logits.shape[:-1]
+    dtype, size, leading = checks.floating("logits", logits), checks.vocabulary(logits, vocab_size), logits.shape[:-1]
     check_inplace(logits, inplace_backward)
-    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}
-    valid = (size, ignore_index) if validate_labels else None
-    given = checks.loss(leading, size, dtype, target, class_weights, token_weights, numbers, valid)
+    given = checks.loss(leading, size, dtype, target, class_weights=class_weights, **options)
+    ignore_index = integration.read_ignore_index(options.get("ignore_index", -100))
+    reduction = options.get("reduction", "mean")
     tensors = {name: x for name, x in given.items() if x is not None}
     everything = {"logits": logits, **tensors}
     exchange.check_one_device(everything)
@@ -98,23 +87,20 @@ def cross_entropy(
     counted = losses.counted(ids, size, ignore_index)
     ids = ids.where(counted, 0)
     classes = None if class_weights is None else class_weights.detach().to(wide(logits.dtype))
-    smoothing, z_factor, weights, divisor = (
-        first_order.differentiable_once(given[name])
-        for name in ("label_smoothing", "z_loss", "token_weights", "normalizer")
-    )
-    names = "lse,log_prob" if smoothing is None else "lse,log_prob,mean_log_prob"
-    mean_weights = None if classes is None or smoothing is None else classes / size
-    options = rows.Options(names, size, logit_softcap, inplace=inplace_backward)
-    found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, options)
+    # Numbers whose term is left out are None, and left to the defaults.
+    once: dict[str, Any] = {
+        name: first_order.differentiable_once(x) for name, x in tensors.items() if name not in _CONSTANT
+    }
+    smoothed = "label_smoothing" in once
+    static = rows.Options("lse,log_prob" + ",mean_log_prob" * smoothed, size, logit_softcap, inplace=inplace_backward)
+    mean_weights = classes / size if smoothed and classes is not None else None
+    found = rows.row_statistics(logits, ids[:, None], counted, mean_weights, static)
     return losses.cross_entropy(
         found["lse"],
         found["log_prob"][:, 0],
         found.get("mean_log_prob"),
         counted,
-        label_smoothing=0.0 if smoothing is None else smoothing,
-        z_loss=0.0 if z_factor is None else z_factor,
-        token_weights=weights,
         reduction=reduction,
-        normalizer=divisor,
         class_weights=None if classes is None or not size else classes[ids],
+        **once,
     ).reshape(leading if reduction == "none" else ())

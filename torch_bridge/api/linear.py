@@ -1,40 +1,27 @@
-"""The public functions: `linear_cross_entropy` and `linear_row_statistics` on PyTorch tensors."""
+"""The functions of a head on PyTorch tensors."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from pallas_ce import LowRank, Metrics, RowStatistics, integration
-from pallas_ce.integration import Backward, PrecisionLike, Reduction
+from pallas_ce import LogProbs, LowRank, Metrics, RowStatistics, integration
+from pallas_ce.integration import documented
 from torch_bridge.api import checks
-from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS
+from torch_bridge.api.options import CrossEntropyOptions, LogProbsOptions, WholeHeadOptions
+from torch_bridge.autograd.operator import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS, LINEAR_ROW_STATISTICS
 
 
+@documented
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | LowRank,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
     shift: int = 0,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float | Tensor = 0.0,
-    z_loss: float | Tensor = 0.0,
-    logit_softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    vocab_size: int | None = None,
-    normalizer: float | Tensor | None = None,
-    backward: Backward = "auto",
-    precision: PrecisionLike | None = None,
-    implementation: str | None = None,
-    scratch_bytes: int | None = None,
-    validate_labels: bool = False,
     return_metrics: bool = False,
+    **options: Unpack[CrossEntropyOptions],
 ) -> Any:
     r"""Cross entropy of `softcap(logit_scale · (input @ linear_weight.T + linear_bias))`, without storing those logits.
 
@@ -50,32 +37,9 @@ def linear_cross_entropy(
             `pallas_ce.LowRank` of this tensor, `up [V', r]` and `down [r, H]`: LoRA's B and A. Where the weight
             requires no gradient, the loss with gradients then makes no array of its size.
         target: `[...]`, integers; those outside `[0, vocab_size)` count as ignored.
-        linear_bias: `[V']`.
-        class_weights: `[V]`, PyTorch's `weight`; a constant.
-        token_weights: `[...]`, differentiable.
         shift: 1 where the hidden state of a position predicts the next one's target, along the last leading axis: the
             loss of `input[..., :-1, :]` with `target[..., 1:]` and `token_weights[..., 1:]`, without the copy of
             the input. Positions whose target would lie behind the last one do not count.
-        reduction: "mean", "sum", or "none" for `[...]`.
-        ignore_index: tokens with this target have loss and gradient 0 and cost no work. None: no target is special.
-        label_smoothing: in [0, 1]. Numbers may change from call to call without compiling anew.
-        z_loss: factor β of `β·lse²`.
-        logit_softcap: c > 0 for `c·tanh(x/c)`, or None.
-        logit_scale: a number, or a scalar tensor, differentiable.
-        vocab_size: V; entries of the weight from there on are padding. Default V'.
-        normalizer: what the mean divides by, in place of the (weighted) number of tokens that count.
-        backward: "in_forward" computes the gradients in the forward and keeps them, with three matrix products;
-            "recompute" keeps O(N) numbers and computes logits twice, with four: take it where many forwards wait for
-            their backward, or under activation checkpointing. "auto" takes in_forward for scalar losses where its
-            scratch fits.
-        precision: how float32 operands are multiplied: a name, such as "highest", "tensorfloat32" or
-            "BF16_BF16_F32_X3", or what else `pallas_ce.linear_cross_entropy` takes. None: as PyTorch's own products, in
-            full float32, or in TF32 on CUDA devices where `torch.backends.cuda.matmul.fp32_precision` is "tf32", which
-            `torch.set_float32_matmul_precision("high")` makes it, too.
-        implementation: "xla", "mosaic_gpu", "triton", "reference", or None to choose; see `pallas_ce`.
-        scratch_bytes: bound on scratch memory.
-        validate_labels: raise a ValueError naming the first target that is neither in the vocabulary nor
-            `ignore_index`, under `torch.compile` too. Reads the targets' values: on a GPU the host waits for them.
         return_metrics: return `(loss, Metrics)`.
 
     Returns:
@@ -99,22 +63,15 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.weight.grad.shape
         (torch.Size([2, 5, 8]), torch.Size([100, 8]))
     """
-    integration.check_reduction(reduction, normalizer, backward)
-    how = (precision, implementation, scratch_bytes)
-    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
-    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer}
-    options = {"reduction": reduction, "ignore_index": ignore_index, "backward": backward}
-    valid = (head.size, ignore_index) if validate_labels else None
-    tensors = checks.loss(
-        head.leading, head.size, head.options["dtype"], target, class_weights, token_weights, numbers, valid, shift
-    )
-    loss, *metrics = LINEAR_CROSS_ENTROPY.call(
-        head.tensors | tensors, head.options | options | {"return_metrics": return_metrics}
-    )
-    loss = loss.reshape(head.leading) if reduction == "none" else loss
+    head = checks.head(input, linear_weight, **options)
+    tensors = checks.loss(head.leading, head.size, head.dtype, target, shift=shift, **options)
+    given = {**options, **head.given, **tensors, "return_metrics": return_metrics}
+    loss, *metrics = LINEAR_CROSS_ENTROPY.call(given)
+    loss = loss if loss.ndim == 0 else head.shaped(loss)
     return (loss, Metrics(*cast(Any, metrics[:5]))) if return_metrics else loss
 
 
+@documented
 def linear_row_statistics(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -122,15 +79,9 @@ def linear_row_statistics(
     *,
     statistics: Sequence[str] = ("lse", "target_logit"),
     row_mask: Tensor | None = None,
-    linear_bias: Tensor | None = None,
-    logit_softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
     logit_weights: Tensor | None = None,
-    vocab_size: int | None = None,
-    precision: PrecisionLike | None = None,
-    implementation: str | None = None,
-    scratch_bytes: int | None = None,
+    **options: Unpack[WholeHeadOptions],
 ) -> RowStatistics:
     r"""Statistics of each row of the logits, which are not stored: any loss written in PyTorch on top of them trains.
 
@@ -144,15 +95,8 @@ def linear_row_statistics(
             `[0, vocab_size)` has `target_logit` 0. `[..., K]`: K targets for each row.
         statistics: names out of `pallas_ce.RowStatistics`' fields; others cost nothing.
         row_mask: `[...]` bool; rows where it is False hold 0, have gradient 0 and cost no work.
-        linear_bias: `[V']`.
-        logit_softcap: c > 0, or None.
-        logit_scale: a number or a scalar tensor.
         temperature: what divides the logits; see `linear_log_probs`.
         logit_weights: `[V]`, the u of `mean_logit = Σ_v u_v·z_v`; 1/V each by default. A constant.
-        vocab_size: V.
-        precision: how float32 operands are multiplied; None: as PyTorch's settings say.
-        implementation: "xla", "mosaic_gpu", "triton", "reference" or None.
-        scratch_bytes: bound on the memory of tiles.
 
     Returns:
         RowStatistics: of tensors `[...]`, float32 (float64 for float64; `argmax` int32), None where not asked for;
@@ -177,25 +121,96 @@ def linear_row_statistics(
     # As the operator returns them: argmax, which has no gradient, last.
     names = [name for name in RowStatistics._fields if name in asked and name != "argmax"]
     names += ["argmax"] if "argmax" in asked else []
-    how = (precision, implementation, scratch_bytes)
-    head = checks.head(input, linear_weight, linear_bias, logit_scale, logit_softcap, vocab_size, how)
-    if target is not None:
-        target = checks.labels(target, head.leading, several=True)
+    head = checks.head(input, linear_weight, **options)
     checks.shape("row_mask", row_mask, head.leading)
     if row_mask is None:
         row_mask = torch.ones(head.leading, dtype=torch.bool, device=input.device)
-    elif row_mask.dtype != torch.bool:
-        raise TypeError(f"row_mask has dtype {row_mask.dtype}; it must be bool: pass row_mask != 0")
     checks.shape("logit_weights", logit_weights, (head.size,))
-    number, temperatures = checks.temperature(temperature, head.leading, head.options["dtype"])
-    tensors = head.tensors | {
-        "target": target,
+    given = {
+        "target": None if target is None else checks.labels(target, head.leading, several=True),
+        "statistics": ",".join(names),
         "logit_weights": logit_weights,
-        "row_mask": checks.by_row(row_mask, head.leading),
-        "temperature": temperatures,
+        "row_mask": checks.by_row(checks.mask(row_mask), head.leading),
+        **checks.temperature(temperature, head.leading, head.dtype),
     }
-    found = LINEAR_ROW_STATISTICS.call(
-        tensors, head.options | {"statistics": ",".join(names), "fixed_temperature": number}
-    )
-    shaped = (cast(Any, x.reshape(*head.leading, *x.shape[1:])) for x in found)
-    return RowStatistics(**dict(zip(names, shaped, strict=False)))
+    found = LINEAR_ROW_STATISTICS.call(options | head.given | given)
+    return RowStatistics(**dict(zip(names, map(head.shaped, found), strict=False)))
+
+
+@documented
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor | LowRank,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    support: Tensor | None = None,
+    return_entropy: bool = False,
+    return_sum_sq_probs: bool = False,
+    return_hit: bool = False,
+    shift: int = 0,
+    **options: Unpack[LogProbsOptions],
+) -> Any:
+    r"""Log-probabilities of `target` under `softmax(z)`, without storing logits.
+
+        z = softcap(logit_scale · (input @ linear_weight.T + linear_bias)) / temperature,
+        log p_t = z_t - log Σ_v exp z_v
+
+    Differentiable in `input`, `linear_weight`, `linear_bias` and `logit_scale`, once, through everything returned
+    together, with any cotangents: what policy-gradient and preference losses written in PyTorch start from. The forward
+    keeps O(N) numbers, and the backward computes tiles of the logits again. `pallas_ce.linear_log_probs` has the
+    formulas.
+
+    Args:
+        input: `[..., H]`, as in `linear_cross_entropy`, like all that is not described here. `input.float()` with a
+            bfloat16 weight is the float32 head of reinforcement learning: the weight is cast tile by tile.
+        linear_weight: `[V', H]`, or a `LowRank`.
+        target: `[...]`, integers, or `[..., K]` for the log-probabilities of K given tokens of each row; a token may be
+            given several times. Targets outside `[0, vocab_size)` count as ignored.
+        temperature: positive; a number, a tensor `[]` or one `[...]` of a temperature for each row. A constant: it gets
+            no gradient. A number costs nothing but is compiled in: pass one that changes from call to call as a tensor.
+        support: `[..., K]` integers: with each target the ids that its sampler kept, and the only ones that
+            probabilities are over; -1 pads. A target outside its set has log-probability -inf and no gradient. See
+            `pallas_ce.linear_log_probs`.
+        return_entropy: return `pallas_ce.LogProbs` with the rows' entropy.
+        return_sum_sq_probs: return `LogProbs` with the rows' sum of squared probabilities.
+        return_hit: return `LogProbs` with whether a target is the most likely token.
+        shift: a row meets the targets `shift` positions later, as in `linear_cross_entropy`, at its own temperature.
+        ignore_index: this target is ignored: log-probability and gradient exactly 0. The work of rows whose targets are
+            all ignored is skipped, and what they hold does not matter. None: no target is special.
+        implementation: "xla", "mosaic_gpu" (a number as temperature), "triton", "reference" or None.
+
+    Returns:
+        Tensor: the log-probabilities, float32 (float64 for float64), in the target's shape; where more is asked,
+        and with `support`, `LogProbs` of tensors, entropies and sums `[...]`, without a gradient for `hit` and
+        `in_support`.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, a named implementation that cannot serve.
+        TypeError: dtypes that do not fit; a DTensor.
+        RuntimeError: inside the capture of a CUDA graph.
+        NotImplementedError: forward-mode differentiation and transforms of `torch.func`.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import linear_log_probs
+        >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+        >>> linear_log_probs(hidden, weight, torch.tensor([1, -100])).detach()
+        tensor([-1.3863,  0.0000])
+        >>> found = linear_log_probs(hidden, weight, torch.tensor([1, 2]), temperature=0.7, return_entropy=True)
+        >>> before, advantage = found.log_probs.detach(), torch.tensor([0.5, -1.0])
+        >>> ratio = (found.log_probs - before).exp()
+        >>> (-(ratio * advantage).mean() - 0.01 * found.entropy.mean()).backward()
+    """
+    head = checks.head(input, linear_weight, **options)
+    asked = {"return_entropy": return_entropy, "return_sum_sq_probs": return_sum_sq_probs, "return_hit": return_hit}
+    labels = checks.labels(target, head.leading, several=True, shift=shift, size=head.size, **options)
+    given = asked | {"target": labels} | checks.temperature(temperature, head.leading, head.dtype)
+    if support is not None:
+        given["support"] = checks.support(support, target, head.leading, shift)
+    found = map(head.shaped, LINEAR_LOG_PROBS.call(options | head.given | given))
+    names = ["log_probs", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)]
+    names += ["in_support"] * (support is not None)
+    if len(names) == 1:
+        return next(found)
+    return LogProbs(**dict(zip(names, cast(Any, found), strict=False)))

@@ -1,11 +1,15 @@
 """`LinearCrossEntropyLoss`: a head and its loss as one module."""
 
+import inspect
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from torch_bridge.api.linear import linear_cross_entropy
+
+# What a module or its caller gives, and no option of its own does.
+_GIVEN = {"input", "linear_weight", "target", "linear_bias", "class_weights", "token_weights"}
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -82,7 +86,7 @@ class LinearCrossEntropyLoss(nn.Module):
     def _take(
         self, weight: nn.Parameter, bias: nn.Parameter | None, class_weights: Tensor | None, options: dict[str, Any]
     ) -> None:
-        allowed = set(linear_cross_entropy.__kwdefaults__ or ()) - {"linear_bias", "class_weights", "token_weights"}
+        allowed = inspect.signature(linear_cross_entropy).parameters.keys() - _GIVEN
         if unknown := sorted(set(options) - allowed):
             raise TypeError(f"unknown options {unknown}; choose from {sorted(allowed)}")
         self.weight = weight

@@ -14,20 +14,22 @@ shares of the hidden states' gradient.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pallas_ce import LowRank, integration
-from pallas_ce.integration import PrecisionLike, Reduction
+from pallas_ce.integration import documented
 from torch_bridge.api import checks
 from torch_bridge.api.linear import linear_row_statistics
+from torch_bridge.api.options import HeadOptions, PartOptions
 from torch_bridge.autograd import first_order
 from torch_bridge.materialized import losses
 
 
+@documented
 def vocab_parallel_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | LowRank,
@@ -36,20 +38,8 @@ def vocab_parallel_cross_entropy(
     vocab_start: int,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
-    linear_bias: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
-    normalizer: float | Tensor | None = None,
-    precision: PrecisionLike | None = None,
-    implementation: str | None = None,
-    scratch_bytes: int | None = None,
-    validate_labels: bool = False,
     validate_parts: bool = False,
+    **options: Unpack[PartOptions],
 ) -> Tensor:
     r"""`linear_cross_entropy` where each process of `group` has some rows of the weight.
 
@@ -66,19 +56,7 @@ def vocab_parallel_cross_entropy(
         vocab_start: the id of this process's first row.
         vocab_size: V, the entries of all processes together.
         group: the processes; None for all of them.
-        linear_bias: `[V_k]`.
-        token_weights: `[...]`, differentiable.
-        reduction: "mean", "sum", or "none" for `[...]`.
-        ignore_index: targets that do not count.
-        label_smoothing: α.
-        z_loss: β.
-        logit_softcap: c > 0, or None.
-        logit_scale: a number.
-        normalizer: for the mean; by default the sum of the token weights that count.
-        precision: as in `linear_cross_entropy`.
-        implementation: as in `linear_cross_entropy`.
-        scratch_bytes: as in `linear_cross_entropy`.
-        validate_labels: as in `linear_cross_entropy`.
+        logit_scale: a number, or a scalar tensor that every process has, whose gradient is summed over them.
         validate_parts: raise a ValueError, on every process, where the parts are not disjoint and the whole vocabulary,
             or where two hold equal weights, by their sums, smallest and largest entries. Reads the weight, exchanges
             six numbers, and the host waits for them: for a first step.
@@ -106,13 +84,11 @@ def vocab_parallel_cross_entropy(
             f"vocab_start={vocab_start!r} with {rows} rows of linear_weight is no part of vocab_size={vocab_size!r}: "
             "both must be ints, and a part has at least one row and lies in the vocabulary"
         )
-    tensors = {"input": input, "linear_weight": weight.weight, "target": target, "linear_bias": linear_bias}
-    first_order.reverse_mode(tensors | {"linear_weight.up": weight.up, "linear_weight.down": weight.down})
-    integration.check_reduction(reduction, normalizer, "recompute")
-    leading, ignored = input.shape[:-1], integration.read_ignore_index(ignore_index)
-    target = checks.labels(target, leading, valid=(vocab_size, ignored) if validate_labels else None).reshape(leading)
-    checks.shape("token_weights", token_weights, leading)
-    checks.scalars("float32", {"label_smoothing": label_smoothing, "z_loss": z_loss, "normalizer": normalizer})
+    tensors = {"input": input, "target": target, "linear_bias": options.get("linear_bias")}
+    weights = {"linear_weight": weight.weight, "linear_weight.up": weight.up, "linear_weight.down": weight.down}
+    first_order.reverse_mode(tensors | weights)
+    leading, ignored = input.shape[:-1], integration.read_ignore_index(options.get("ignore_index", -100))
+    checked = checks.loss(leading, vocab_size, "float32", target, **options)
     if rows == vocab_size and dist.is_initialized() and (processes := dist.get_world_size(group)) > 1:
         raise ValueError(
             f"linear_weight has all {rows} rows of vocab_size={vocab_size} on one of {processes} processes, which "
@@ -120,24 +96,23 @@ def vocab_parallel_cross_entropy(
         )
     if validate_parts:
         _check_parts(weight.weight, vocab_start, vocab_size, group)
-    target = target.long()  # narrower integers could not be compared with V
+    # Narrower integers could not be compared with V.
+    target = cast(Tensor, checked["target"]).long().reshape(leading)
     counted = losses.counted(target, vocab_size, ignored)
-    names = ("lse", "target_logit", "log_prob", *(("mean_log_prob",) if label_smoothing else ()))
+    names = ("lse", "target_logit", "log_prob", *(("mean_log_prob",) if options.get("label_smoothing", 0.0) else ()))
     if weight.down is not None:
         weight = dataclasses.replace(weight, down=_shared(weight.down, group))
     within = target - vocab_start
+    of_head: Any = {name: x for name, x in options.items() if name in HeadOptions.__annotations__}
+    if isinstance(scale := of_head.get("logit_scale"), Tensor):
+        of_head["logit_scale"] = _shared(scale, group)
     here: Any = linear_row_statistics(
         _shared(input, group),
         weight.weight if weight.down is None else weight,
         torch.where(counted, within.clamp(0, rows - 1), -1),  # the target, or another entry of this part
         statistics=names,
         row_mask=counted,
-        linear_bias=linear_bias,
-        logit_softcap=logit_softcap,
-        logit_scale=logit_scale,
-        precision=precision,
-        implementation=implementation,
-        scratch_bytes=scratch_bytes,
+        **of_head,
     )
     mine = (within >= 0) & (within < rows)
     share = torch.full_like(here.lse, rows / vocab_size)
@@ -153,11 +128,7 @@ def vocab_parallel_cross_entropy(
         torch.where(mine > 0, distance, 0.0).sum(0) - log_sum,
         ((mean_log_p[0] + above) * share).sum(0) - log_sum if mean_log_p else None,
         counted,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weights=token_weights,
-        reduction=reduction,
-        normalizer=normalizer,
+        **options,
     )
 
 

@@ -5,7 +5,7 @@ with the same programs, saved tensors and gradients.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import torch
@@ -29,28 +29,17 @@ def serves(tensors: Iterable[Tensor | None]) -> bool:
     )
 
 
-class Call(NamedTuple):
-    """What a differentiable call needs beside its tensors.
-
-    Attributes:
-        operation: the `torch_bridge.autograd.operator.Operation`.
-        program: what serves it.
-        static: the operator's arguments behind the tensors.
-    """
-
-    operation: Any
-    program: Program
-    static: tuple[Any, ...]
-
-
 class Eager(torch.autograd.Function):
-    """`(*tensors, call) -> outputs`, without missing tensors: autograd takes as long for None as for a tensor."""
+    """`(*tensors, operation, program, static) -> outputs`, for an `Operation` and its arguments behind the tensors.
+
+    Without missing tensors: autograd takes as long for None as for a tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         """The program's outputs; saves what else the backward needs."""
-        *tensors, ctx.call = inputs
-        program = ctx.call.program
+        *tensors, ctx.operation, program, ctx.static = inputs
+        ctx.program = program
         layout = program.layout
         found = calls.forward(program, tensors, layout.staying)
         # Numbers by row, which live as long as the graph.
@@ -62,9 +51,9 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the tensors, and none for the call."""
-        call: Call = ctx.call
-        signature, layout = call.program.signature, call.program.layout
+        """Gradients of the tensors, and none for the rest."""
+        program: Program = ctx.program
+        signature, layout = program.signature, program.layout
         count, saved, given = len(signature.arrays), ctx.saved_tensors, cotangents[: layout.differentiable]
 
         def compute(asked: tuple[str, ...], total: Tensor | None) -> Sequence[Tensor]:
@@ -73,14 +62,15 @@ class Eager(torch.autograd.Function):
             if serves((*saved, *given)) and not torch.is_grad_enabled():
                 for place, array in ctx.staying.items():
                     found[place] = array
-                return _computed(call.program, tensors, found, given, asked, total)
+                return _computed(program, tensors, found, given, asked, total)
             for place, array in ctx.staying.items():
                 found[place] = exchange.to_torch(array)[: tensors[0].shape[0]]
             named = {name: x for (name, _), x in zip(signature.arrays, tensors, strict=True)}
-            return call.operation.call_backward(named, call.static, found, given, asked)
+            operation: Any = ctx.operation
+            return list(operation.call_backward(named, ctx.static, found, given, asked))
 
         gradients = graph.gradients(ctx, signature, ctx.needs_input_grad, given, compute)
-        return (*[gradients.get(name) for name, _ in signature.arrays], None)
+        return (*[gradients.get(name) for name, _ in signature.arrays], None, None, None)
 
 
 def _computed(

@@ -42,7 +42,7 @@ def gradients(
         [
             name
             for (name, _), is_needed, (node, _) in zip(signature.arrays, needed, ctx.next_functions, strict=False)
-            if is_needed and name in signature.differentiated and _is_asked(node)
+            if is_needed and name in signature.differentiated and _is_executed(node) is not False
         ]
     )
     if not asked:
@@ -62,7 +62,7 @@ def _main_grad(ctx: Any, asked: Sequence[str]) -> tuple[Any, Tensor | None]:
     """
     node = ctx.next_functions[WEIGHT][0]
     weight = getattr(node, "variable", None)
-    if "linear_weight" not in asked or _is_captured(node):
+    if "linear_weight" not in asked or _is_executed(node) is None:
         return weight, None
     return weight, getattr(weight, "main_grad", None)
 
@@ -81,21 +81,14 @@ def _arrives(weight: Any, total: Tensor, gradient: Tensor | None) -> Tensor | No
     return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
-def _is_asked(node: Any | None) -> bool:
+def _is_executed(node: Any | None) -> bool | None:
     """Whether this backward pass uses the gradient: `torch.autograd.grad` and zero-bubble schedules ask for a part.
 
-    `needs_input_grad` only knows what could be asked for. Whoever captures a leaf's gradient needs it.
+    `needs_input_grad` only knows what could be asked for. None for a leaf whose gradient `torch.autograd.grad` returns
+    in place of accumulating it; for such a leaf PyTorch raises an error.
     """
-    return node is None or torch.compiler.is_compiling() or _is_executed(node) is not False
-
-
-def _is_captured(node: Any) -> bool:
-    """Whether `torch.autograd.grad` returns the gradient of this leaf in place of accumulating it."""
-    return not torch.compiler.is_compiling() and _is_executed(node) is None
-
-
-def _is_executed(node: Any) -> bool | None:
-    """Whether this backward pass goes on there; None for a leaf that it stops at, for which PyTorch raises an error."""
+    if node is None or torch.compiler.is_compiling():
+        return True
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:

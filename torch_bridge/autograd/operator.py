@@ -16,18 +16,27 @@ from torch_bridge.autograd.namespace import NAMESPACE, OPERATORS
 from torch_bridge.dlpack import exchange
 from torch_bridge.programs import bucketing, calls, functions
 from torch_bridge.programs import program as programs
-from torch_bridge.programs.functions import Options
-from torch_bridge.programs.program import Function, Program, Shape, Signature
+from torch_bridge.programs.functions import Function, Options
+from torch_bridge.programs.program import Program, Shape, Signature
 
 # Packed batches bring a new token count, hence a new key, with nearly every call.
 _CALLS_KNOWN = 4096
 
 # The fill of padded rows, for each tensor with one entry a row; a scalar in its place serves all rows.
-_BY_ROW = {"input": 0, "target": -1, "token_weights": 0, "row_mask": 0, "temperature": 1}
+_BY_ROW = {
+    "input": 0,
+    "teacher_input": 0,
+    "token_weights": 0,
+    "row_mask": 0,
+    "temperature": 1,
+    "target": -1,
+    "support": -1,
+}
 
 # Tensors of every head: the low-rank term of its weight is `[V, r]` and `[r, H]`.
 _HEAD = ("input", "linear_weight", "target", "linear_up", "linear_down", "linear_bias", "logit_scale")
-_CONSTANT = {"target", "class_weights", "logit_weights", "row_mask", "temperature"}
+_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logit_scale")
+_CONSTANT = {"target", "support", "class_weights", "logit_weights", "row_mask", "temperature", *_TEACHER}
 
 
 def _schema_type(kind: Any) -> str:
@@ -41,13 +50,10 @@ _TYPES = {name: _schema_type(kind) for name, kind in typing.get_type_hints(Optio
 
 
 class Operation:
-    """The description of an operator.
+    """An operator for a function of named arrays.
 
-    Attributes:
-        name: its name.
-        function: the function of named arrays.
-        tensors: names of its tensors, in the order of the operator's arguments and of the bits that stand for them:
-            "input" `[N, H]` and "linear_weight" `[V, H]`, which are always there, come first.
+    `tensors` names its tensors in the order of its arguments and of the bits that stand for them: "input" `[N, H]` and
+    "linear_weight" `[V, H]`, which are always there, come first.
     """
 
     def __init__(self, name: str, function: Function, further: tuple[str, ...]) -> None:
@@ -55,26 +61,32 @@ class Operation:
         self.name, self.function, self.tensors = name, function, _HEAD + further
         # The bit of each tensor, or 0 if it has no gradient.
         self._bits = tuple([0 if x in _CONSTANT else 1 << place for place, x in enumerate(self.tensors)])
+        self._missing: dict[str, Any] = dict.fromkeys(self.tensors) | _DEFAULTS
         # Programs by a key that is quicker to make than a signature.
         self._known: dict[Hashable, Program] = {}
 
-    def call(self, tensors: dict[str, Tensor | None], options: dict[str, Any]) -> list[Tensor]:
-        """The function's outputs, differentiable as the tensors require it; missing options have their defaults."""
-        exchange.check_one_device(tensors)
-        first_order.reverse_mode(tensors)
-        given, differentiated = [tensors.get(name) for name in self.tensors], 0
+    def call(self, given: dict[str, Any]) -> list[Tensor]:
+        """The function's outputs, differentiable as the tensors require it.
+
+        `given` are checked arguments of a public function, by name; static ones that are missing have their defaults.
+        """
+        given = self._missing | given
+        tensors, differentiated = [given[name] for name in self.tensors], 0
+        named = {name: x for name, x in zip(self.tensors, tensors, strict=True) if x is not None}
+        exchange.check_one_device(named)
+        first_order.reverse_mode(named)
         if torch.is_grad_enabled():
-            for tensor, bit in zip(given, self._bits, strict=True):
+            for tensor, bit in zip(tensors, self._bits, strict=True):
                 if tensor is not None and tensor.requires_grad:
                     differentiated |= bit
-        static = (differentiated, *(_DEFAULTS | options).values())
-        if not eager.serves(given):
-            return getattr(OPERATORS, self.name)(*given, *static)
-        program, present = self.program(given, static), [x for x in given if x is not None]
+        static = (differentiated, *[given[name] for name in _DEFAULTS])
+        if not eager.serves(tensors):
+            return list(getattr(OPERATORS, self.name)(*tensors, *static))
+        program = self.program(tensors, static)
         if not differentiated:
-            return calls.forward(program, present)
+            return calls.forward(program, list(named.values()))
         function: Any = eager.Eager
-        return list(function.apply(*present, eager.Call(self, program, static)))
+        return list(function.apply(*named.values(), self, program, static))
 
     def call_backward(
         self,
@@ -197,7 +209,10 @@ LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", functions.LOSS, _OF_LOS
 LINEAR_ROW_STATISTICS = Operation(
     "linear_row_statistics", functions.STATISTICS, ("logit_weights", "row_mask", "temperature")
 )
-LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature",))
+LINEAR_LOG_PROBS = Operation("linear_log_probs", functions.LOG_PROBS, ("temperature", "support"))
+LINEAR_DISTILLATION = Operation(
+    "linear_distillation", functions.DISTILLATION, (*_TEACHER, "row_mask", "temperature", "token_weights", "normalizer")
+)
 
-for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS):
+for _operation in (LINEAR_CROSS_ENTROPY, LINEAR_ROW_STATISTICS, LINEAR_LOG_PROBS, LINEAR_DISTILLATION):
     _operation.register()

@@ -30,12 +30,9 @@ _DEFAULT_STREAM = 1
 
 
 class Current(NamedTuple):
-    """PyTorch's current stream on a device, and what ordering work with it takes; made once for each stream.
+    """PyTorch's current stream on a device, DLPack's number for it, and an event that is recorded on it alone.
 
-    Attributes:
-        stream: it.
-        handle: the number by which DLPack knows it.
-        event: recorded on it alone, so that the last record is behind every work that an earlier one was behind.
+    So its last record is behind every work that an earlier one was behind. Made once for each stream.
     """
 
     stream: torch.cuda.Stream

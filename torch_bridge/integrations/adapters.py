@@ -24,7 +24,7 @@ class Parameters(NamedTuple):
 
 def parameters(head: Any) -> Parameters:
     """The parameters of a head for which `passed_over` finds nothing, with its active adapter."""
-    layer = _base(head)
+    layer = base(head)
     if layer is not head and head.disable_adapters and head.merged:
         head.unmerge()  # as its own forward does
     active = _active(head)
@@ -38,16 +38,11 @@ def parameters(head: Any) -> Parameters:
     return Parameters(LowRank(layer.weight, up.weight, down.weight, scale), bias)
 
 
-def is_adapted(head: Any) -> bool:
-    """Whether the head is a layer of PEFT's around the model's own."""
-    return _base(head) is not head
-
-
 def passed_over(head: Any) -> str | None:
     """What the patch would pass over, and the cure, as the end of "the head of this model …"; None for nothing."""
-    sharded, layer = isinstance(head, FSDPModule), _base(head)
+    sharded, layer = isinstance(head, FSDPModule), base(head)
     kind = type(head).__bases__[1] if sharded else type(head)
-    if is_adapted(head):
+    if layer is not head:
         if why := _of_adapter(head, kind):
             return why
         kind = type(layer)
@@ -75,7 +70,7 @@ def _of_adapter(head: Any, kind: type) -> str | None:
     if kind.__name__ != "Linear":
         return (
             f"has an adapter ({kind.__name__}) of a layer that is quantised, or no nn.Linear "
-            f"({type(_base(head)).__name__}): keep the layer whole, {_WHOLE}, {_ELSEWHERE}"
+            f"({type(base(head)).__name__}): keep the layer whole, {_WHOLE}, {_ELSEWHERE}"
         )
     active = _active(head)
     if len(active) > 1:
@@ -101,13 +96,13 @@ def _of_adapter(head: Any, kind: type) -> str | None:
     return None
 
 
-def _base(head: Any) -> Any:
+def base(head: Any) -> Any:
     """The model's own layer."""
     return getattr(head, "base_layer", head)
 
 
 def _active(head: Any) -> list[str]:
     """Names of the adapters that are added to the layer's logits and not merged into its weight."""
-    if _base(head) is head or head.disable_adapters or head.merged:
+    if base(head) is head or head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]

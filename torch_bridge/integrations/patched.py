@@ -38,12 +38,7 @@ _ATTRIBUTE = "_causal_lm_patch"
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """What a model was patched with.
-
-    Attributes:
-        options: of `linear_cross_entropy`.
-        skip_logits: whether evaluation with labels makes none either.
-    """
+    """Options of `linear_cross_entropy`, and whether evaluation with labels goes without logits, too."""
 
     options: dict[str, Any]
     skip_logits: bool

@@ -103,7 +103,7 @@ class FusedHead:
         """With the adapter of the head whose weight it is, which TRL's own function does not see."""
         for model in self.models:
             head = causal_lm.head(model)
-            if not adapters.is_adapted(head):
+            if adapters.base(head) is head:
                 continue
             if isinstance(head.weight, DTensor):
                 raise ValueError(

@@ -31,13 +31,7 @@ KEPT = ("max_logit", "log_sum")
 
 
 class Loss(NamedTuple):
-    """Static options of `pallas_ce.cross_entropy`.
-
-    Attributes:
-        reduction: "mean" or "sum".
-        ignore_index: or None.
-        differentiated: names of tensors, "rows" first if it is one of them.
-    """
+    """Static options of `pallas_ce.cross_entropy`, reduced, and which tensors are differentiated, "rows" first."""
 
     reduction: str
     ignore_index: int | None
@@ -45,12 +39,7 @@ class Loss(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The static facts of a program, beside its number of rows and what it returns.
-
-    Attributes:
-        spec: the logits' static facts.
-        implementation: of `pallas_ce`.
-    """
+    """The logits' static facts, and the implementation in `pallas_ce` that serves them."""
 
     spec: HeadSpec
     implementation: str
@@ -108,7 +97,8 @@ def statistics(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tupl
         names: of "lse", "log_prob", "mean_log_prob", which is `Σ_v u_v·log p_v`, and `KEPT`.
         arrays: "rows", "ids" `[n]` int32, the targets, and "u" `[V']`, 0 for padding, if the mean is among the names.
     """
-    found = materialized_row_statistics(_settings(kernels), frozenset(names), _operands(kernels, arrays))
+    settings, operands = _call(kernels, arrays)
+    found = materialized_row_statistics(settings, frozenset(names), operands)
     return tuple(found[name] for name in names)
 
 
@@ -117,17 +107,14 @@ def gradient(kernels: Kernels, names: tuple[str, ...], arrays: Arrays) -> tuple[
     kept, cotangents = ({name: arrays[name] for name in some} for some in (KEPT, names))
     if "u" in arrays:
         kept["sum_weights"] = jnp.full_like(kept["log_sum"], arrays["u"].sum())
-    return (materialized_row_gradient(_settings(kernels), _operands(kernels, arrays), kept, cotangents),)
+    return (materialized_row_gradient(*_call(kernels, arrays), kept, cotangents),)
 
 
-def _settings(kernels: Kernels) -> Settings:
-    return Settings(kernels.implementation, "recompute", None)
-
-
-def _operands(kernels: Kernels, arrays: Arrays) -> Operands:
+def _call(kernels: Kernels, arrays: Arrays) -> tuple[Settings, Operands]:
     u = arrays["u"][: kernels.spec.vocab_size] if "u" in arrays else None
     head = Head(NO_WEIGHT, None, None, u, kernels.spec)
-    return Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
+    operands = Operands(Batch(arrays["rows"], arrays.get("ids")), head, arrays.get("valid"))
+    return Settings(kernels.implementation, "recompute", None), operands
 
 
 def loss(kernels: Kernels, what: Loss, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -1,5 +1,7 @@
 """Cross entropy from row statistics, in PyTorch's own operators, which differentiate all of it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,15 @@ def cross_entropy(
     mean_log_prob: Tensor | None,
     counts: Tensor,
     *,
-    label_smoothing: float | Tensor,
-    z_loss: float | Tensor,
-    token_weights: Tensor | None,
-    reduction: str,
-    normalizer: float | Tensor | None,
+    label_smoothing: float | Tensor = 0.0,
+    z_loss: float | Tensor = 0.0,
+    token_weights: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
     class_weights: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
-    """The reduced loss.
+    """The reduced loss, from the checked options of a public function.
 
     Args:
         lse: of each row; read with `z_loss` only.

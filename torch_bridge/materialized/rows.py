@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The statistics' names."""
+        """Of the statistics."""
         return self.statistics.split(",")
 
 

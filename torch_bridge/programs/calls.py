@@ -14,12 +14,9 @@ from torch_bridge.programs.program import Program, Shape
 
 
 def forward(program: Program, tensors: Sequence[Tensor], staying: frozenset[int] = frozenset()) -> list[Any]:
-    """The outputs, and what the backward needs beside them and the inputs: tensors.
+    """The outputs, and what the backward needs beside them and the inputs, of dense tensors on one device.
 
-    Args:
-        program: made for the tensors.
-        tensors: those that its signature names, dense, on one device.
-        staying: places of results that are returned as JAX's arrays, with the padding of the program's rows.
+    Results are tensors; at the places `staying` they are JAX's arrays, with the padding of the program's rows.
     """
     arrays, given = program.signature.arrays, _in_memory_order(program, tensors)
     found = _run(program.forward, program, given, arrays, tensors[0], staying)

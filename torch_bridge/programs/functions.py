@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,17 @@ import jax.numpy as jnp
 
 import pallas_ce
 from pallas_ce import LowRank
-from pallas_ce.integration import Known, PerInput, cross_entropy_steps, log_probs_steps, row_statistics_steps
-from torch_bridge.programs.program import Arrays, Function, Outputs
+from pallas_ce.integration import (
+    Known,
+    PerInput,
+    cross_entropy_steps,
+    distillation_steps,
+    log_probs_steps,
+    row_statistics_steps,
+)
+
+Arrays = Mapping[str, jax.Array]
+Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 # Rows for which "auto" chooses a backward mode. What a forward keeps must not depend on how many rows come: what
 # PyTorch has compiled for changing shapes would not fit.
@@ -42,6 +51,10 @@ class Options(NamedTuple):
     return_entropy: bool = False
     return_sum_sq_probs: bool = False
     return_hit: bool = False
+    divergence: str = "forward_kl"
+    beta: float = 0.5
+    teacher_dtype: str | None = None
+    teacher_logit_softcap: float | None = None
 
 
 # The names in `pallas_ce` of tensors that have another name here.
@@ -52,6 +65,7 @@ _NAMES = {
     "linear_down": "down",
     "linear_bias": "bias",
     "target": "labels",
+    "teacher_input": "teacher_hidden",
 }
 
 
@@ -59,73 +73,74 @@ _NAMES = {
 _OF_SUMS = frozenset(("input", "linear_weight", "linear_bias"))
 
 
-def _read(function: Callable[..., Any], steps: Any, options: Options, arrays: Arrays) -> Any:
-    """The problem of a public function; arrays that are missing are left to its defaults."""
-    static = options._asdict()
-    static |= {"temperature": options.fixed_temperature, "statistics": options.statistics.split(",")}
-    named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
-    up, down = named.pop("up", None), named.pop("down", None)
-    if up is not None and down is not None:
-        # Like the weight `[V, H]`, but these are small: where that lies as `[H, V]` they are transposed here.
-        term = (up.T, down.T) if options.vocab_axis else (up, down)
-        named["weight"] = LowRank(named["weight"], *term, options.term_scale)
-    parameters = inspect.signature(function).parameters
-    if "backward" in parameters:
-        static["backward"] = _mode(options, arrays)
-    return steps.read(**{name: x for name, x in static.items() if name in parameters} | named)
+class Function(NamedTuple):
+    """A function of a head in the three steps of `pallas_ce`, on arrays by PyTorch's names.
 
+    Attributes:
+        public: the function.
+        steps: the module that has its `read`, `keep` and `compute`.
+    """
 
-def _keep(steps: Any, checked: Any, names: frozenset[str]) -> Known | None:
-    return steps.keep(*checked, _needs_grad(names))
+    public: Callable[..., Any]
+    steps: Any
+
+    def read(self, options: Options, arrays: Arrays) -> Any:
+        """The checked arguments; arrays that are missing are left to the function's defaults."""
+        static = options._asdict()
+        static |= {"temperature": options.fixed_temperature, "statistics": options.statistics.split(",")}
+        static |= {"teacher_vocab_axis": 0, "teacher_precision": options.precision}
+        named: dict[str, Any] = {_NAMES.get(name, name): x for name, x in arrays.items()}
+        up, down = named.pop("up", None), named.pop("down", None)
+        if up is not None and down is not None:
+            # Like the weight `[V, H]`, but these are small: where that lies as `[H, V]` they are transposed here.
+            term = (up.T, down.T) if options.vocab_axis else (up, down)
+            named["weight"] = LowRank(named["weight"], *term, options.term_scale)
+        parameters = inspect.signature(self.public).parameters
+        if "backward" in parameters:
+            static["backward"] = _mode(options, arrays)
+        return self.steps.read(**{name: x for name, x in static.items() if name in parameters} | named)
+
+    def keep(self, checked: Any, names: frozenset[str]) -> Known | None:
+        """What a backward needs for the gradients of these inputs."""
+        found: Known | None = self.steps.keep(*checked, _needs_grad(names))
+        return found
+
+    def compute(self, checked: Any, known: Any) -> Outputs:
+        """Outputs with gradients, and others: numbers, or arrays by row, in the order of the result's fields."""
+        found = self.steps.compute(*checked, known)
+        if self.steps is cross_entropy_steps:
+            loss, metrics = found
+            return (loss,), tuple(metrics or ())
+        values = jax.tree.leaves(found)
+        floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
+        return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
+
+    def scaled(self, checked: Any, known: Known | None) -> Arrays:
+        """By names of inputs, in_forward's sums: gradients but for the loss's cotangent, where that alone is missing.
+
+        A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
+        """
+        if known is None or self.steps is not cross_entropy_steps or checked[-1].logit_scale is not None:
+            return {}
+        sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
+        return {name: x for name, x in sums.items() if x is not None}
+
+    def adds(self, checked: Any, known: Known | None) -> frozenset[str]:
+        """Names of inputs whose gradients `add` makes: where a backward recomputes, for one number's cotangent."""
+        if self.steps is not cross_entropy_steps:
+            return frozenset()
+        problem, made = checked[-1], known is None or any(x is not None for x in known.sums)
+        return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
+
+    def add(self, checked: Any, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]) -> Arrays:
+        """Gradients by names; in place of the weight's the float32 `total` with it added where it lies."""
+        found = self.steps.add_gradients(*checked, known, _needs_grad(names), cotangent, total)
+        return {name: getattr(found, _NAMES[name]) for name in names}
 
 
 def _needs_grad(names: frozenset[str]) -> PerInput[bool]:
     wanted = {_NAMES.get(name, name) for name in names}
     return PerInput(*(name in wanted for name in PerInput._fields))
-
-
-def _compute_loss(checked: cross_entropy_steps.Checked, known: Any) -> Outputs:
-    """The loss; the five metrics where they are asked for."""
-    loss, metrics = cross_entropy_steps.compute(*checked, known)
-    return (loss,), tuple(metrics or ())
-
-
-def _compute_by_row(steps: Any, checked: Any, known: Any) -> Outputs:
-    """The values that are asked for, in the order of the result's fields; only floating ones have gradients."""
-    values = jax.tree.leaves(steps.compute(*checked, known))
-    floating = tuple(x for x in values if jnp.issubdtype(x.dtype, jnp.floating))
-    return floating, tuple(x for x in values if not jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _of_head(known: Known | None) -> Any:
-    """The sums without hidden's, which is by row, like the statistics."""
-    return None if known is None else known.sums._replace(hidden=None)
-
-
-def _scaled_loss(checked: cross_entropy_steps.Checked, known: Known | None) -> Arrays:
-    """In_forward's sums: they wait for the upstream scalar, and for a logit scale where there is one.
-
-    A program finishes the sums of a low-rank term, which are small and transposed where the weight is `[H, V]`.
-    """
-    _, problem = checked
-    if known is None or problem.logit_scale is not None:
-        return {}
-    sums = {"input": known.sums.hidden, "linear_weight": known.sums.weight, "linear_bias": known.sums.bias}
-    return {name: x for name, x in sums.items() if x is not None}
-
-
-def _adds_to_sum(checked: cross_entropy_steps.Checked, known: Known | None) -> frozenset[str]:
-    """Where a backward recomputes, for a cotangent that is one number."""
-    _, problem = checked
-    made = known is None or any(x is not None for x in known.sums)
-    return frozenset() if made or problem.options.by_row or problem.up is not None else _OF_SUMS
-
-
-def _add_loss(
-    checked: cross_entropy_steps.Checked, known: Known, cotangent: jax.Array, total: jax.Array, names: frozenset[str]
-) -> Arrays:
-    found = cross_entropy_steps.add_gradients(*checked, known, _needs_grad(names), cotangent, total)
-    return {name: getattr(found, _NAMES[name]) for name in names}
 
 
 def _mode(options: Options, arrays: Arrays) -> str | None:
@@ -155,20 +170,7 @@ def _chosen_mode(
 _OF_MODE = ("vocab_axis", "dtype", "precision", "vocab_size", "implementation", "scratch_bytes", "reduction")
 
 
-def _of_rows(function: Callable[..., Any], steps: Any) -> Function:
-    """A function of each row's statistics."""
-    own = (functools.partial(_read, function, steps), functools.partial(_keep, steps))
-    return Function(*own, functools.partial(_compute_by_row, steps), _of_head)
-
-
-LOSS = Function(
-    functools.partial(_read, pallas_ce.linear_cross_entropy, cross_entropy_steps),
-    functools.partial(_keep, cross_entropy_steps),
-    _compute_loss,
-    _of_head,
-    _scaled_loss,
-    _adds_to_sum,
-    _add_loss,
-)
-STATISTICS = _of_rows(pallas_ce.linear_row_statistics, row_statistics_steps)
-LOG_PROBS = _of_rows(pallas_ce.linear_log_probs, log_probs_steps)
+LOSS = Function(pallas_ce.linear_cross_entropy, cross_entropy_steps)
+STATISTICS = Function(pallas_ce.linear_row_statistics, row_statistics_steps)
+LOG_PROBS = Function(pallas_ce.linear_log_probs, log_probs_steps)
+DISTILLATION = Function(pallas_ce.linear_distillation, distillation_steps)

@@ -6,7 +6,7 @@ back (`pallas_ce.modes.call.Known`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +16,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from torch_bridge.dlpack.exchange import words_to_int32
-
-Arrays = Mapping[str, jax.Array]
-Outputs = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+from torch_bridge.programs.functions import Arrays, Function, Options
 
 # The weight is the second array of every signature.
 WEIGHT = 1
@@ -27,38 +25,8 @@ WEIGHT = 1
 _ANY_ROWS = 1024
 
 
-class Function(NamedTuple):
-    """A function of named arrays in the three steps of `pallas_ce`; each a function of a module, not a closure.
-
-    Attributes:
-        read: `(options, arrays) -> problem`: checks.
-        keep: `(problem, names of inputs to differentiate) -> known`, a pytree of what the backward needs.
-        compute: `(problem, known or None) -> (differentiable outputs, other outputs)`: numbers, or arrays by row.
-        of_head: `known -> arrays` of it that are of the head, in a pytree; all others are by row.
-        scaled: `(problem, known) -> arrays by names of inputs`: leaves of `known` that are these inputs' gradients but
-            for one factor, the cotangent of the only differentiable output, a scalar.
-        adds: `(problem, known) -> names of inputs` whose gradients `add` makes.
-        add: `(problem, known, cotangent of the only differentiable output, sum, names) -> gradients by names`, in place
-            of the weight's the float32 sum with it added where it lies.
-    """
-
-    read: Callable[[Any, Arrays], Any]
-    keep: Callable[[Any, frozenset[str]], Any]
-    compute: Callable[[Any, Any], Outputs]
-    of_head: Callable[[Any], Any] = lambda known: ()
-    scaled: Callable[[Any, Any], Arrays] = lambda problem, known: {}
-    adds: Callable[[Any, Any], frozenset[str]] = lambda problem, known: frozenset()
-    add: Callable[[Any, Any, jax.Array, jax.Array, frozenset[str]], Arrays] | None = None
-
-
 class Shape(NamedTuple):
-    """Shape and dtype of an array; an axis as long as the rows is None.
-
-    Attributes:
-        axes: sizes.
-        dtype: NumPy's or JAX's.
-        fill: what stands in rows that pad it.
-    """
+    """Shape and dtype of an array; an axis as long as the rows is None, and rows that pad it hold `fill`."""
 
     axes: tuple[int | None, ...]
     dtype: np.dtype
@@ -84,17 +52,14 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """All that a program is compiled for, except the number of rows; static and hashable.
+    """All that a program is compiled for, except the number of rows; hashable.
 
-    Attributes:
-        function: the function.
-        options: its static options, a NamedTuple; `vocab_axis` is 1 where the weight is `[H, V]`.
-        arrays: name and shape of each input.
-        differentiated: names of the inputs to differentiate; none of them: nothing is kept.
+    A function with its static options, where `vocab_axis` is 1 for a weight `[H, V]`; name and shape of each input; and
+    the names of the inputs to differentiate. With none of these nothing is kept.
     """
 
     function: Function
-    options: Any
+    options: Options
     arrays: tuple[tuple[str, Shape], ...]
     differentiated: tuple[str, ...]
 
@@ -122,12 +87,7 @@ class Layout(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The compiled backward of some gradients, for cotangents of some outputs.
-
-    Attributes:
-        reads: what it takes, as positions in `Layout.taken`.
-        run: `(*what it takes) -> gradients`.
-    """
+    """The compiled backward of some gradients; `run` takes what stands at the positions `reads` of `Layout.taken`."""
 
     reads: tuple[int, ...]
     run: Callable[..., list[jax.Array]]
@@ -137,8 +97,6 @@ class Program:
     """The programs of one signature and number of rows; compiled when first called.
 
     Attributes:
-        signature: the programs'.
-        rows: the programs'.
         layout: what forward and backward exchange.
         scaled: the places of gradients that the forward returns, in their inputs' dtypes, without the loss's cotangent.
         adds: names of inputs; where no other gradients are asked for, a backward can add the weight's to a sum.
@@ -222,7 +180,9 @@ class Program:
 
         # What the backward needs, and which of it is of the head: indices into outputs and kept.
         self._known = jax.tree.map(index, known)
-        self._of_head = frozenset(map(index, jax.tree.leaves(function.of_head(known))))
+        # Of these, hidden's sum is by row, like the statistics.
+        of_head = None if known is None else known.sums._replace(hidden=None)
+        self._of_head = frozenset(map(index, jax.tree.leaves(of_head)))
         scaled = function.scaled(problem, known) if differentiated else {}
         self.scaled: dict[str, int] = {name: index(x) for name, x in scaled.items() if x.dtype == arrays[name].dtype}
         self.adds: frozenset[str] = function.adds(problem, known) if differentiated else frozenset()
@@ -247,7 +207,6 @@ class Program:
     def _added(self, asked: tuple[str, ...], *flat: Any) -> tuple[jax.Array, ...]:
         *others, total = flat
         function, (arrays, known, (cotangent,)) = self.signature.function, self._taken(others)
-        assert function.add is not None
         problem = function.read(self.signature.options, arrays)
         gradients = function.add(problem, known, cotangent, total, frozenset(asked))
         return tuple(gradients[name] for name in asked)

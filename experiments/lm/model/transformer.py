@@ -140,7 +140,7 @@ class LanguageModel(nnx.Module):
             "implementation": None if config.implementation == "auto" else config.implementation,
         }
         if config.tie_embeddings:
-            self.head = LossHead.tied(self.body.embedding, vocab_size=config.vocab_size, **options)
+            self.head = LossHead.of(self.body.embedding, vocab_axis=0, vocab_size=config.vocab_size, **options)
         else:
             self.head = LossHead(
                 config.width,

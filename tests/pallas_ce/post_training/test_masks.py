@@ -1,7 +1,6 @@
 """What a mask leaves out of a post-training objective contributes nothing, whatever it holds."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,38 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_ce import dpo_loss, policy_loss, sequence_log_probs, top_k_distillation_loss
+from tests.pallas_ce.cases import OBJECTIVES, OF_TOP_K
 
 MASK = np.array([[True, True, False], [False, False, False]])
 CONTENTS = np.array([[0, 0, np.nan], [np.inf, -np.inf, np.nan]], np.float32)
-
-OF_TOKENS = "log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages"
-OF_TOP_K = "log_probs", "teacher_log_probs"
-OF_PAIRS = "chosen", "rejected", "ref_chosen", "ref_rejected"
-policy = functools.partial(policy_loss, kl_coefficient=0.1, entropy_coefficient=0.1, return_metrics=True)
-distilled = functools.partial(top_k_distillation_loss, aggregation="sequence_mean")
-# By name, a function of a mask and of arrays of these names.
-OBJECTIVES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "tokens": (policy, OF_TOKENS),
-    "tokens of fixed length": (functools.partial(policy, aggregation="fixed_length", length=3), OF_TOKENS),
-    "sequences": (functools.partial(policy, level="sequence", aggregation="sequence_mean"), OF_TOKENS),
-    "sequences by token": (functools.partial(policy, level="sequence_token", aggregation="none"), OF_TOKENS),
-    **{
-        f"{divergence}, {tail=}": (functools.partial(distilled, divergence=divergence, tail=tail), OF_TOP_K)
-        for divergence in ("forward_kl", "reverse_kl", "jsd")
-        for tail in (True, False)
-    },
-    **{
-        kind: (functools.partial(dpo_loss, kind=kind, return_metrics=True), OF_PAIRS)
-        for kind in ("sigmoid", "hinge", "ipo")
-    },
-    **{
-        f"sequences' log-probabilities, {average=}": (
-            functools.partial(sequence_log_probs, average=average), ("log_probs",)
-        )
-        for average in (True, False)
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -120,12 +120,6 @@ def test_the_sequence_ratio_with_token_gradients() -> None:
     assert_close(gradient, -ratio * advantages / 15, 1e-5)
 
 
-def test_a_smooth_gate_has_the_score_functions_gradient_at_ratio_1() -> None:
-    log_probs, advantages = jnp.log(jnp.array([[0.3, 0.2], [0.5, 0.9]])), jnp.array([2.0, -1.0])
-    gradient = jax.grad(lambda x: policy_loss(x, advantages, objective="sapo", gate_temperatures=(0.3, 7.0)))(log_probs)
-    np.testing.assert_allclose(gradient, [[-0.5, -0.5], [0.25, 0.25]], rtol=1e-5)
-
-
 def test_a_samplers_weights_leave_penalty_and_bonus_alone_and_are_measured() -> None:
     log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.5]]))
     options: dict[str, Any] = {"entropy": jnp.ones((1, 3)), "entropy_coefficient": 1.0, "return_metrics": True}
@@ -171,19 +165,6 @@ def test_metrics_count_the_tokens_whose_gradient_is_clipped() -> None:
     bounded = policy_loss(log_probs, advantages, mask, objective="cispo", **options)[1]
     assert bounded.clipped_low == bounded.clipped_high == 0.5
     assert policy_loss(log_probs, advantages, mask, objective="sapo", **options)[1].clipped_low is None
-
-
-def test_parts_of_a_batch_add_up_to_the_batch_with_its_normalizer() -> None:
-    rng = np.random.default_rng(0)
-    log_probs, advantages, mask = -rng.exponential(1.0, (6, 4)), rng.normal(size=6), rng.random((6, 4)) < 0.7
-    for aggregation, normalizer in (("token_mean", mask.sum()), ("sequence_mean", 6)):
-        whole = policy_loss(log_probs, advantages, mask, aggregation=aggregation)
-        parts = [
-            policy_loss(*(x[part] for x in (log_probs, advantages, mask)), aggregation=aggregation,
-                        normalizer=normalizer)
-            for part in (slice(0, 2), slice(2, 6))
-        ]  # fmt: skip
-        np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
 
 
 def test_kl_estimates() -> None:

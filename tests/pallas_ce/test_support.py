@@ -1,0 +1,128 @@
+"""`linear_log_probs` over a support: against a softmax of the kept logits in float64, and what losses make of it."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ce import linear_log_probs, policy_loss
+from tests.pallas_ce import oracle
+from tests.pallas_ce.checks import assert_close, call, with_gradients
+from tests.pallas_ce.problems import Problem, problems
+
+HIDDEN, WEIGHT = jnp.arange(12.0).reshape(4, 3) / 7, jnp.sin(jnp.arange(15.0)).reshape(5, 3)
+
+
+def asked(*given: Any, **options: Any) -> Any:
+    everything = {"return_entropy": True, "return_sum_sq_probs": True, "return_hit": True}
+    return linear_log_probs(*given, **everything, **options)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "toy"])
+@hypothesis.given(p=problems(), kept=st.integers(1, 9), seed=st.integers(0, 2**31), by_row=st.booleans())
+def test_it_is_the_softmax_of_the_kept_logits(
+    p: Problem, kept: int, seed: int, by_row: bool, implementation: str
+) -> None:
+    p.options = {name: x for name, x in p.options.items() if name in ("vocab_size", "logit_softcap")}
+    p.arrays.pop("token_weights", None)
+    n, v = p.labels.shape[0], p.options.get("vocab_size", p.arrays["weight"].shape[0])
+    rng = np.random.default_rng(seed)
+    support = rng.integers(-2, v + 2, size=(n, kept))
+    has = rng.random(n) < 0.7
+    support[has, rng.integers(kept, size=n)[has]] = p.labels[has]
+    temperature = rng.uniform(0.5, 2, size=n).astype(np.float32) if by_row else 1.3
+    logits = oracle.Logits(p.arrays, **p.options, temperature=temperature)
+
+    counts = (p.labels >= 0) & (p.labels < v)
+    inside = np.any(np.arange(v) == support[..., None], axis=1) & counts[:, None]
+    label = (np.arange(v) == p.labels[:, None]) & inside
+    in_support = label.any(1)
+    z = np.where(inside, logits.z, -np.inf)
+    largest = np.where(inside.any(1), z.max(1, initial=-np.inf), 0.0)[:, None]
+    exponentials = np.exp(z - largest)
+    total = np.where(inside.any(1), exponentials.sum(1), 1.0)[:, None]
+    q, log_q = exponentials / total, np.where(inside, z - largest - np.log(total), 0.0)
+    entropy, squares = -(q * log_q).sum(1), (q * q).sum(1)
+
+    upstream = rng.normal(size=(3, n))
+    upstream[0] *= in_support
+    slopes = label - q * in_support[:, None], -q * (log_q + entropy[:, None]), 2 * q * (q - squares[:, None])
+    gradients = logits.gradients(sum(g[:, None] * slope for g, slope in zip(upstream, slopes, strict=True)))
+
+    def weighted(found: Any) -> Any:
+        log_probs = jnp.where(found.in_support, found.log_probs, 0.0)
+        values = log_probs, found.entropy, found.sum_sq_probs
+        return sum(jnp.sum(x * g) for x, g in zip(values, upstream.astype(np.float32), strict=True))
+
+    options = {"support": support, "temperature": temperature, "implementation": implementation}
+    found, got = with_gradients(lambda x: call(asked, p, x, **options), p.arrays, weighted)
+    np.testing.assert_array_equal(found.in_support, in_support)
+    np.testing.assert_array_equal(found.log_probs[~in_support], np.where(counts, -np.inf, 0.0)[~in_support])
+    log_probs = np.where(in_support, found.log_probs, 0.0), (log_q * label).sum(1)
+    assert_close((log_probs[0], found.entropy, found.sum_sq_probs), (log_probs[1], entropy, squares), 1e-5, floor=5e-6)
+    np.testing.assert_array_equal(found.hit, in_support & (z.argmax(1) == p.labels))
+    assert_close(got, gradients, 1e-5, floor=1e-5)
+
+
+def test_every_entry_in_the_support_is_no_support() -> None:
+    labels, every = jnp.array([0, 4, -100, 2]), jnp.broadcast_to(jnp.arange(5)[::-1], (4, 5))
+    plain, found = asked(HIDDEN, WEIGHT, labels), asked(HIDDEN, WEIGHT, labels, support=every)
+    assert_close(found[:3], plain[:3], 1e-6)
+    np.testing.assert_array_equal(found.hit, plain.hit)
+    np.testing.assert_array_equal(found.in_support, [True, True, False, True])
+
+
+def test_a_support_belongs_to_its_label_when_that_is_shifted() -> None:
+    labels = jnp.array([3, 1, 2, 4])
+    support = labels[:, None] + jnp.array([[0, -1]])
+    shifted = asked(HIDDEN, WEIGHT, labels, support=support, shift=1)
+    want = asked(HIDDEN[:3], WEIGHT, labels[1:], support=support[1:])
+    for x, y in zip(shifted, want, strict=True):
+        np.testing.assert_array_equal(x[:3], y)
+        assert not x[3]
+
+
+def test_nan_of_a_kept_logit_is_seen_and_of_others_is_not() -> None:
+    weight, labels = WEIGHT.at[2].set(jnp.nan), jnp.array([0, 1, 3, 4])
+    support = jnp.stack([labels, jnp.array([2, 3, 2, -1])], axis=1)
+    found = asked(HIDDEN, weight, labels, support=support)
+    for values in found[:3]:
+        np.testing.assert_array_equal(np.isnan(values), [True, False, True, False])
+
+
+def test_a_policy_loss_skips_tokens_outside_their_support() -> None:
+    hidden, labels = HIDDEN[None], jnp.array([[0, 1, 3, 4]])
+    support = jnp.array([[[0, 1], [2, 3], [3, -1], [-1, -1]]])
+
+    def loss(hidden: Any, kept: slice = slice(None)) -> Any:
+        found = asked(hidden[:, kept], WEIGHT, labels[:, kept], support=support[:, kept])
+        old = jnp.full(found.log_probs.shape, -0.5)
+        return policy_loss(found.log_probs, jnp.ones(1), found.in_support, old_log_probs=old)
+
+    value, gradient = jax.value_and_grad(loss)(hidden)
+    want, needs = jax.value_and_grad(lambda h: loss(h, slice(None, None, 2)))(hidden)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(gradient, needs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("support", "error", "message"),
+    [
+        (jnp.zeros((4, 2)), TypeError, "support has dtype float32"),
+        (jnp.zeros(4, int), ValueError, r"support has shape \(4,\)"),
+        (jnp.zeros((4, 0), int), ValueError, r"support has shape \(4, 0\)"),
+        (jnp.zeros((3, 2), int), ValueError, r"support has shape \(3, 2\)"),
+    ],
+)
+def test_refusals(support: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_log_probs(HIDDEN, WEIGHT, jnp.zeros(4, int), support=support)
+
+
+def test_several_labels_have_no_support() -> None:
+    with pytest.raises(ValueError, match=r"one label of each row, \(4,\), and labels have shape \(4, 2\)"):
+        linear_log_probs(HIDDEN, WEIGHT, jnp.zeros((4, 2), int), support=jnp.zeros((4, 2), int))

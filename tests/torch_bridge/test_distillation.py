@@ -1,0 +1,172 @@
+"""`linear_distillation` on tensors: values and gradients against plain PyTorch in float64."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from pallas_ce import LowRank
+from torch_bridge import linear_distillation
+from torch_bridge.autograd.operator import LINEAR_DISTILLATION
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+N, H, TEACHERS, V = 7, 6, 9, 31
+
+
+def tensors(seed: int, *names: str) -> dict[str, Tensor]:
+    """A student's and a teacher's tensors, and of further names."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes: dict[str, tuple[int, ...]] = {
+        "input": (N, H), "linear_weight": (V, H), "teacher_input": (N, TEACHERS), "teacher_weight": (V, TEACHERS),
+        "linear_bias": (V,), "teacher_bias": (V,), "logit_scale": (), "teacher_logit_scale": (), "token_weights": (N,),
+        "temperature": (N,), "up": (V, 2), "down": (2, H),
+    }  # fmt: skip
+    made = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    made |= {
+        name: made[name].abs() + 0.5 for name in ("logit_scale", "teacher_logit_scale", "token_weights", "temperature")
+    }
+    return {name: made[name] for name in ("input", "linear_weight", "teacher_input", "teacher_weight", *names)}
+
+
+def logits(x: Tensor, weight: Tensor, bias: Any, scale: Any, cap: float | None, temperature: Any) -> Tensor:
+    z = x @ weight.T
+    z = (z if bias is None else z + bias) * scale
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    return z / torch.as_tensor(temperature).double().reshape(-1, 1)
+
+
+def plain(
+    given: dict[str, Any], counts: Tensor, divergence: str, beta: float, reduction: str, size: int, caps: Any
+) -> Tensor:
+    x = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+    weight = x["linear_weight"] + (1.5 * x["up"] @ x["down"] if "up" in x else 0)
+    head = x["input"], weight, x.get("linear_bias"), x.get("logit_scale", 1.0)
+    teacher = x["teacher_input"], x["teacher_weight"], x.get("teacher_bias"), x.get("teacher_logit_scale", 1.0)
+    temperature = x.get("temperature", 1.3)
+    log_p, log_q = (
+        torch.log_softmax(logits(*of, cap, temperature)[:, :size], dim=1)
+        for of, cap in zip((head, teacher), caps, strict=True)
+    )
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(1)
+
+    if divergence == "jsd":
+        mixture = torch.log(beta * log_q.exp() + (1 - beta) * log_p.exp())
+        values = beta * kl(log_q, mixture) + (1 - beta) * kl(log_p, mixture)
+    else:
+        values = kl(log_q, log_p) if divergence == "forward_kl" else kl(log_p, log_q)
+    weights = x["token_weights"] if "token_weights" in x else torch.ones(N, dtype=torch.float64)
+    values = torch.where(counts, weights * values, 0.0)
+    return values if reduction == "none" else values.sum() / (1.0 if reduction == "sum" else weights[counts].sum())
+
+
+FURTHER = ("linear_bias", "teacher_bias", "logit_scale", "teacher_logit_scale", "token_weights", "temperature", "term")
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@hypothesis.given(
+    divergence=st.sampled_from(DIVERGENCES),
+    further=st.sets(st.sampled_from(FURTHER)),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    masks=st.sets(st.sampled_from(["target", "row_mask"])),
+    size=st.sampled_from([V, 20]),
+    caps=st.sampled_from([(None, None), (3.0, None), (4.0, 2.0)]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_it_is_the_divergence_of_stored_logits(
+    divergence: Any,
+    further: Any,
+    reduction: Any,
+    masks: Any,
+    size: int,
+    caps: Any,
+    transposed: bool,
+    seed: int,
+    implementation: Any,
+) -> None:
+    names = sorted(further - {"term"}) + ["up", "down"] * ("term" in further)
+    given = tensors(seed, *names)
+    if transposed:
+        given["linear_weight"] = given["linear_weight"].T.contiguous().T
+    constants = {"temperature", *(name for name in given if name.startswith("teacher"))}
+    leaves = [x.requires_grad_() for name, x in given.items() if name not in constants]
+    target = torch.tensor([0, 3, -100, 19, 5, V, 1]) if "target" in masks else None
+    row_mask = torch.arange(N) != 4 if "row_mask" in masks else None
+    counts = torch.ones(N, dtype=torch.bool) if row_mask is None else row_mask
+    counts = counts if target is None else counts & (target >= 0) & (target < size)
+
+    asked: dict[str, Any] = dict(given)
+    if "up" in asked:
+        asked["linear_weight"] = LowRank(asked["linear_weight"], asked.pop("up"), asked.pop("down"), 1.5)
+    asked |= {"divergence": divergence, "beta": 0.3, "reduction": reduction, "vocab_size": size, "row_mask": row_mask}
+    asked |= {"logit_softcap": caps[0], "teacher_logit_softcap": caps[1], "implementation": implementation}
+    found = linear_distillation(target=target, **{"temperature": 1.3, **asked})
+    want = plain(given, counts, divergence, 0.3, reduction, size, caps)
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-6)
+    upstream = torch.linspace(-1, 1.5, N) if reduction == "none" else torch.tensor(-0.7)
+    got = torch.autograd.grad(found, leaves, upstream)
+    needed = torch.autograd.grad(want, leaves, upstream.double())
+    for x, y in zip(got, needed, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=2e-4, atol=2e-5)
+
+
+def test_leading_axes_and_low_precision() -> None:
+    given = {name: x.bfloat16() for name, x in tensors(0).items()}
+    folded = {name: x[:6].reshape(2, 3, -1) if name.endswith("input") else x for name, x in given.items()}
+    each = linear_distillation(**given, reduction="none")
+    assert each.dtype == torch.float32
+    torch.testing.assert_close(
+        linear_distillation(**folded, reduction="none"), each[:6].reshape(2, 3), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_backward_makes_no_statistics_again() -> None:
+    """Two heads' tiles of logits and the student's two products: four products, in one loop over tiles."""
+    given = tensors(0)
+    for name in ("input", "linear_weight"):
+        given[name].requires_grad_()
+    LINEAR_DISTILLATION._known.clear()
+    linear_distillation(**given).backward()
+    (program,) = LINEAR_DISTILLATION._known.values()
+    (backward,) = program._backwards.values()
+    structs = [program.structs()[place] for place in backward.reads]
+    assert backward.run.lower(*structs).as_text().count("stablehlo.dot_general") == 4
+
+
+def test_it_compiles_into_one_graph() -> None:
+    given = tensors(1, "linear_bias")
+    given["input"].requires_grad_()
+    loss = functools.partial(linear_distillation, divergence="reverse_kl")
+    want = loss(**given)
+    (needed,) = torch.autograd.grad(want, given["input"])
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(**given)
+    (got,) = torch.autograd.grad(found, given["input"])
+    torch.testing.assert_close((found, got), (want, needed))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"teacher_weight": torch.ones(V + 1, TEACHERS)},
+            ValueError,
+            f"{V} vocabulary entries and teacher_weight {V + 1}",
+        ),
+        ({"teacher_weight": torch.ones(V)}, ValueError, r"teacher_weight has shape \(31,\); it must be \[V, H_t\]"),
+        ({"teacher_input": torch.ones(N, H)}, ValueError, r"teacher_input has shape \(7, 6\); it must be \(7, 9\)"),
+        ({"teacher_bias": torch.ones(3)}, ValueError, r"teacher_bias has shape \(3,\); it must be \(31,\)"),
+        ({"row_mask": torch.ones(N)}, TypeError, "row_mask has dtype torch.float32; it must be bool"),
+        ({"divergence": "kl"}, ValueError, "divergence='kl' is unknown; choose from 'forward_kl'"),
+        ({"implementation": "triton"}, ValueError, "implementation='triton' does not serve distillation yet"),
+        ({"reduction": "max"}, ValueError, "reduction='max'"),
+    ],
+)
+def test_refusals(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_distillation(**tensors(0) | wrong)
